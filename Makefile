@@ -45,7 +45,7 @@ test-slow: .venv/installed
 # What docs/reliability.md promises, with STRIKES kills and as many signals: 150 of each take 10 minutes of one core.
 faults: .venv/installed
 	HF_HUB_OFFLINE=1 OMP_NUM_THREADS=1 PI_LORA_STRIKES=$(or $(STRIKES),150) \
-		$(BIN)/pytest tests/faults -m 'slow or not slow' -n auto --dist worksteal
+		$(BIN)/pytest tests/faults tests/test_run.py -m 'slow or not slow' -n auto --dist worksteal
 
 lint: .venv/installed
 	$(BIN)/ruff check .

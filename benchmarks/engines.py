@@ -18,15 +18,16 @@ import tempfile
 import time
 import venv
 from pathlib import Path
+from typing import Any, cast
 
 from record import ROOT, read, write_row
 
+from pi_lora.api import extend, merge
 from pi_lora.errors import PiLoraError
-from pi_lora.merging.merging import extend, merge
 from pi_lora.models.files import BUILTIN_FOLDER
-from pi_lora.models.model import find
-from pi_lora.scaling.config import Extension, Method
-from pi_lora.serving.check import Reader, Server, check_server
+from pi_lora.models.source import resolve_model
+from pi_lora.scaling.config import Method
+from pi_lora.serving.check import ReferenceComputer, Server, check_server
 from pi_lora.serving.gguf import CONVERTER, export_gguf
 from pi_lora.storage import cache_folder
 
@@ -96,7 +97,7 @@ def model_of(case: str) -> Path:
     if not folder.is_dir() and isinstance(run, Path):
         merge(run, folder, base=str(base), dtype="float32")
     elif not folder.is_dir():
-        extend(find(str(base), Extension(TARGET, scaling=run)), folder)
+        extend(str(base), folder, target=TARGET, scaling=cast("Method", run))
     return folder
 
 
@@ -117,11 +118,11 @@ def gguf(case: str) -> Path:
         script = PLACE / "llama_cpp" / CONVERTER
         own_tokenizer = CASES[case][1] == TINY
         script.write_text(CONVERT.format(sources=str(own), packages=str(packages), builtin=own_tokenizer))
-        export_gguf(find(str(model_of(case))), file, script, "f32")
+        export_gguf(resolve_model(str(model_of(case))), file, script, "f32")
     return file
 
 
-def verdicts_of(command: list[str], reader: Reader, served: str | None = None) -> dict:
+def verdicts_of(command: list[str], reader: ReferenceComputer, served: str | None = None) -> dict[str, Any]:
     """What the server that `command` starts makes of both prompts, or why it says nothing."""
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
@@ -130,8 +131,13 @@ def verdicts_of(command: list[str], reader: Reader, served: str | None = None) -
     variables = {**VARIABLES, "PATH": f"{Path(command[0]).parent}:/usr/bin:/bin", "HOME": str(Path.home())}
     with tempfile.TemporaryFile("w+") as log:
         place = ["--host", "127.0.0.1", "--port", str(port)]
-        how = {"stdout": log, "stderr": log, "start_new_session": True, "env": {**variables, "HF_HUB_OFFLINE": "1"}}
-        server = subprocess.Popen([*command, *place], **how)
+        server = subprocess.Popen(
+            [*command, *place],
+            stdout=log,
+            stderr=log,
+            start_new_session=True,
+            env={**variables, "HF_HUB_OFFLINE": "1"},
+        )
         try:
             while server.poll() is None and time.monotonic() < started + SECONDS:
                 try:
@@ -139,7 +145,7 @@ def verdicts_of(command: list[str], reader: Reader, served: str | None = None) -
                 except PiLoraError:  # not yet
                     time.sleep(1)
                     continue
-                verdicts = check_server(asked, reader, TOLERANCE)
+                verdicts = check_server(asked, reader.reference, answer=reader.answer, tolerance=TOLERANCE)
                 return {"verdicts": [verdict.model_dump() for verdict in verdicts]}
         finally:
             if server.poll() is None:
@@ -157,7 +163,7 @@ def main() -> None:
     options = parser.parse_args()
     for case in options.cases:
         model, (run, base) = model_of(case), CASES[case]
-        reader = Reader(find(str(model)), dtype="float32")
+        reader = ReferenceComputer(resolve_model(str(model)), dtype="float32")
         rows = read("engines").get("cases", {}).get(case, {})
         for engine in options.engines:
             if "verdicts" in rows.get(engine, {}) or (engine == "vllm_adapter" and case != LORA_ALONE):
@@ -170,7 +176,7 @@ def main() -> None:
             except (subprocess.CalledProcessError, PiLoraError) as error:
                 row = {"failed": f"cannot be prepared: {error}"}
             else:
-                words = {"model": model, "run": run, "base": base, "gguf": file, "window": reader.target}
+                words = {"model": model, "run": run, "base": base, "gguf": file, "window": reader.reference.target}
                 served = "long" if engine.endswith("_adapter") else None
                 row = verdicts_of([python, *(word.format(**words) for word in command)], reader, served)
             write_row("engines", ("cases", case, engine), {"version": packages[0], **row})

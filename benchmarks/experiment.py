@@ -13,7 +13,7 @@ import argparse
 import json
 import subprocess
 import sys
-from collections.abc import Iterable, Iterator
+from collections.abc import Generator, Iterable, Iterator
 from pathlib import Path
 
 import record
@@ -126,6 +126,12 @@ def measured(file: Path) -> float:
 
 def commands() -> Iterator[Command]:
     """Yield the commands in order; those after a choice depend on the results before it."""
+    best_untuned, best_tuned = yield from choosing_commands()
+    yield from test_commands(best_untuned, best_tuned)
+
+
+def choosing_commands() -> Generator[Command, None, tuple[str, str]]:
+    """Yield the commands that choose rates and scalings, and return the best untuned and the best tuned scaling."""
     # Rates, and the best untuned and tuned scaling, by validation novels alone.
     chosen: dict[str, str] = {}
     rows: dict[str, float] = {}
@@ -135,7 +141,7 @@ def commands() -> Iterator[Command]:
     best_untuned = min(rows, key=rows.__getitem__)
     for scaling in (*SCALINGS, CONTROL):
         window = str(ORIGINAL if scaling == CONTROL else TARGET)
-        trials = {}
+        trials: dict[float, str] = {}
         for rate in RATES:
             if len(trials) > 2 and [*trials][-1] != min(trials):
                 break
@@ -151,8 +157,11 @@ def commands() -> Iterator[Command]:
     for scaling in SCALINGS:
         yield (row := perplexity(f"tuned {scaling}", tuned(scaling), "validation", str(TARGET)))
         rows[scaling] = measured(row[0])
-    best_tuned = min(rows, key=rows.__getitem__)
+    return best_untuned, min(rows, key=rows.__getitem__)
 
+
+def test_commands(best_untuned: str, best_tuned: str) -> Iterator[Command]:
+    """Yield the commands whose results are published."""
     # Once, on novels and passkeys that chose nothing, and of the tuned models as they are served: merged.
     for name in (*SCALINGS, CONTROL):
         yield merging(name)
@@ -175,8 +184,9 @@ def commands() -> Iterator[Command]:
         yield score("benchmarks", row, models[row], *limit)
     # RULER: the two tasks that the base does best at 4k, on other prompts than those that count.
     few = ("--windows", "4096", "--tasks", RULER_CANDIDATES, "--samples", "10", "--seed", "1")
-    yield (row := score("ruler", "base at 4k", [BASE], *few))
-    by_task = json.loads(row[0].read_bytes())["lengths"][0]["tasks"]
+    candidates = score("ruler", "base at 4k", [BASE], *few)
+    yield candidates
+    by_task = json.loads(candidates[0].read_bytes())["lengths"][0]["tasks"]
     tasks = ",".join(sorted(by_task, key=lambda task: -by_task[task]["score"])[:RULER_TASKS])
     for row in (f"untuned {best_untuned}", best, CONTROL):
         yield score("ruler", row, models[row], "--windows", str(TARGET), "--tasks", tasks, "--samples", "10")

@@ -17,10 +17,11 @@ import tempfile
 import time
 from pathlib import Path
 
+from machine import machine
 from on_gpu.contender import PI_LORA
 from on_gpu.parts import PARTS, Bench, Job, Row, jobs
 from on_gpu.setting import TINY, setting_of
-from record import RESULTS, machine
+from record import RESULTS
 
 # Seconds: the most that a job may take, and the least that is worth beginning one.
 JOB_SECONDS, LEAST_SECONDS = 420, 45
@@ -70,8 +71,8 @@ def measure(bench: Bench, rows: Rows, options: argparse.Namespace) -> None:
             if not any("failed" not in row for row in rows.of(job)):
                 do(job)
         for cap in options.caps if part == "longest" else ():
-            while (job := bench.next_longest(cap, rows.rows)) is not None:
-                do(job)
+            while (next_job := bench.next_longest(cap, rows.rows)) is not None:
+                do(next_job)
 
 
 def main() -> None:

@@ -10,13 +10,16 @@ scaled to all. Its verdicts must be pi-lora's. JSON goes to benchmarks/results/.
 
 import logging
 import statistics
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 from record import seconds_of, write_run
 
 import pi_lora
-from pi_lora.evaluation.passkey import PasskeyTest
+from pi_lora import LoadedModel
+from pi_lora.evaluation.measurement import Session
+from pi_lora.evaluation.passkey import Passkey, PasskeyScores, PasskeyTest
 from pi_lora.recipe.evaluation import PasskeyOptions
 
 GRID = {"target": 1024, "depths": 32, "trials": 10, "seed": 0}
@@ -32,9 +35,14 @@ def generate(loaded: Any, outcomes: list[list[bool]], trials: int, use_cache: bo
     test = PasskeyTest(loaded, GRID["target"], PasskeyOptions(**GRID))
     for depth, expected in enumerate(outcomes):
         for trial, key, outcome in zip(test.trials(depth)[:trials], test.keys[depth], expected, strict=False):
-            answer = generated(loaded.model, loaded.tokenizer, trial, use_cache)
+            answer = generated(loaded.module, loaded.tokenizer, trial, use_cache)
             if (answer == key) != outcome:
                 raise SystemExit(f"generate disagrees at k {test.ks[depth]}, key {key}: {answer}")
+
+
+def measure(loaded: LoadedModel) -> PasskeyScores:
+    """Measure the grid by pi-lora."""
+    return Passkey().run(loaded, PasskeyOptions(**GRID), Session())
 
 
 def main() -> None:
@@ -42,14 +50,14 @@ def main() -> None:
     tuned = Path("demo/live").exists()
     extension = pi_lora.Extension(target=GRID["target"])
     loaded = pi_lora.load("demo/live") if tuned else pi_lora.load("builtin:tiny", extension)
-    scores = pi_lora.evaluate_passkey(loaded, **GRID)
-    outcomes = [row.outcomes for row in scores.depths]
+    scores = measure(loaded)
+    outcomes = [row.outcomes or [] for row in scores.depths]
     rounds = []
     for _ in range(ROUNDS):
-        seconds = {"pi_lora": seconds_of(lambda: pi_lora.evaluate_passkey(loaded, **GRID))}
+        seconds = {"pi_lora": seconds_of(lambda: measure(loaded))}
         for way, trials in TIMED.items():
             cached = way == "generate_with_cache"
-            timed = seconds_of(lambda trials=trials, cached=cached: generate(loaded, outcomes, trials, cached))
+            timed = seconds_of(partial(generate, loaded, outcomes, trials, cached))
             seconds[way] = timed * GRID["trials"] / trials
         rounds.append({way: round(each, 2) for way, each in seconds.items()})
         print(rounds[-1], flush=True)

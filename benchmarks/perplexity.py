@@ -100,7 +100,7 @@ def prepare(folder: Path) -> dict[str, Path]:
     asked = PerplexityOptions(data=DATA, documents=1, min_tokens=TOKENS, truncate=TOKENS)
     (document,), _ = choose_documents(loaded, asked, WINDOWS[-1])
     (folder / "document.json").write_text(json.dumps(list(document.ids)))
-    loaded.model.save_pretrained(folder / "tiny")
+    loaded.module.save_pretrained(folder / "tiny")
     config = AutoConfig.from_pretrained(BUILTIN_FOLDER / "tiny", vocab_size=LARGE_VOCABULARY)
     torch.manual_seed(0)
     AutoModelForCausalLM.from_config(config).save_pretrained(folder / "random")

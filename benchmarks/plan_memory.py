@@ -17,8 +17,9 @@ from pathlib import Path
 from record import write_row
 
 from pi_lora.models.files import BUILTIN_FOLDER
+from pi_lora.models.source import resolve_for_training
 from pi_lora.planning.gpus import device_here
-from pi_lora.planning.planning import plan_training
+from pi_lora.planning.training_plan import plan_training
 from pi_lora.recipe.files import load_recipe
 
 TINY = ("model.name=builtin:tiny", "context.original=256", "context.target=4096")
@@ -90,7 +91,8 @@ def main() -> None:
             recipe.write_text(RECIPE.format(model=model, data=DATA), encoding="utf-8")
             if "data.positions=contiguous" not in changes:
                 changes = (f"data.sequence_tokens={tokens}", *changes)
-            plan = plan_training(load_recipe(recipe, changes).recipe, gpu)
+            resolved = load_recipe(recipe, changes).recipe
+            plan = plan_training(resolved, resolve_for_training(resolved, shipped=True), gpu)
             run = Path(temporary) / "runs" / row
             peak = measured(recipe, changes, run)
             sizes = {"tokens": tokens, "vocabulary": plan.target.shape.vocabulary, "layers": plan.target.shape.layers}

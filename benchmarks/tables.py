@@ -10,8 +10,8 @@ from typing import Any
 import record  # first: it finds scripts/
 import tables_gpu
 import tables_smollm2
+from figures import index
 from pages import machines_of, made_on, mean_and_range, table, write_block
-from reproduce import index
 
 from pi_lora.evaluation.intervals import wilson
 from pi_lora.evaluation.suite import MEASUREMENTS

@@ -8,12 +8,14 @@ more. Each turn is a process of its own; the first steps, `--warm`, are not coun
 
 import argparse
 import json
+import math
 import statistics
 import subprocess
 import sys
 import tempfile
 import time
 from pathlib import Path
+from typing import Any
 
 from record import in_a_process, write_row
 
@@ -30,25 +32,27 @@ def bare(recipe: Recipe, warm: int) -> tuple[float, float]:
     from trl import SFTConfig, SFTTrainer
 
     from pi_lora.data.batches import collate, training_data
-    from pi_lora.models.machine import has_fast_bfloat16
-    from pi_lora.models.model import find_to_tune
+    from pi_lora.models.device import has_fast_bfloat16
+    from pi_lora.models.source import resolve_for_training
 
     transformers.logging.set_verbosity_error()
-    training, extended = recipe.training, find_to_tune(recipe)
-    folder = extended.folder
+    training = recipe.training
+    extended = resolve_for_training(recipe)
+    folder = extended.base.folder
     tokenizer = AutoTokenizer.from_pretrained(folder)
     config = AutoConfig.from_pretrained(folder)
     original, target = config.max_position_embeddings, recipe.context.target
     packed = training_data(recipe.data, training, tokenizer, original, target).rows
     config.rope_parameters = extended.config["rope_parameters"]
-    ends, losses = {}, []
+    ends: dict[int, float] = {}
+    losses: list[float] = []
 
     class Clock(TrainerCallback):
-        def on_step_end(self, args, state, control, **_):
+        def on_step_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
             ends[state.global_step] = time.monotonic()
 
-        def on_log(self, args, state, control, logs, **_):
-            losses.append(logs.get("loss"))
+        def on_log(self, args: Any, state: Any, control: Any, logs: dict[str, float], **_: Any) -> None:
+            losses.append(logs.get("loss", math.nan))
 
     whole = ["embed_tokens", "input_layernorm", "post_attention_layernorm", "norm"]
     also = {"modules_to_save": whole, "ensure_weight_tying": True} if recipe.tuning.modules_to_save != "nothing" else {}

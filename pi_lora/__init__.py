@@ -5,34 +5,78 @@ from pi_lora.errors import PiLoraError
 # Nothing else is imported here, not even `typing`: until `pi_lora.__main__` runs, Ctrl-C ends in a traceback.
 TYPE_CHECKING = False
 if TYPE_CHECKING:
-    from pi_lora.api import evaluate_passkey, evaluate_perplexity, generate, merge, plan, train
-    from pi_lora.models.model import Model, load
+    from pi_lora.api import (
+        check_server,
+        compare,
+        evaluate,
+        evaluate_passkey,
+        evaluate_perplexity,
+        evaluate_run,
+        extend,
+        generate,
+        load,
+        merge,
+        new,
+        plan,
+        prepare,
+        probe,
+        push,
+        resolve,
+        summarize,
+        train,
+        write_report,
+    )
+    from pi_lora.models.loaded import LoadedModel
+    from pi_lora.models.source import ModelSource
+    from pi_lora.run import Run
     from pi_lora.scaling.config import Extension
+    from pi_lora.types import Permissions
 
+# Where the classes are.
+CLASSES = {
+    "Extension": "pi_lora.scaling.config",
+    "LoadedModel": "pi_lora.models.loaded",
+    "ModelSource": "pi_lora.models.source",
+    "Permissions": "pi_lora.types",
+    "Run": "pi_lora.run",
+}
 __all__ = [
     "Extension",
-    "Model",
+    "LoadedModel",
+    "ModelSource",
+    "Permissions",
     "PiLoraError",
+    "Run",
+    "check_server",
+    "compare",
+    "evaluate",
     "evaluate_passkey",
     "evaluate_perplexity",
+    "evaluate_run",
+    "extend",
     "generate",
     "load",
     "merge",
+    "new",
     "plan",
+    "prepare",
+    "probe",
+    "push",
+    "resolve",
+    "summarize",
     "train",
+    "write_report",
 ]
 
 
 def __getattr__(name: str) -> object:
     """Import what needs torch only when it is asked for, so that the command line starts at once."""
-    if name in ("Extension", "Model", "load"):
-        import pi_lora.models.model
+    import importlib
 
-        return getattr(pi_lora.models.model, name)
+    if name in CLASSES:
+        return getattr(importlib.import_module(CLASSES[name]), name)
     if name in __all__:
-        import pi_lora.api
-
-        return getattr(pi_lora.api, name)
+        return getattr(importlib.import_module("pi_lora.api"), name)
     raise AttributeError(f"module 'pi_lora' has no attribute {name!r}")
 
 

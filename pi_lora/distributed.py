@@ -1,5 +1,5 @@
-"""One process among several, started by `launch` or another launcher that sets the variables of `torch.distributed`:
-which one leads, and what all agree on. torch is imported where it is used, so that the command line starts at once.
+"""Launching several processes, and their collective operations. Processes are started by `launch`, or by another
+launcher that sets the variables of `torch.distributed`. torch is imported late, so that commands start at once.
 """
 
 import atexit
@@ -25,15 +25,15 @@ if TYPE_CHECKING:
     from pi_lora.recipe.schema import Recipe
 
 T = TypeVar("T")
-# How long processes wait where one may work alone: reading weights, the scores of the longest document, other machines
-# that pack their data. A process that dies is noticed by the launcher.
+# How long processes wait for one that works alone: that reads weights, scores the longest document or packs the data of
+# another machine. The launcher notices a process that dies.
 PROCESS_TIMEOUT = timedelta(days=7)
 _patient_group: "dist.ProcessGroup | None" = None
 
 
 def join_processes(cpu: bool) -> None:
-    """Meet the other processes of this run, if there are any; `cpu` leaves GPUs alone. Steps of training have torch's
-    own timeout, so that a deadlock ends; what is waited for below has a group of its own.
+    """Join the process group of this run, if there are several processes; `cpu` leaves GPUs alone. Training steps keep
+    torch's timeout, so that a deadlock ends. The operations below have a group with a longer timeout.
     """
     global _patient_group
     import torch.distributed as dist
@@ -46,20 +46,20 @@ def join_processes(cpu: bool) -> None:
 
 
 def enable_expandable_segments() -> None:
-    """Let segments of GPU memory grow: sequences of changing length leave gaps that nothing fits into. torch reads this
-    when it is imported, here and in launched processes; what the user says goes first.
+    """Let segments of GPU memory grow, because sequences of changing length leave gaps between allocations. torch reads
+    the setting when it is imported, here and in launched processes. The user's setting has precedence.
     """
     if not {"PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF"} & os.environ.keys():
         os.environ["PYTORCH_ALLOC_CONF"] = "expandable_segments:True"
 
 
 def is_main_process() -> bool:
-    """Whether this process writes files and prints: the one of rank 0."""
+    """Whether this process is the one of rank 0, which writes files and prints."""
     return rank() == 0
 
 
 def world_size() -> int:
-    """Over all machines."""
+    """Return the number of processes on all machines."""
     return int(os.environ["WORLD_SIZE"]) if is_launched() else 1
 
 
@@ -69,12 +69,12 @@ def wait_for_all_processes() -> None:
 
 
 def shard(items: Sequence[T]) -> list[T]:
-    """Return the items of this process: every n-th, so that neighbours are spread."""
+    """Return the items of this rank: every n-th, so that neighbouring items go to different ranks."""
     return list(items[rank() :: world_size()])
 
 
 def all_gather_objects(items: Sequence[T]) -> list[T]:
-    """Return the items of all processes, process by process; all of them must call it."""
+    """Return the items of all processes, process by process. Every process must call it."""
     if world_size() == 1:
         return list(items)
     import torch.distributed as dist
@@ -85,59 +85,66 @@ def all_gather_objects(items: Sequence[T]) -> list[T]:
 
 
 def any_process(*flags: bool) -> list[bool]:
-    """Return for every flag whether any process raised it, so that all processes decide alike."""
-    return [any(raised) for raised in zip(*all_gather_objects([flags]), strict=True)]
+    """Return for every flag whether any process has set it, so that all processes decide alike."""
+    flags_of_all = all_gather_objects([flags])
+    return [any(values) for values in zip(*flags_of_all, strict=True)]
 
 
-# Names a file that the first failing process creates, or the launcher after a signal. The others then print no error.
+# The environment variable with the path of a file that the first failing process creates, or the launcher after a
+# signal. The other processes then print no error.
 FAILED_ENV = "PI_LORA_FAILED"
-# A connection that dropped, which Windows does not report; Ctrl-C, and a cluster's end of a job.
+# A connection dropped; Windows has no such signal.
 HANG_UP = getattr(signal, "SIGHUP", None)
-STOP_SIGNALS = [each for each in (HANG_UP, signal.SIGINT, signal.SIGTERM) if each]
+# Also Ctrl-C, and the end of a job on a cluster.
+STOP_SIGNALS = [number for number in (HANG_UP, signal.SIGINT, signal.SIGTERM) if number]
 
 
 def is_launched() -> bool:
-    """Whether torchrun or accelerate started this process as one of several. Clusters set WORLD_SIZE and RANK for each
-    pod, in which nothing is launched yet.
+    """Whether torchrun or accelerate started this process as one of several. WORLD_SIZE and RANK alone do not show it:
+    clusters set them for a pod, before processes are launched there.
     """
     return {"WORLD_SIZE", "RANK", "LOCAL_RANK"} <= os.environ.keys()
 
 
 def rank() -> int:
-    """Return the number of this process among all, from 0."""
+    """Return the number of this process, from 0, over all machines."""
     return int(os.environ["RANK"]) if is_launched() else 0
 
 
 def check_launched(recipe: "Recipe") -> None:
     """Raise RecipeError if the launcher started another number of processes than the recipe asks for."""
-    started, wanted = int(os.environ["WORLD_SIZE"]), recipe.hardware.processes
+    started = int(os.environ["WORLD_SIZE"])
+    wanted = recipe.hardware.processes
     if started != wanted:
         raise RecipeError([f"hardware: asks for {wanted} processes, the launcher started {started}; make them agree"])
 
 
 def launch_arguments(
-    recipe: "Recipe", command: Sequence[str], rank: int = 0, address: str | None = None, port: int | None = None
+    recipe: "Recipe", command: Sequence[str], machine_rank: int = 0, address: str | None = None, port: int | None = None
 ) -> list[str]:
-    """Return the arguments of `accelerate launch` that run `pi-lora COMMAND` as `recipe.hardware` says. `rank` is the
-    number of this machine; machine 0 listens at `address` and `port`. Without FSDP2 every process holds the whole
-    model: plain data parallelism. Workers choose their precision by their own hardware.
+    """Return the arguments of `accelerate launch` that run `pi-lora COMMAND` on the hardware of `recipe`.
+
+    Machine 0 listens at `address` and `port`. Without FSDP2 every process holds the whole model (plain data
+    parallelism). Workers choose the precision for their hardware.
     """
-    hardware, several = recipe.hardware, recipe.hardware.machines > 1
-    if several and address is None:
+    hardware = recipe.hardware
+    several_machines = hardware.machines > 1
+    if several_machines and address is None:
         raise RecipeError(["--main-process-ip: missing; name the machine of rank 0, the same on all of them"])
+    default_port = 29500 if several_machines else 0  # 0: any port that is free
+    threads = max(1, (os.cpu_count() or 1) // hardware.processes_per_machine)
     flags = [
         f"--num_processes={hardware.processes}",
         f"--num_machines={hardware.machines}",
-        f"--machine_rank={rank}",
-        # Port 0: any that is free.
-        f"--main_process_port={port or (29500 if several else 0)}",
+        f"--machine_rank={machine_rank}",
+        f"--main_process_port={port or default_port}",
         "--mixed_precision=no",
         "--dynamo_backend=no",
-        f"--num_cpu_threads_per_process={max(1, (os.cpu_count() or 1) // hardware.processes_per_machine)}",
+        f"--num_cpu_threads_per_process={threads}",
         "--use_fsdp" if recipe.sharded else "--multi_gpu",
     ]
-    if several:
-        # Machines come when their data is packed; torch's launcher gives them ten minutes.
+    if several_machines:
+        # Machines join when their data is packed; torch's launcher gives them ten minutes.
         timeout = round(PROCESS_TIMEOUT.total_seconds())
         flags += [f"--main_process_ip={address}", f"--rdzv_conf=timeout={timeout}"]
     if recipe.sharded:
@@ -157,8 +164,8 @@ def launch_arguments(
 
 
 def launch(command: Sequence[str]) -> int:
-    """Run `accelerate launch COMMAND`; return the exit status. Signals of `STOP_SIGNALS` let the workers end their step
-    and write a checkpoint; a second Ctrl-C kills them.
+    """Run `accelerate launch COMMAND` and return the exit status. After a signal of `STOP_SIGNALS` the workers finish
+    their step and write a checkpoint. A second Ctrl-C kills them.
     """
     from accelerate.commands.launch import launch_command, launch_command_parser
     from accelerate.utils import patch_environment
@@ -167,8 +174,8 @@ def launch(command: Sequence[str]) -> int:
     arguments = launch_command_parser().parse_args(command)
     # torch's own handlers of the other signals would kill the workers in the middle of a step.
     arguments.signals_to_handle = "SIGQUIT"
-    failures = {}
-    # torch's launcher logs a worker's end in dozens of lines; those that matter are printed, a line each.
+    failures: dict[int, Any] = {}
+    # torch's launcher logs the end of a worker in dozens of lines. Only one is printed below.
     logging.disable()
     with tempfile.TemporaryDirectory() as folder, patch_environment(**{FAILED_ENV: str(Path(folder, "failed"))}):
         arguments.log_dir = folder
@@ -182,20 +189,31 @@ def launch(command: Sequence[str]) -> int:
             if not received:
                 raise
     if received:
-        if reported := [each.exitcode for each in failures.values() if each.exitcode > 0]:
-            return int(reported[0])
+        for failure in failures.values():
+            if failure.exitcode > 0:
+                return int(failure.exitcode)
         raise Interrupted("interrupted before a step was done; earlier checkpoints are kept: go on with --resume")
-    # The launcher ends those that are left by SIGTERM. Where one was killed, others may fail for want of a connection.
-    rank, failure = min(failures.items(), key=lambda each: (each[1].exitcode == -signal.SIGTERM, each[1].exitcode > 0))
+    failed_rank = min(failures, key=lambda number: _consequence(failures[number].exitcode))
+    failure = failures[failed_rank]
     if failure.exitcode > 0:
         return int(failure.exitcode)
-    print(f"process {rank}: ended by {failure.signal_name()}; go on with --resume", file=sys.stderr)
+    print(f"process {failed_rank}: ended by {failure.signal_name()}; go on with --resume", file=sys.stderr)
     return 1
 
 
+def _consequence(exitcode: int) -> int:
+    """Return how likely a worker failed because of another one: 0 if it was killed, 1 for an error, 2 for SIGTERM.
+
+    If a worker is killed, others may lose their connection and fail. The launcher ends the remaining ones by SIGTERM.
+    """
+    if exitcode == -signal.SIGTERM:
+        return 2
+    return 1 if exitcode > 0 else 0
+
+
 def is_to_report(error: Exception) -> bool:
-    """Whether this process reports an error: of launched ones the first that fails, while others lose their connections
-    to it; and of what ends all processes together, the first process of each machine.
+    """Whether this process reports an error. Of launched processes the first one that fails reports it, because others
+    fail only when they lose their connection. An error that ends all of them is reported once per machine.
     """
     if FAILED_ENV not in os.environ:
         return True
@@ -208,18 +226,18 @@ def is_to_report(error: Exception) -> bool:
 
 
 def _leave_lost_terminals() -> None:
-    """Discard what is written to a terminal that hung up, or to a program that ended: every write would fail."""
-    for number in (1, 2):
-        watched = select.poll()
-        watched.register(number, 0)
-        if watched.poll(0):  # of an error or a hang-up, which are told unasked
-            os.dup2(os.open(os.devnull, os.O_WRONLY), number)
+    """Redirect stdout and stderr to the null device if their terminal or reader is gone: writes would fail."""
+    for descriptor in (1, 2):
+        poll = select.poll()
+        poll.register(descriptor, 0)
+        if poll.poll(0):  # errors and hang-ups are reported without being asked for
+            os.dup2(os.open(os.devnull, os.O_WRONLY), descriptor)
 
 
 @contextlib.contextmanager
 def handle_signals(handler: Callable[[list[int]], None]) -> Iterator[list[int]]:
-    """Call `handler` with the numbers of the signals of `STOP_SIGNALS` so far, the newest last, at each of them, and
-    yield the list. Those that are ignored, as under nohup, stay so.
+    """Call `handler` at every signal of `STOP_SIGNALS`, with the list of the signals received so far, the newest last.
+    Yield this list. Signals that are ignored, as under nohup, stay ignored.
     """
     received: list[int] = []
 
@@ -229,22 +247,25 @@ def handle_signals(handler: Callable[[list[int]], None]) -> Iterator[list[int]]:
             _leave_lost_terminals()
         handler(received)
 
-    heard = [each for each in STOP_SIGNALS if signal.getsignal(each) is not signal.SIG_IGN]
-    before = {each: signal.signal(each, handle) for each in heard}
+    handlers_before = {}
+    for number in STOP_SIGNALS:
+        if signal.getsignal(number) is not signal.SIG_IGN:
+            handlers_before[number] = signal.signal(number, handle)
     try:
         yield received
     finally:
-        for each, old in before.items():
-            signal.signal(each, old)
+        for number, handler_before in handlers_before.items():
+            signal.signal(number, handler_before)
 
 
 def _pass_on_to_workers(received: list[int]) -> None:
-    """End the workers after their step by SIGTERM, or at once after a second Ctrl-C."""
+    """Send SIGTERM to the workers, which end after their step; or SIGKILL after a second Ctrl-C."""
     Path(os.environ[FAILED_ENV]).touch()
-    # torch's launcher starts each worker in a session of its own, which Ctrl-C on the terminal does not reach.
-    workers = [each for each in psutil.Process().children() if os.getsid(each.pid) == each.pid]
+    # torch's launcher starts every worker in a session of its own, which Ctrl-C on the terminal does not reach.
+    workers = [child for child in psutil.Process().children() if os.getsid(child.pid) == child.pid]
+    second_ctrl_c = received.count(signal.SIGINT) > 1
     for worker in workers:
         with contextlib.suppress(psutil.NoSuchProcess):
-            worker.send_signal(signal.SIGKILL if received.count(signal.SIGINT) > 1 else signal.SIGTERM)
+            worker.send_signal(signal.SIGKILL if second_ctrl_c else signal.SIGTERM)
     if not workers:
         raise KeyboardInterrupt

@@ -1,5 +1,6 @@
-"""Colours, axes and files of all pictures; the only home of matplotlib."""
+"""Colours, axes and files of all figures. Only this module draws with matplotlib."""
 
+import math
 from collections.abc import Callable, Mapping, Sequence
 from itertools import cycle, pairwise
 from pathlib import Path
@@ -7,14 +8,21 @@ from statistics import fmean
 from textwrap import fill
 from typing import Any
 
-# Colours that the colour-blind tell apart (Okabe and Ito), each with its own marker for print.
-BLUE, VERMILION, GREEN, ORANGE, PURPLE, GREY = "#0072B2", "#D55E00", "#009E73", "#E69F00", "#CC79A7", "#999999"
+# A palette for colour-blind readers (Okabe and Ito).
+BLUE = "#0072B2"
+VERMILION = "#D55E00"
+GREEN = "#009E73"
+ORANGE = "#E69F00"
+PURPLE = "#CC79A7"
+GREY = "#999999"
+# Colours with markers, which tell curves apart in black and white.
 STYLES = ((VERMILION, "o"), (GREY, "s"), (BLUE, "^"), (ORANGE, "D"), (GREEN, "v"), (PURPLE, "P"))
 DOTS_PER_INCH = 120
-# Inches of a panel; narrow enough that the letters can be read on a phone.
-WIDTH, HEIGHT = 5.0, 3.7
+# Inches of a panel, narrow enough that the letters can be read on a phone.
+WIDTH = 5.0
+HEIGHT = 3.7
 
-# What draws on matplotlib axes.
+# A function that draws on matplotlib axes.
 Panel = Callable[[Any], None]
 Curve = Sequence[tuple[float, float]]
 
@@ -22,43 +30,50 @@ BARS = "▁▂▃▄▅▆▇█"
 
 
 def sparkline(values: Sequence[float], width: int = 10) -> str:
-    """Return a curve as a line of at most `width` characters, from its lowest to its highest value. Each character is
-    the mean of a group of values.
+    """Return values as a line of at most `width` block characters. A character is the mean of a group of values, scaled
+    between the lowest and the highest mean.
 
     >>> sparkline([4, 2, 1, 1.5]), sparkline([])
     ('█▃▁▂', '')
     """
+    if not values:
+        return ""
     groups = min(width, len(values))
-    bounds = [len(values) * index // groups for index in range(groups + 1)] if groups else []
+    bounds = [len(values) * index // groups for index in range(groups + 1)]
     means = [fmean(values[first:last]) for first, last in pairwise(bounds)]
-    bottom, top = min(means, default=0), max(means, default=0)
+    bottom = min(means)
+    top = max(means)
     scale = (len(BARS) - 1) / (top - bottom) if top > bottom else 0
-    return "".join(BARS[round((mean - bottom) * scale)] for mean in means)
+    heights = [round((mean - bottom) * scale) for mean in means]
+    return "".join(BARS[height] for height in heights)
 
 
 def new_figure(width: float, height: float) -> Any:
-    """Return an empty figure of `width` and `height` inches, to be saved and never shown in a window."""
+    """Return an empty figure of `width` and `height` inches, which is saved and never shown on a screen."""
     from matplotlib.figure import Figure
 
     return Figure(figsize=(width, height), layout="constrained")
 
 
 def figure_of(*panels: Panel, title: str = "", window: int | None = None) -> Any:
-    """Return a figure of panels, two side by side, each with its legend above it, where it hides no curve, a line at
-    the original `window` (tokens), and a title in small letters below.
+    """Return a figure of panels in two columns, with a line at the original `window` (tokens), and the title in small
+    letters at the bottom. The legend of a panel stands above it, so that it hides no curve.
     """
-    rows, columns = -(-len(panels) // 2), min(2, len(panels))
+    rows = math.ceil(len(panels) / 2)
+    columns = min(2, len(panels))
     figure = new_figure(WIDTH * columns, HEIGHT * rows)
     if title:
         figure.supxlabel(fill(title, 80 * columns), fontsize=7)
-    for part, panel in zip(figure.subfigures(rows, columns, squeeze=False).flat, panels, strict=False):
+    legend_size = 10 if len(panels) == 1 else 8
+    parts = figure.subfigures(rows, columns, squeeze=False).flat
+    for part, panel in zip(parts, panels, strict=False):
         axes = part.subplots()
         panel(axes)
         if axes.lines and window:
             axes.axvline(window, color="0.55", linestyle=":", linewidth=1.2, label="original window")
         plain(axes)
         if axes.get_legend_handles_labels()[0]:
-            part.legend(frameon=False, loc="outside upper left", ncols=2, fontsize=10 if len(panels) == 1 else 8)
+            part.legend(frameon=False, loc="outside upper left", ncols=2, fontsize=legend_size)
     return figure
 
 
@@ -74,14 +89,15 @@ def plain(axes: Any, title: str = "", **legend: Any) -> None:
 
 
 def draw_curves(curves: Mapping[str, Curve], axes: Any, **settings: Any) -> None:
-    """Draw points by label as curves, each in a style of its own, on axes with these settings, such as labels."""
+    """Draw curves by label, in different styles, and apply `settings` such as axis labels to the axes."""
     for (label, points), (colour, marker) in zip(curves.items(), cycle(STYLES), strict=False):
-        axes.plot(*zip(*points, strict=True), color=colour, marker=marker, markersize=5, label=label)
+        coordinates = zip(*points, strict=True)
+        axes.plot(*coordinates, color=colour, marker=marker, markersize=5, label=label)
     axes.set(**settings)
 
 
 def draw_by_window(curves: Mapping[str, Curve], label: str, axes: Any) -> None:
-    """Draw curves over windows in tokens, both axes logarithmic, with plain numbers."""
+    """Draw curves over windows in tokens, on logarithmic axes with plain numbers."""
     from matplotlib.ticker import LogFormatter
 
     draw_curves(curves, axes, xscale="log", xlabel="window (tokens)", yscale="log", ylabel=label)
@@ -93,7 +109,7 @@ def draw_by_window(curves: Mapping[str, Curve], label: str, axes: Any) -> None:
 
 
 def save(figure: Any, file: Path) -> Path:
-    """Write a figure whole or not at all, as a PNG under any file name. The same figure gives the same bytes."""
+    """Write a figure atomically as a PNG, under any file name. The same figure gives the same bytes."""
     part = file.with_name(f".{file.name}.part")
     file.parent.mkdir(parents=True, exist_ok=True)
     figure.savefig(part, format="png", dpi=DOTS_PER_INCH)

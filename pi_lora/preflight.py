@@ -1,4 +1,4 @@
-"""Every mistake of a recipe that shows before anything is downloaded, tokenized or loaded, reported together."""
+"""The checks of a recipe before anything is downloaded, tokenized or loaded; all mistakes are reported together."""
 
 import importlib.util
 from collections.abc import Iterator
@@ -12,11 +12,12 @@ from huggingface_hub.errors import HfHubHTTPError, NotASafetensorsRepoError, Saf
 from pi_lora.data.examples import data_problems
 from pi_lora.data.sources import HELD_OUT_KEYS, PINNED
 from pi_lora.errors import ModelError, PiLoraError, RecipeError, first_line
-from pi_lora.merging.tensors import read_weights
 from pi_lora.models.adapter import check_shape
 from pi_lora.models.files import BUILTIN
-from pi_lora.models.model import Model, find_to_tune
-from pi_lora.planning.planning import plan_here, plan_lines
+from pi_lora.models.source import ModelSource, resolve_for_training
+from pi_lora.models.weights import read_weights
+from pi_lora.planning.advice import plan_lines
+from pi_lora.planning.training_plan import TrainingPlan
 from pi_lora.recipe.schema import Data, Recipe
 from pi_lora.run import Run, check_output, staging_path
 from pi_lora.types import NO_PERMISSIONS, Permissions
@@ -25,16 +26,18 @@ from pi_lora.types import NO_PERMISSIONS, Permissions
 def check(
     recipe: Recipe,
     output: Path,
+    *,
     resume: bool = False,
     permissions: Permissions = NO_PERMISSIONS,
     ask_hub: bool = False,
-) -> Model:
-    """Return the model of `recipe`; raise all mistakes that show before weights or texts are read, a line each: in
-    recipe, tokenizer, headers of weights, first rows of texts, and output. `ask_hub` for those of weights and texts
-    on the hub too, which a training downloads next.
+) -> ModelSource:
+    """Return the model of `recipe`, or raise all mistakes that can be seen before weights and texts are read.
+
+    Recipe, tokenizer, headers of weights, first rows of texts and output are checked. With `ask_hub`, so are weights
+    and texts on the hub, which a training downloads next.
     """
     mistakes: list[PiLoraError] = []
-    model: Model | None = None
+    model: ModelSource | None = None
 
     @contextmanager
     def collected() -> Iterator[None]:
@@ -56,7 +59,7 @@ def check(
     if problems:
         mistakes.append(RecipeError(problems))
     with collected():
-        check_output(output, resume)
+        check_output(output, resume=resume)
     if resume:
         with collected():
             Run(staging_path(output)).check_same_recipe(recipe)
@@ -67,64 +70,75 @@ def check(
     return model
 
 
-def check_data(recipe: Recipe, permissions: Permissions = NO_PERMISSIONS) -> Model:
-    """Return the model of `recipe` on a machine that prepares its data alone; raise what is wrong with both."""
+def check_data(recipe: Recipe, permissions: Permissions = NO_PERMISSIONS) -> ModelSource:
+    """Return the model of `recipe` on a machine that only prepares the data; raise the mistakes of model and data."""
     model = _check_model(recipe, permissions)
-    if problems := data_problems(recipe.data):
+    problems = data_problems(recipe.data)
+    if problems:
         raise RecipeError(problems)
     return model
 
 
-def check_fits(recipe: Recipe, model: Model, force: bool = False) -> list[str]:
-    """Return the plan of a training here in lines; raise PiLoraError if it does not fit, unless by `force`."""
-    plan = plan_here(recipe, model.permissions)
+def plan_or_refuse(name: str, plan: TrainingPlan | None, *, force: bool = False) -> list[str]:
+    """Return the lines of a plan of the model `name`; raise PiLoraError if it does not fit, except with `force`."""
     if plan is None:
-        return [f"{model.base}: no plan for a model of this kind; watch its memory"]
+        return [f"{name}: no plan for a model of this kind; watch its memory"]
     lines = plan_lines(plan)
     if not plan.fits and not force:
         raise PiLoraError(f"{lines[-1]}; or train all the same with --force")
     return lines
 
 
-def _check_model(recipe: Recipe, permissions: Permissions) -> Model:
-    model = find_to_tune(recipe, permissions)
-    if model.adapter:
-        check_shape(model.adapter, recipe.tuning, model.meta_model)
-    return model
+def _check_model(recipe: Recipe, permissions: Permissions) -> ModelSource:
+    source = resolve_for_training(recipe, permissions=permissions)
+    if source.adapter:
+        check_shape(source.adapter, recipe.tuning, source.base.meta_model)
+    return source
 
 
-def _check_weights(model: Model, ask_hub: bool) -> None:
-    if Path(model.path).is_dir() or constants.HF_HUB_OFFLINE:
-        read_weights(model.base, model.file)
+def _check_weights(model: ModelSource, ask_hub: bool) -> None:
+    base = model.base
+    if base.is_local or constants.HF_HUB_OFFLINE:
+        read_weights(base.name, base.file)
     elif ask_hub:
         try:
-            get_safetensors_metadata(model.path, revision=model.revision)
+            get_safetensors_metadata(base.path, revision=base.revision)
         except (NotASafetensorsRepoError, SafetensorsParsingError, HfHubHTTPError) as error:
-            raise ModelError(f"{model.base}: weights cannot be read ({first_line(error)}); name another base") from None
+            raise ModelError(f"{base.name}: weights cannot be read ({first_line(error)}); name another base") from None
 
 
 def _evaluation_problems(recipe: Recipe, ask_hub: bool) -> Iterator[str]:
-    measured, target = recipe.evaluation.perplexity, recipe.context.target
-    if measured is None:
+    perplexity = recipe.evaluation.perplexity
+    target = recipe.context.target
+    if perplexity is None:
         return
-    for asked in (measured, recipe.evaluation.in_short().perplexity or measured):
-        if asked.windows is None and ((asked.stride or 0) > target or (asked.truncate or target) < target):
+    during_training = recipe.evaluation.in_short().perplexity or perplexity
+    for options in (perplexity, during_training):
+        if options.windows is not None:
+            continue
+        too_long_stride = options.stride is not None and options.stride > target
+        too_short_text = options.truncate is not None and options.truncate < target
+        if too_long_stride or too_short_text:
             yield f"evaluation: the target window is {target}; lower stride to it, or raise truncate to it"
             break
-    if measured.data is None and not recipe.model.name.startswith(BUILTIN):
+    if perplexity.data is None and not recipe.model.name.startswith(BUILTIN):
         yield "evaluation.perplexity.data: is missing; name a text that the model is not tuned on"
-    if measured.data and measured.data not in PINNED:
-        source = {"name": measured.data, **measured.model_dump(include=HELD_OUT_KEYS)}
-        for problem in data_problems(Data.model_validate({"source": source}), ask_hub):
+    if perplexity.data and perplexity.data not in PINNED:
+        source = {"name": perplexity.data, **perplexity.model_dump(include=HELD_OUT_KEYS)}
+        data = Data.model_validate({"source": source})
+        for problem in data_problems(data, ask_hub):
             yield problem.replace("data.source", "evaluation.perplexity.data", 1)
 
 
 def _machine_problems(recipe: Recipe) -> Iterator[str]:
-    """Yield what the machine lacks and no library would say in a line before the training starts."""
-    hardware, kernel, here = recipe.hardware, recipe.model.attention, torch.cuda.device_count()
-    if hardware.gpus and hardware.gpus > here:
-        what = f"{hardware.gpus} needed on each machine, {here} here"
-        yield f"hardware.gpus: {what}; run it on such machines, or change hardware.gpus (pi-lora plan shows what fits)"
+    """Yield what this machine lacks, where no library would say so in a line before the training starts."""
+    hardware = recipe.hardware
+    kernel = recipe.model.attention
+    num_gpus = torch.cuda.device_count()
+    if hardware.gpus and hardware.gpus > num_gpus:
+        lacking = f"{hardware.gpus} needed on each machine, {num_gpus} here"
+        remedy = "run it on such machines, or change hardware.gpus (pi-lora plan shows what fits)"
+        yield f"hardware.gpus: {lacking}; {remedy}"
     paged = recipe.training.optimizer == "paged_adamw_8bit"
     gpu_only = {
         "training.optimizer: paged_adamw_8bit": paged,
@@ -133,11 +147,14 @@ def _machine_problems(recipe: Recipe) -> Iterator[str]:
         "model.kernels: liger": recipe.model.kernels == "liger",
         f"model.attention: {kernel}": kernel.startswith("flash_attention"),
     }
-    yield from (f"{key}: needs a GPU; leave it out" for key, asked in gpu_only.items() if asked and not here)
+    if not num_gpus:
+        for key, is_set in gpu_only.items():
+            if is_set:
+                yield f"{key}: needs a GPU; leave it out"
     if hardware.context_parallel > 1 and (not hardware.gpus or kernel not in ("auto", "sdpa")):
         yield "hardware.context_parallel: needs hardware.gpus, and model.attention: sdpa"
     if paged and recipe.sharded and hardware.processes > 1:
-        # bitsandbytes 0.50 takes the local part of no sharded tensor (DTensor).
+        # bitsandbytes 0.50 does not take the local part of a sharded tensor (DTensor).
         yield "training.optimizer: paged_adamw_8bit cannot train weights that are sharded over GPUs; use adamw"
     if recipe.tuning.method == "qlora" and importlib.util.find_spec("bitsandbytes") is None:
         yield "tuning.method: qlora: needs the package bitsandbytes; pip install 'pi-lora[qlora]'"

@@ -1,4 +1,4 @@
-"""The folder of a run: made whole or not at all by one process at a time, resumed, and what its files say."""
+"""The folder of a run: its files, how it is written as a whole by one process, and how it is resumed."""
 
 import contextlib
 import json
@@ -29,18 +29,26 @@ from pi_lora.types import Permissions
 RUN_FILE, TRAINING_LOG, SCORES = "run.json", "training.jsonl", "scores"
 CHECKPOINTS, COMPLETE = "checkpoints", "complete"
 BASE, STEP_0, TUNED = "base", "step 0", "tuned"
-# How a file of scores ends that is not of the finished run.
-STAGE = re.compile(r"-(base|step-\d+)$")
-# Keys that a resumed run may change: they affect where it runs and what it logs, not its result.
-MAY_CHANGE = ("hardware.", "evaluation.", "training.save_every", "training.log_every", "training.tracking", "paper")
+# The ending of the name of a file of scores of an earlier stage.
+STAGE_SUFFIX = re.compile(r"-(base|step-\d+)$")
+# Keys that a resumed run may change: they affect the machine and the log, not the result.
+RESUMABLE_CHANGES = (
+    "hardware.",
+    "evaluation.",
+    "training.save_every",
+    "training.log_every",
+    "training.tracking",
+    "paper",
+)
 
 
 class Fingerprint(BaseModel, frozen=True, strict=True):
-    """What a run is made from: the place or hub commit of its base, digests of its weights, tokenizer and data. A path
-    or a name may mean other weights tomorrow, or elsewhere.
+    """The base, tokenizer and data that a run is made from: folder or hub commit of the base, and digests.
+
+    A path or a name may mean other weights tomorrow, or elsewhere.
     """
 
-    place: str | None = None
+    path: str | None = None
     commit: str | None = None
     weights: str
     tokenizer: str | None = None
@@ -48,8 +56,9 @@ class Fingerprint(BaseModel, frozen=True, strict=True):
 
 
 class RunMetadata(BaseModel, extra="allow", strict=True, frozen=True):
-    """The content of `run.json`: the origin, written when a run starts, and what the training took, written at the end
-    (see `training.save`). The card shows both.
+    """The content of `run.json`, which the card shows.
+
+    The origin is written when a run starts; time and memory of the training are written at the end.
     """
 
     python: str
@@ -63,6 +72,12 @@ class Run:
     """The folder of a run, finished or not. A file is read once, on first use."""
 
     path: Path
+
+    def __str__(self) -> str:
+        return str(self.path)
+
+    def __fspath__(self) -> str:
+        return str(self.path)
 
     @property
     def name(self) -> str:
@@ -81,7 +96,7 @@ class Run:
 
     @cached_property
     def metadata(self) -> RunMetadata:
-        """What `run.json` says; nothing if there is none, as of adapters made by other tools."""
+        """The content of `run.json`; empty if there is none, as in adapters made by other tools."""
         file = self.path / RUN_FILE
         if not file.is_file():
             return RunMetadata(python="unknown")
@@ -89,31 +104,43 @@ class Run:
 
     def record(self, facts: Mapping[str, Any]) -> None:
         """Add `facts` to `run.json`, with the commit of pi-lora and the version of Python."""
-        made_with = {"python": platform.python_version(), "commit": _commit()}
-        write_json(self.path / RUN_FILE, {**self.metadata.model_dump(exclude_unset=True), **facts, **made_with})
+        recorded = self.metadata.model_dump(exclude_unset=True)
+        versions = {"python": platform.python_version(), "commit": _commit()}
+        write_json(self.path / RUN_FILE, {**recorded, **facts, **versions})
         vars(self).pop("metadata")
 
     @property
     def log(self) -> list[dict[str, Any]]:
-        """The lines of `training.jsonl`, if there is one, but those that a crash cut off or a disk damaged."""
-        lines, file = [], self.path / TRAINING_LOG
-        for line in file.read_bytes().split(b"\n") if file.is_file() else ():
+        """The lines of `training.jsonl`, without those that a crash cut off or a disk damaged."""
+        file = self.path / TRAINING_LOG
+        if not file.is_file():
+            return []
+        lines = []
+        for line in file.read_bytes().split(b"\n"):
             with contextlib.suppress(ValueError):
                 lines.append(json.loads(line))
         return lines
 
     def scores_file(self, name: str, stage: str = TUNED) -> Path:
-        """Return where a measurement of this run, or of an earlier stage, is kept."""
-        return self.path / SCORES / f"{name}{'' if stage == TUNED else f'-{stage}'.replace(' ', '-')}.json"
+        """Return the file for a measurement of this run, or of an earlier stage."""
+        suffix = "" if stage == TUNED else "-" + stage.replace(" ", "-")
+        return self.path / SCORES / f"{name}{suffix}.json"
 
     def score_files(self) -> list[tuple[str, str, Path]]:
         """Return stage, measurement and file of all scores, the stages in order: base, step 0, 200, ..., tuned."""
         files = []
         for file in (self.path / SCORES).glob("*.json"):
-            stage = STAGE.search(file.stem)
-            files.append((stage[1].replace("-", " ") if stage else TUNED, STAGE.sub("", file.stem), file))
-        # A longer name of a step is that of a later one.
-        return sorted(files, key=lambda each: (each[0] == TUNED, len(each[0]), each))
+            suffix = STAGE_SUFFIX.search(file.stem)
+            stage = suffix[1].replace("-", " ") if suffix else TUNED
+            name = STAGE_SUFFIX.sub("", file.stem)
+            files.append((stage, name, file))
+
+        def order(scores: tuple[str, str, Path]) -> tuple[bool, int, tuple[str, str, Path]]:
+            stage, _, _ = scores
+            # A longer name of a step is that of a later one.
+            return (stage == TUNED, len(stage), scores)
+
+        return sorted(files, key=order)
 
     @property
     def checkpoints(self) -> list[Path]:
@@ -126,8 +153,9 @@ class Run:
         return next((path for path in self.checkpoints if (path / COMPLETE).is_file()), None)
 
     def mark_complete(self, checkpoint: Path) -> None:
-        """Mark a checkpoint as complete, with the training log up to it and the sizes of its files, once
-        all of them are on the disk.
+        """Mark a checkpoint as complete once all files are on the disk.
+
+        The checkpoint gets the training log up to it, and the marker has the sizes of the files.
         """
         shutil.copyfile(self.path / TRAINING_LOG, checkpoint / TRAINING_LOG)
         for file in checkpoint.rglob("*"):
@@ -137,14 +165,17 @@ class Run:
         write_json(checkpoint / COMPLETE, _sizes(checkpoint))
 
     def checkpoint_to_resume(self) -> Path | None:
-        """Return the newest checkpoint whose files are all there, and restore its training log. Newer ones are removed,
-        and a line on stderr says which of them is damaged. Raise ModelError if there are only damaged ones.
+        """Return the newest checkpoint with all files, and restore the training log up to it.
+
+        Newer checkpoints are removed, and damaged ones among them are named on stderr. Raise ModelError if there are
+        only damaged ones.
         """
         unusable: list[Path] = []
         damaged: list[str] = []
         for checkpoint in self.checkpoints:
             if (checkpoint / COMPLETE).is_file():
-                if (problem := _damage(checkpoint)) is None:
+                problem = _damage(checkpoint)
+                if problem is None:
                     break
                 damaged.append(f"{checkpoint}: {problem}")
             unusable.append(checkpoint)
@@ -156,16 +187,24 @@ class Run:
             return None
         for path in unusable:
             shutil.rmtree(path)
-        write_whole(self.path / TRAINING_LOG, (checkpoint / TRAINING_LOG).read_text(encoding="utf-8"))
+        log = (checkpoint / TRAINING_LOG).read_text(encoding="utf-8")
+        write_whole(self.path / TRAINING_LOG, log)
         for line in damaged:
             print(f"{line}; resuming from {checkpoint.name}", file=sys.stderr)
         return checkpoint
 
     def check_same_fingerprint(self, output: Path, now: Fingerprint, permissions: Permissions) -> None:
         """Raise ModelError if this interrupted run of `output` began with another base, tokenizer or data."""
-        before = None if permissions.allow_mismatch else self.metadata.origin
-        names = ("weights", "tokenizer", "data")
-        if before and (changed := [name for name in names if getattr(before, name) != getattr(now, name)]):
+        before = self.metadata.origin
+        if permissions.allow_mismatch or before is None:
+            return
+        digests = {
+            "weights": (before.weights, now.weights),
+            "tokenizer": (before.tokenizer, now.tokenizer),
+            "data": (before.data, now.data),
+        }
+        changed = [name for name, (digest_before, digest_now) in digests.items() if digest_before != digest_now]
+        if changed:
             raise ModelError(
                 f"{output}: {' and '.join(changed)} are others than those that the interrupted run began with; "
                 "bring them back, start a new run, or go on with --allow-mismatch"
@@ -176,26 +215,33 @@ class Run:
         if not self.has_recipe:
             return
         begun = load_recipe(self.path / RECIPE_FILE)
-        pairs = {key: (attrgetter(key)(begun.recipe), attrgetter(key)(recipe)) for key in begun.origins}
-        if problems := [
-            f"{key}: {now} given, but the interrupted run began with {before}; use that, or start a new run"
-            for key, (before, now) in pairs.items()
-            if before != now and not key.startswith(MAY_CHANGE)
-        ]:
+        problems = []
+        for key in begun.origins:
+            value_of = attrgetter(key)
+            before = value_of(begun.recipe)
+            now = value_of(recipe)
+            if before != now and not key.startswith(RESUMABLE_CHANGES):
+                problems.append(
+                    f"{key}: {now} given, but the interrupted run began with {before}; use that, or start a new run"
+                )
+        if problems:
             raise RecipeError(problems)
 
 
 def resolve_run(
     name: Path, overrides: Sequence[str] = (), output: Path | None = None, resume: bool = False
 ) -> tuple[Recipe, Path]:
-    """Return the resolved recipe and the folder of a run: of the recipe `name`, or to `resume` of the interrupted run
-    `name`, with everything that it began with.
+    """Return the resolved recipe and the folder of a run.
+
+    The recipe is that of the name, or with `resume` that of the interrupted run of the name.
     """
-    file, begun = find_recipe(name), staging_path(name) / RECIPE_FILE
-    if resume and not file.is_file() and begun.is_file():
-        return load_recipe(begun, overrides).recipe, output or name
+    file = find_recipe(name)
+    begun_file = staging_path(name) / RECIPE_FILE
+    if resume and not file.is_file() and begun_file.is_file():
+        return load_recipe(begun_file, overrides).recipe, output or name
     recipe = load_recipe(file, overrides).recipe
-    return recipe, output or Path("models" if recipe.tuning.method == "full" else "adapters", file.stem)
+    parent = "models" if recipe.tuning.method == "full" else "adapters"
+    return recipe, output or Path(parent, file.stem)
 
 
 def resume_command(output: Path) -> str:
@@ -212,23 +258,29 @@ def check_tuned(run: Run) -> None:
 
 def check_finished(output: Path) -> None:
     """Raise ModelError if the run of that name was interrupted and is not finished."""
+    if output.exists():
+        return
     run = Run(staging_path(output))
-    if not output.exists() and (last := run.last_checkpoint):
+    last_checkpoint = run.last_checkpoint
+    if last_checkpoint:
         raise ModelError(
-            f"{output}: interrupted at step {_step(last)} of {run.recipe.training.steps}; "
+            f"{output}: interrupted at step {_step(last_checkpoint)} of {run.recipe.training.steps}; "
             f"resume it with {resume_command(output)}"
         )
 
 
-def check_output(output: Path, resume: bool = False) -> None:
-    """Raise RunExistsError if `output` cannot become a run: it exists, is in a place that cannot be written, is being
-    made by another process, or holds an interrupted run that is neither resumed nor removed.
+def check_output(output: Path, *, resume: bool = False) -> None:
+    """Raise RunExistsError if `output` cannot become a run.
+
+    It exists, cannot be written, is being made by another process, or holds an interrupted run that is neither resumed
+    nor removed.
     """
-    place = _place(output)
-    if place == Path.cwd() or not _is_free(place):
+    target = _resolved(output)
+    if target == Path.cwd() or not _is_free(target):
         raise RunExistsError(f"{output}: already exists and is not overwritten; choose another --output or remove it")
-    # Of a file, "file/." cannot be accessed either.
-    if not os.access(f"{next(parent for parent in place.parents if parent.exists())}/.", os.W_OK):
+    nearest_parent = next(parent for parent in target.parents if parent.exists())
+    # If the parent is a file, "file/." cannot be accessed either.
+    if not os.access(f"{nearest_parent}/.", os.W_OK):
         raise RunExistsError(f"{output}: is in a place that cannot be written; choose another --output")
     staging = staging_path(output)
     if staging.with_suffix(".lock").exists():
@@ -244,18 +296,21 @@ def check_output(output: Path, resume: bool = False) -> None:
 
 
 def staging_path(output: Path) -> Path:
-    """Return the folder in which a run is made: beside `output`, or where that leads if it is a link."""
-    place = _place(output)
-    return place.with_name(f".{place.name}.partial")
+    """Return the folder in which a run is made: next to `output`, or next to its target if it is a link."""
+    target = _resolved(output)
+    return target.with_name(f".{target.name}.partial")
 
 
 @contextmanager
-def staged(output: Path, resume: bool = False) -> Iterator[Path]:
-    """Make `output` whole or not at all: the body fills the staging folder, which no other process takes meanwhile and
-    which is then renamed. If the body fails, the staging folder is removed unless it holds a checkpoint to resume from.
+def staged(output: Path, *, resume: bool = False) -> Iterator[Path]:
+    """Make `output` whole or not at all: the body fills the staging folder, which is then renamed.
+
+    The staging folder is locked for other processes. If the body fails, the folder is removed unless it holds a
+    checkpoint to resume from.
     """
-    check_output(output, resume)
-    place, staging = _place(output), staging_path(output)
+    check_output(output, resume=resume)
+    target = _resolved(output)
+    staging = staging_path(output)
     with _locked(output):
         if not resume:
             shutil.rmtree(staging, ignore_errors=True)
@@ -269,35 +324,38 @@ def staged(output: Path, resume: bool = False) -> Iterator[Path]:
         for weights in staging.glob("*.safetensors"):
             if weights.stat().st_nlink == 1:  # not the base's own file
                 weights.chmod(staging.stat().st_mode & 0o666)  # safetensors 0.8 writes them for their owner alone
-        if not _is_free(place):
+        if not _is_free(target):
             raise RunExistsError(
                 f"{output}: was created meanwhile and is not overwritten; move the result from {staging}"
             )
-        os.replace(staging, place)  # takes the place of an empty folder
+        os.replace(staging, target)  # replaces an empty folder
 
 
-def _place(output: Path) -> Path:
+def _resolved(output: Path) -> Path:
     return Path(os.path.realpath(output))
 
 
-def _is_free(place: Path) -> bool:
-    return not place.exists() or (place.is_dir() and not any(place.iterdir()))
+def _is_free(path: Path) -> bool:
+    if not path.exists():
+        return True
+    return path.is_dir() and not any(path.iterdir())
 
 
 @contextmanager
 def _locked(output: Path) -> Iterator[None]:
-    """Hold the lock of `output`. The kernel releases the lock of a process that was killed, and the file alone locks
-    nothing.
+    """Hold the lock of `output`.
+
+    The kernel releases the lock of a process that was killed, and the file alone locks nothing.
     """
     file = staging_path(output).with_suffix(".lock")
     file.parent.mkdir(parents=True, exist_ok=True)
     try:
-        held = FileLock(file, timeout=0).acquire()
+        lock = FileLock(file, timeout=0).acquire()
     except Timeout:
         raise RunExistsError(
             f"{output}: is being made by another process; wait for it, or choose another --output"
         ) from None
-    with held:
+    with lock:
         try:
             yield
         finally:
@@ -309,25 +367,32 @@ def _step(checkpoint: Path) -> int:
 
 
 def _sizes(checkpoint: Path) -> dict[str, int]:
-    """Return the sizes in bytes of the files of a checkpoint by name, without that of its marker."""
-    files = (path for path in sorted(checkpoint.rglob("*")) if path.is_file() and path.name != COMPLETE)
-    return {path.relative_to(checkpoint).as_posix(): path.stat().st_size for path in files}
+    """Return the sizes in bytes of the files of a checkpoint by name, without the marker."""
+    sizes = {}
+    for path in sorted(checkpoint.rglob("*")):
+        if path.is_file() and path.name != COMPLETE:
+            name = path.relative_to(checkpoint).as_posix()
+            sizes[name] = path.stat().st_size
+    return sizes
 
 
 def _damage(checkpoint: Path) -> str | None:
-    """Return what is wrong with a complete checkpoint, or None."""
+    """Return the problem of a checkpoint that was marked as complete, or None."""
     try:
         expected = read_json(checkpoint / COMPLETE, dict[str, int], "start again")
     except ModelError:
         return f"{COMPLETE} is damaged"
     differing = sorted({name for name, _ in expected.items() ^ _sizes(checkpoint).items()})
-    return f"{', '.join(differing)} changed since they were written" if differing else None
+    if not differing:
+        return None
+    return f"{', '.join(differing)} changed since they were written"
 
 
 def _commit() -> str | None:
     """Return the commit of this source tree if it is a git checkout."""
-    here = Path(__file__).parent.parent
-    if not (here / ".git").exists() or not shutil.which("git"):
+    source_tree = Path(__file__).parent.parent
+    if not (source_tree / ".git").exists() or not shutil.which("git"):
         return None
-    describe = ["git", "-C", str(here), "describe", "--always", "--dirty", "--abbrev=12"]
-    return subprocess.run(describe, capture_output=True, text=True, check=False).stdout.strip() or None
+    command = ["git", "-C", str(source_tree), "describe", "--always", "--dirty", "--abbrev=12"]
+    completed = subprocess.run(command, capture_output=True, text=True, check=False)
+    return completed.stdout.strip() or None

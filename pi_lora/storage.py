@@ -1,4 +1,4 @@
-"""Small files read with one clear line for damage; files, also of the cache, written whole or not at all."""
+"""Reading small files, with one clear error line if they are damaged; writing files atomically, also in the cache."""
 
 import json
 import os
@@ -16,7 +16,7 @@ T = TypeVar("T")
 
 
 def read_json(file: Path, kind: type[T], remedy: str) -> T:
-    """Return a JSON file as `kind`; raise ModelError with file, field and `remedy`."""
+    """Return the content of a JSON file as `kind`. Raise ModelError with the file, the field and the `remedy`."""
     try:
         return TypeAdapter(kind).validate_json(file.read_bytes())
     except ValidationError as error:
@@ -26,32 +26,35 @@ def read_json(file: Path, kind: type[T], remedy: str) -> T:
 
 
 def first_problem(error: ValidationError) -> str:
-    """Return the first thing that is wrong: the field, what it should be, and a short value that is not."""
+    """Return the first error: the field, the expected value, and the given value if it is short."""
     first = error.errors()[0]
     if first["type"] == "json_invalid":
         return f"is not JSON ({first['ctx']['error']})"
-    place = ".".join(map(str, first["loc"]))
-    return f"{place}: {problem_text(first)}" if place else problem_text(first)
+    field = ".".join(map(str, first["loc"]))
+    text = problem_text(first)
+    return f"{field}: {text}" if field else text
 
 
 def problem_text(problem: Mapping[str, Any]) -> str:
-    """Return what one of pydantic's errors says of a value, with the value if it is a short one."""
+    """Return the message of one of pydantic's errors, with the given value if it is short."""
     message: str = problem["msg"].removeprefix("Value error, ")
+    message = message[0].lower() + message[1:]
     value = problem["input"]
-    shown = isinstance(value, str | int | float | None) and problem["type"] not in ("missing", "value_error")
-    # As in YAML, which also has dates, or on the command line.
-    written = value if value and isinstance(value, str) else json.dumps(value, default=str)
-    return message[0].lower() + message[1:] + (f", not {written:.60}" if shown else "")
+    if problem["type"] in ("missing", "value_error") or not isinstance(value, str | int | float | None):
+        return message
+    # As in YAML, or on the command line.
+    written = value if value and isinstance(value, str) else json.dumps(value)
+    return f"{message}, not {written:.60}"
 
 
 def write_json(file: Path, content: Any) -> None:
-    """Write a file of JSON whole or not at all, in a new folder if need be."""
+    """Write a JSON file atomically. Create the folder if it does not exist."""
     file.parent.mkdir(parents=True, exist_ok=True)
     write_whole(file, json.dumps(content, indent=2) + "\n")
 
 
 def check_can_write(*files: Path | None) -> None:
-    """Raise OSError if one of `files` cannot be written, before hours are spent on what it is to hold."""
+    """Raise OSError if one of `files` cannot be written, before hours are spent on the content."""
     for file in filter(None, files):
         file.parent.mkdir(parents=True, exist_ok=True)
         if file.exists():
@@ -60,9 +63,9 @@ def check_can_write(*files: Path | None) -> None:
 
 
 def write_whole(file: Path, text: str) -> None:
-    """Write a file whole or not at all, also if the machine loses power."""
+    """Write a file atomically: completely or not at all, even if the machine loses power."""
     part = file.with_name(f".{file.name}.part")
-    part.unlink(missing_ok=True)  # a link that stands there is not followed
+    part.unlink(missing_ok=True)  # do not follow a link
     with part.open("x", encoding="utf-8") as out:
         out.write(text)
         out.flush()
@@ -71,26 +74,29 @@ def write_whole(file: Path, text: str) -> None:
 
 
 def cache_folder() -> Path:
-    """Return `$PI_LORA_CACHE`, or `~/.cache/pi-lora`; it may be deleted whenever nothing runs."""
-    return Path(os.environ.get("PI_LORA_CACHE") or "~/.cache/pi-lora").expanduser()
+    """Return `$PI_LORA_CACHE`, or `~/.cache/pi-lora`. The folder may be deleted while nothing runs."""
+    folder = os.environ.get("PI_LORA_CACHE") or "~/.cache/pi-lora"
+    return Path(folder).expanduser()
 
 
 def make_once(file: Path, read: Callable[[Path], T | None], write: Callable[[Path], None]) -> T:
-    """Return what `read` finds in a file of the cache, which `write` makes if it is None, in one process at a time. A
-    complete cache may be read-only.
+    """Return the result of `read` for a file of the cache. If it is None, `write` creates the file first, in one
+    process at a time. A complete cache may be read-only.
     """
-    if (found := read(file)) is not None:
-        return found
+    content = read(file)
+    if content is not None:
+        return content
     part = file.with_suffix(".partial")
     file.parent.mkdir(parents=True, exist_ok=True)
     with FileLock(file.with_suffix(".lock")):
-        if (found := read(file)) is not None:
-            return found
+        content = read(file)
+        if content is not None:
+            return content
         try:
             write(part)
             part.replace(file)
         finally:
             part.unlink(missing_ok=True)
-    found = read(file)
-    assert found is not None, f"{file}: cannot be read back"
-    return found
+    content = read(file)
+    assert content is not None, f"{file}: cannot be read back"
+    return content

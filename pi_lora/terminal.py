@@ -1,4 +1,4 @@
-"""What a user sees: lines, what is worked on, and progress; on a terminal and where there is none."""
+"""Output for the user: lines, spinners and progress bars, on a terminal and without one."""
 
 import contextlib
 import gc
@@ -11,97 +11,114 @@ from datetime import timedelta
 from textwrap import fill
 
 from rich.console import Console
+from rich.table import Table
 from rich.text import Text
 from rich.theme import Theme
 
 from pi_lora.distributed import is_main_process
-from pi_lora.types import Progress, silent
+from pi_lora.types import LIBRARIES, UI, Progress, silent
 
 
 class Terminal(Console):
     """A console that prints names, texts and messages as they are: no markup, no colours."""
 
     def __init__(self, stderr: bool = False) -> None:
-        # A caption names the text and the settings: rich's dim italics are hard to read.
+        # Captions name the text and the settings; the dim italics of rich are hard to read.
         theme = Theme({"table.caption": "none"})
         super().__init__(stderr=stderr, markup=False, emoji=False, highlight=False, theme=theme)
 
     def wrapped(self, line: object) -> str:
-        """Return a line as it is, or on a terminal broken between words."""
+        """Return a line, on a terminal wrapped between words."""
+        text = str(line)
         if not self.is_terminal:
-            return str(line)
-        return fill(str(line), self.width, break_long_words=False, break_on_hyphens=False)
+            return text
+        return fill(text, self.width, break_long_words=False, break_on_hyphens=False)
 
     def lines(self, *lines: object) -> None:
         """Print lines of text."""
         self.commands(*map(self.wrapped, lines))
 
     def commands(self, *commands: str) -> None:
-        """Print lines to be copied, which are not broken however long they are."""
+        """Print lines that users copy, so long lines are not wrapped."""
         if commands:
             self.print(*commands, sep="\n", soft_wrap=True)
 
 
-out, err = Terminal(), Terminal(stderr=True)
-LIBRARIES = "loading libraries"
-# Seconds between lines of progress, and when the last one was printed.
-EACH_LINE = 60.0
+out = Terminal()
+err = Terminal(stderr=True)
+# Seconds between lines of progress without a terminal.
+LINE_INTERVAL = 60.0
+# The time of the last line of progress.
 _last_line = time.monotonic()
-# Seconds after which a command says what it is doing, without a terminal.
+# Seconds after which `working` prints a line without a terminal.
 LONG = 10.0
 
 
 def say(line: str) -> None:
-    """Print a line on stderr, once however many processes there are."""
+    """Print a line on stderr, in the main process only."""
     if is_main_process():
         err.lines(line)
 
 
 @contextlib.contextmanager
 def progress_bar(title: str) -> Iterator[Progress]:
-    """A progress bar on stderr, or lines where that is no terminal, of the first of several processes; yields the
-    function that moves it.
+    """Show a progress bar on stderr, or print lines without a terminal, in the main process only. Yield the function
+    that reports progress.
     """
-    if not (is_main_process() and err.is_terminal):
-        yield _progress_lines(title) if is_main_process() else silent
+    if not is_main_process():
+        yield silent
+        return
+    if not err.is_terminal:
+        yield _progress_lines(title)
         return
     from rich.progress import BarColumn, MofNCompleteColumn, TextColumn, TimeRemainingColumn
     from rich.progress import Progress as Bar
     from rich.table import Column
 
-    whole, wrapped = Column(no_wrap=True), Column()
+    unwrapped = Column(no_wrap=True)
+    bar_width = max(8, min(40, err.width - 80))  # the numbers and the note come first
     columns = (
-        TextColumn("{task.description}", markup=False, table_column=whole),
-        BarColumn(max(8, min(40, err.width - 80))),  # the numbers and the note come first
-        MofNCompleteColumn(table_column=whole),
-        TimeRemainingColumn(table_column=whole),
-        TextColumn("{task.fields[note]}", markup=False, table_column=wrapped),
+        TextColumn("{task.description}", markup=False, table_column=unwrapped),
+        BarColumn(bar_width),
+        MofNCompleteColumn(table_column=unwrapped),
+        TimeRemainingColumn(table_column=unwrapped),
+        TextColumn("{task.fields[note]}", markup=False, table_column=Column()),
     )
-    err.file = sys.stderr  # as it is now: while lm-eval works, sys.stderr leads nowhere
+    err.file = sys.stderr  # the stream of now: lm-eval replaces sys.stderr while it runs
     with Bar(*columns, console=err) as bar:
         task = bar.add_task(title, total=None, note="")
-        yield lambda done, total, note="": bar.update(task, completed=done, total=total, note=note)
-        bar.update(task, visible=bar.tasks[0].total is not None)  # nothing was left to do
+
+        def report(done: int, total: int, note: str = "") -> None:
+            bar.update(task, completed=done, total=total, note=note)
+
+        yield report
+        has_started = bar.tasks[0].total is not None
+        bar.update(task, visible=has_started)
 
 
 def _progress_lines(title: str) -> Progress:
-    """Return what prints a line a minute, however many bars a command has."""
-    started, first = time.monotonic(), -1
-    stream = sys.stderr  # as it is now
+    """Return a function that prints progress, at most a line a minute over all bars of a command."""
+    started = time.monotonic()
+    first: int | None = None
+    stream = sys.stderr  # the stream of now
 
     def report(done: int, total: int, note: str = "") -> None:
         global _last_line
         nonlocal first
+        if first is None:
+            first = done
         now = time.monotonic()
-        first = done if first < 0 else first
-        if now - _last_line < EACH_LINE or done == first:
+        if now - _last_line < LINE_INTERVAL or done == first:
             return
         _last_line = now
-        pace = (now - started) / max(1, done - first)
-        left = timedelta(seconds=round(pace * (total - done)))
-        # A reader that is gone ends nothing; rich would end the process.
+        seconds_per_unit = (now - started) / max(1, done - first)
+        left = timedelta(seconds=round(seconds_per_unit * (total - done)))
+        line = f"{title}: {done:,} of {total:,}, {left} left"
+        if note:
+            line += f", {note}"
+        # The process goes on if the reader has ended; rich would end the process.
         with contextlib.suppress(OSError):
-            print(f"{title}: {done:,} of {total:,}, {left} left{note and f', {note}'}", file=stream, flush=True)
+            print(line, file=stream, flush=True)
 
     return report
 
@@ -111,19 +128,19 @@ def working(what: str = LIBRARIES) -> Iterator[None]:
     """Show a spinner on stderr while `what` runs; without a terminal, print a line if it takes long."""
     if what != LIBRARIES:
         _work_begins()
-    with contextlib.ExitStack() as signs:
+    with contextlib.ExitStack() as stack:
         if what == LIBRARIES:
-            # Their hundred thousands of objects stay: to look for garbage among them, now and at the end, takes a third
-            # of the time of loading them. `pi_lora.__main__` has turned that off.
-            signs.callback(gc.enable)
-            signs.callback(gc.freeze)
+            # Libraries create hundred thousands of objects that stay. Looking for garbage among them takes a third of
+            # the loading time, so `pi_lora.__main__` has turned the collector off; freezing keeps them out of it.
+            stack.callback(gc.enable)
+            stack.callback(gc.freeze)
         if err.is_terminal:
-            signs.enter_context(err.status(Text(what)))
+            stack.enter_context(err.status(Text(what)))
         elif is_main_process():
-            line = threading.Timer(LONG, print, (f"{what} ...",), {"file": sys.stderr, "flush": True})
-            line.daemon = True
-            line.start()
-            signs.callback(line.cancel)
+            timer = threading.Timer(LONG, print, (f"{what} ...",), {"file": sys.stderr, "flush": True})
+            timer.daemon = True
+            timer.start()
+            stack.callback(timer.cancel)
         yield
     _work_begins()
 
@@ -132,3 +149,24 @@ def _work_begins() -> None:
     """Raise KeyboardInterrupt on Ctrl-C from now on. Before libraries are loaded there is nothing to clean up."""
     if signal.getsignal(signal.SIGINT) is not signal.SIG_IGN:
         signal.signal(signal.SIGINT, signal.default_int_handler)
+
+
+def show(line: str) -> None:
+    """Print a line of the result on stdout, once however many processes there are."""
+    if is_main_process():
+        out.lines(line)
+
+
+def copy(line: str) -> None:
+    """Print a line to be copied on stdout, unbroken."""
+    if is_main_process():
+        out.commands(line)
+
+
+def show_table(table: Table) -> None:
+    """Print a table on stdout."""
+    if is_main_process():
+        out.print(table)
+
+
+TERMINAL = UI(show=show, copy=copy, show_table=show_table, say=say, working=working, progress=progress_bar)

@@ -10,7 +10,7 @@ Json = dict[str, Any]
 
 @dataclass(frozen=True)
 class Permissions:
-    """What only the person at the keyboard can permit, by a flag of the command: no file of a run or model does.
+    """Permissions that the user gives by a flag of a command; no file of a run or model can give them.
 
     Attributes:
         trust_remote_code: Run Python code that a model brings.
@@ -25,7 +25,7 @@ NO_PERMISSIONS = Permissions()
 
 
 class Progress(Protocol):
-    """Called with how much is done, of how much, and a note about it."""
+    """Called with the work that is done, all work, and a note about it."""
 
     def __call__(self, done: int, total: int, note: str = "") -> None:
         """Report."""
@@ -35,14 +35,40 @@ def silent(done: int, total: int, note: str = "") -> None:
     """Report no progress."""
 
 
+# The title of `UI.working` while libraries are imported.
+LIBRARIES = "loading libraries"
+
+
 @dataclass(frozen=True)
-class How:
-    """How models are measured: `again` although scores exist, in `dtype`, and by which functions a user is shown lines
-    (`say`), the current work (`working`) and progress bars (`progress`); by default nothing is shown.
+class UI:
+    """The functions that show a user what happens; by default nothing is shown.
+
+    Attributes:
+        show: Print a line of the result.
+        copy: Print a line that a user copies, unbroken.
+        show_table: Print a table of rich.
+        say: Print a message.
+        working: Show that work is going on, under a title, while the context lasts.
+        progress: Show a progress bar with a title; the context gives the function that moves it.
     """
 
-    again: bool = False
-    dtype: str | None = None
+    show: Callable[[str], object] = str
+    copy: Callable[[str], object] = str
+    show_table: Callable[[Any], object] = id
     say: Callable[[str], object] = str
     working: Callable[[str], AbstractContextManager[Any]] = nullcontext
     progress: Callable[[str], AbstractContextManager[Progress]] = lambda title: nullcontext(silent)
+
+
+SILENT = UI()
+
+
+@dataclass(frozen=True)
+class MeasureOptions:
+    """Options of every measurement: measure again what has scores; the dtype of the weights."""
+
+    again: bool = False
+    dtype: str | None = None
+
+
+MEASURE_ONCE = MeasureOptions()

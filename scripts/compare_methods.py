@@ -16,11 +16,12 @@ import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
+from pi_lora.api import load
 from pi_lora.evaluation.measurement import Session
 from pi_lora.evaluation.passkey import Passkey
 from pi_lora.evaluation.perplexity import Perplexity
-from pi_lora.models.model import load
 from pi_lora.recipe.evaluation import PasskeyOptions, PerplexityOptions
 from pi_lora.run import staging_path
 from pi_lora.scaling.config import Extension
@@ -28,7 +29,8 @@ from pi_lora.storage import write_json
 
 ROOT = Path(__file__).parent.parent
 sys.path.insert(0, str(ROOT / "benchmarks"))
-from record import RESULTS, machine, write  # noqa: E402
+from machine import machine  # noqa: E402
+from record import RESULTS, write  # noqa: E402
 from tables import write_pages  # noqa: E402
 
 RUNS = Path("comparison")
@@ -60,7 +62,11 @@ METHODS: dict[str, tuple[str, list[str]]] = {
 }
 
 
-def tuned(name: str, rate: float, seed: int, choice: PerplexityOptions) -> dict:
+# The scores of a model, and the machine that measured them.
+Row = dict[str, Any]
+
+
+def tuned(name: str, rate: float, seed: int, choice: PerplexityOptions) -> Row:
     """The scores of a method with a rate and a seed, tuned first where no run did that."""
     run = RUNS / f"{name}-{rate:g}-{seed}"
 
@@ -78,14 +84,18 @@ def tuned(name: str, rate: float, seed: int, choice: PerplexityOptions) -> dict:
     return measured(run.name, choice, tune)
 
 
-def measured(row: str, choice: PerplexityOptions, model: Callable[[], str], stretch: Extension | None = None) -> dict:
+def measured(row: str, choice: PerplexityOptions, model: Callable[[], str], stretch: Extension | None = None) -> Row:
     """The scores of a model with these documents, which are kept as those of a row."""
     kept = RESULTS / "methods" / f"{row}-{choice.split}.json"
     if kept.exists():
-        return json.loads(kept.read_text())
+        row_scores: Row = json.loads(kept.read_text())
+        return row_scores
     loaded = load(model(), stretch)
     perplexity = Perplexity().run(loaded, choice, Session())
-    found = {"perplexity": {str(each.window): each.perplexity for each in perplexity.windows}, "machine": machine()}
+    found: Row = {
+        "perplexity": {str(each.window): each.perplexity for each in perplexity.windows},
+        "machine": machine(),
+    }
     if choice is TEST:
         asked = PasskeyOptions(target=TARGET, depths=DEPTHS, trials=TRIALS, seed=SEED)
         passkey = Passkey().run(loaded, asked, Session())
@@ -106,21 +116,21 @@ def rates_of(score: Callable[[float], float]) -> list[float]:
     return rates
 
 
-def compared(name: str) -> tuple[dict[str, dict], list[dict]]:
+def compared(name: str) -> tuple[dict[str, Row], list[Row]]:
     """The validation scores of a method by rate, and the test scores of its seeds with the best rate."""
-    tried: dict[float, dict] = {}
+    tried: dict[float, Row] = {}
 
     def score(rate: float) -> float:
         if rate not in tried:
             tried[rate] = tuned(name, rate, 0, VALIDATION)
-        return tried[rate]["perplexity"][str(TARGET)]
+        return float(tried[rate]["perplexity"][str(TARGET)])
 
     best = min(rates_of(score), key=score)
     runs = [tuned(name, best, seed, TEST) for seed in range(SEEDS)]
     return {f"{rate:g}": tried[rate] for rate in sorted(tried)}, runs
 
 
-def untuned(label: str) -> dict:
+def untuned(label: str) -> Row:
     """The test scores of the built-in model with a scaling and no tuning."""
     return measured(re.sub("[,:]? ", "-", label), TEST, lambda: "builtin:tiny", UNTUNED[label])
 

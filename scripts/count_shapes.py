@@ -3,10 +3,9 @@
 import json
 from dataclasses import asdict
 
-from pi_lora.models.model import find
-from pi_lora.planning.counting import shape_of
-from pi_lora.planning.planning import BUILTIN_MODELS, CONFIGS
+from pi_lora.models.files import BUILTIN_FOLDER
+from pi_lora.models.source import SHIPPED_CONFIGS, resolve_model
 
-for folder in (*CONFIGS.iterdir(), BUILTIN_MODELS / "tiny"):
-    shape = shape_of(find(str(folder)).meta_model)
+for folder in (*SHIPPED_CONFIGS.iterdir(), BUILTIN_FOLDER / "tiny"):
+    shape = resolve_model(str(folder)).shape
     (folder / "shape.json").write_text(json.dumps(asdict(shape), indent=2) + "\n", encoding="utf-8")

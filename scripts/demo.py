@@ -14,6 +14,7 @@ import sys
 import time
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 from machine import machine
 from pages import mean_and_range, write_block
@@ -21,9 +22,10 @@ from rich.console import Console
 from rich.table import Table
 
 from pi_lora.cli import main as pi_lora
-from pi_lora.evaluation.measurement import Scores
+from pi_lora.evaluation.passkey import PasskeyScores
+from pi_lora.evaluation.perplexity import PerplexityScores
 from pi_lora.evaluation.suite import read_scores
-from pi_lora.models.machine import has_fast_bfloat16
+from pi_lora.models.device import has_fast_bfloat16
 from pi_lora.recipe.files import load_recipe
 from pi_lora.report.card import comparison_picture
 from pi_lora.report.scores import markdown_table
@@ -44,7 +46,7 @@ TO_TARGET = ["--target", str(TARGET)]
 STEP_0 = ["--original", str(ORIGINAL), *TO_TARGET]
 MAP = ["--targets", "256,512,768,1024"]  # lengths of the heat map
 
-Measured = tuple[Scores, Scores]
+Measured = tuple[PerplexityScores, PasskeyScores]
 
 console = Console(highlight=False)
 
@@ -73,13 +75,13 @@ def tuned(name: str, *overrides: str) -> str:
 
 def measured(name: str, model: str, lengths: list[str] = TO_TARGET, extension: Sequence[str] = ()) -> Measured:
     """Measure perplexity and passkeys; return the scores, which stay in demo/scores."""
-    scores = []
+    scores: dict[str, Any] = {}
     for measurement, options in (("perplexity", SWEEP), ("passkey", PASSKEYS + lengths)):
         file = DEMO / "scores" / f"{name}-{measurement}.json"
         file.parent.mkdir(parents=True, exist_ok=True)
         run("eval", measurement, model, *extension, *options, "--json", str(file))
-        scores.append(read_scores(file))
-    return tuple(scores)
+        scores[measurement] = read_scores(file)
+    return scores["perplexity"], scores["passkey"]
 
 
 def show(models: dict[str, list[Measured]]) -> None:

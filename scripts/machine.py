@@ -5,9 +5,10 @@ import importlib.metadata
 import os
 import platform
 from pathlib import Path
+from typing import Any
 
 
-def machine() -> dict:
+def machine() -> dict[str, Any]:
     """Processor, cores, GPU, versions of what computes, and the day."""
     import torch
 

@@ -57,16 +57,16 @@ def questions(number: int, turns: int, seed: int) -> list[str]:
     return [first, *rng.sample(FOLLOW_UPS, min(len(FOLLOW_UPS), rng.randrange(turns)))]
 
 
-def answer(model: pi_lora.Model, chats: Sequence[list[Json]], seed: int, longest: int) -> list[str]:
+def answer(model: pi_lora.LoadedModel, chats: Sequence[list[Json]], seed: int, longest: int) -> list[str]:
     """Return the model's next turn of each chat, sampled, of at most `longest` tokens."""
     transformers.set_seed(seed)
     tokenizer = model.tokenizer
     tokenizer.padding_side = "left"
     tokenizer.pad_token = tokenizer.pad_token or tokenizer.eos_token
     texts = [tokenizer.apply_chat_template(chat, tokenize=False, add_generation_prompt=True) for chat in chats]
-    inputs = tokenizer(texts, add_special_tokens=False, padding=True, return_tensors="pt").to(model.model.device)
+    inputs = tokenizer(texts, add_special_tokens=False, padding=True, return_tensors="pt").to(model.module.device)
     with torch.inference_mode():
-        ids = model.model.generate(
+        ids = model.module.generate(
             **inputs,
             max_new_tokens=longest,
             do_sample=True,

@@ -129,7 +129,7 @@ def train_step(
     with torch.autocast(batch.device.type, torch.bfloat16):
         logits = model(input_ids=batch, use_cache=False).logits
     loss = cross_entropy(logits[:, :-1].float().flatten(0, 1), batch[:, 1:].flatten())
-    loss.backward()
+    torch.autograd.backward(loss)
     torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
     for optimizer in optimizers:
         optimizer.step()

@@ -11,6 +11,7 @@ import argparse
 import math
 import time
 from pathlib import Path
+from typing import Any
 
 import torch
 from pretraining import Mixture, optimizers_for, save, train_step, train_tokenizer
@@ -55,7 +56,7 @@ def new_model() -> LlamaForCausalLM:
 def held_out_loss(model: torch.nn.Module, rows: torch.Tensor) -> float:
     """Mean loss in nats a token over `rows`, float32."""
     losses = []
-    for batch in rows.split(16):
+    for batch in torch.split(rows, 16):
         logits = model(input_ids=batch, use_cache=False).logits[:, :-1].float()
         losses.append(torch.nn.functional.cross_entropy(logits.flatten(0, 1), batch[:, 1:].flatten()).item())
     return sum(losses) / len(losses)
@@ -76,7 +77,8 @@ def main() -> None:
     mixture = Mixture(tokenizer, texts, SHARES, SEED)
     ids = [token for text in held_out for token in tokenizer(text, verbose=False)["input_ids"]]
     held_out_rows = torch.tensor(ids[: 64 * WINDOW]).view(64, WINDOW)
-    optimizers, compiled = optimizers_for(model, RATE), torch.compile(model)
+    optimizers = optimizers_for(model, RATE)
+    compiled: Any = torch.compile(model)
     steps, started = TOKENS // BATCH_TOKENS, time.monotonic()
     for step in range(steps):
         length = SHORT if step * BATCH_TOKENS < SHORT_TOKENS else WINDOW

@@ -20,7 +20,7 @@ from transformers import CONFIG_MAPPING, AutoModelForCausalLM, PreTrainedConfig,
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
 from pi_lora.errors import ScalingError
-from pi_lora.models.model import Model, find
+from pi_lora.models.source import ModelSource, resolve_model
 from pi_lora.scaling.config import (
     FULL_ATTENTION,
     LOCAL_ATTENTION,
@@ -114,7 +114,7 @@ def small_config(model_type: str, keep: Callable[[str], bool] = lambda kind: Tru
     return config
 
 
-def stretched(config: PreTrainedConfig, method: Method = "pi") -> tuple[Model, dict[str, Any]]:
+def stretched(config: PreTrainedConfig, method: Method = "pi") -> tuple[ModelSource, dict[str, Any]]:
     """What pi-lora makes of a folder that holds this `config.json`: the base, and its config times `SCALE`.
 
     Raises:
@@ -122,7 +122,7 @@ def stretched(config: PreTrainedConfig, method: Method = "pi") -> tuple[Model, d
     """
     with tempfile.TemporaryDirectory() as folder:
         config.save_pretrained(folder)
-        base = find(folder)
+        base = resolve_model(folder)
         own_window = base.window
         return base, dict(base.extended(Extension(SCALE * own_window, scaling=method)).config)
 
@@ -176,7 +176,7 @@ def same(left: list[torch.Tensor], right: list[torch.Tensor]) -> bool:
     return all(torch.allclose(*pair, rtol=1e-5, atol=1e-5) for pair in zip(left, right, strict=True))
 
 
-def verify(kind: type[PreTrainedConfig], base: Model, extended: Mapping[str, Any]) -> None:
+def verify(kind: type[PreTrainedConfig], base: ModelSource, extended: Mapping[str, Any]) -> None:
     """Position `m` of the extended model has the angles that `m / SCALE` has in the plain one, and gives its logits."""
     positions = torch.arange(TOKENS)[None]
     plain = small_model(kind, base.config)
@@ -300,7 +300,7 @@ says the same about one model before its weights are read.
 
 *All scalings* are `pi`, `yarn`, `theta`, `llama3`, and `dynamic` and `direct` for comparison. A base that was extended
 before goes on from its own frequencies: its factor is multiplied. The engines' column says which readers know such a
-config; [engines](engines.md) says what they answered when they were asked. `tests/scaling/test_families.py` checks the frequencies of each family in
+config; [engines](engines.md) says what they answered when they were asked. `tests/scaling/test_config_families.py` checks the frequencies of each family in
 transformers against the papers' formulas, and the window against vLLM's rule.
 
 The rest of this page is written by `python tests/architectures.py` from transformers {version}. Every causal language

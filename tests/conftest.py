@@ -21,17 +21,22 @@ from pathlib import Path
 import pytest
 import torch
 from hypothesis import settings
-from processes import ImportedPython, settings_of_imports
+from processes import ImportedPython, settings_of_imports, without_progress
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from pi_lora import cli
+from pi_lora import api, cli
+from pi_lora.evaluation.probe import Probe
 from pi_lora.models.files import BUILTIN_FOLDER
+from pi_lora.models.source import ModelSource, resolve_for_training
+from pi_lora.planning.gpus import Gpu
+from pi_lora.planning.training_plan import TrainingPlan, plan_training
 from pi_lora.preflight import check
 from pi_lora.recipe.schema import Recipe
-from pi_lora.training import training
+from pi_lora.report.card import write_card
+from pi_lora.training.job import TrainingJob
 from pi_lora.types import NO_PERMISSIONS, Permissions, Progress, silent
 
-__all__ = ["BUILTIN", "run_command", "small_recipe", "train"]
+__all__ = ["BUILTIN", "extend", "plan_of", "run_captured", "run_command", "small_recipe", "train"]
 
 BUILTIN = "builtin:tiny"
 # A machine may be busy with other tests.
@@ -117,8 +122,31 @@ def train(
     permissions: Permissions = NO_PERMISSIONS,
 ) -> Path:
     """Check a recipe and train it."""
-    model = check(recipe, output, resume, permissions)
-    return training.train(recipe, model, training.prepare_data(recipe, model), output, resume, progress)
+    source = check(recipe, output, resume=resume, permissions=permissions)
+    training = TrainingJob(recipe, source, output, resume)
+    return training.run(training.pack(), progress=progress, write_card=write_card).path
+
+
+def extend(source: ModelSource, output: Path, probe: Probe | None = None) -> Path:
+    """Write an extended base, with the scores of a probe, as `pi-lora extend` does."""
+    assert source.extension
+    file = None
+    if probe:
+        file = output.with_name(f"{output.name}_probe.json")
+        file.write_text(probe.model_dump_json(by_alias=True, exclude_unset=True))
+    return api.extend(
+        source.name,
+        output,
+        target=source.extension.target,
+        scaling=source.extension.scaling,
+        original=source.extension.original,
+        probe=file,
+    )
+
+
+def plan_of(recipe: Recipe, gpu: Gpu) -> TrainingPlan:
+    """Plan a recipe, from the shipped shape of its model if there is one."""
+    return plan_training(recipe, resolve_for_training(recipe, shipped=True), gpu)
 
 
 def run_command(*words: str) -> int:
@@ -128,6 +156,17 @@ def run_command(*words: str) -> int:
         with pytest.raises(SystemExit) as ended:
             cli.main()
     return int(ended.value.code or 0)
+
+
+def run_captured(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, *words: str
+) -> tuple[int, str, str]:
+    """Run `pi-lora WORDS` in this process and return its exit status, stdout, and stderr without lines of progress."""
+    monkeypatch.setattr(sys, "argv", ["pi-lora", *words])
+    with pytest.raises(SystemExit) as exit_:
+        cli.main()
+    captured = capsys.readouterr()
+    return int(exit_.value.code or 0), captured.out, without_progress(captured.err)
 
 
 @pytest.fixture(scope="session")
@@ -158,8 +197,9 @@ def in_transformers_4(tmp_path_factory: pytest.TempPathFactory) -> Callable[...,
     version = f"import transformers; assert transformers.__version__ == '{OLD_TRANSFORMERS}', transformers.__version__"
 
     def run(script: str, *arguments: object) -> str:
-        command = [python, "-c", f"{version}\n{script}", *map(str, arguments)]
+        command = [str(python), "-c", f"{version}\n{script}", *map(str, arguments)]
         answer = subprocess.run(command, check=True, env=outside, cwd=folder, capture_output=True, text=True)
-        return answer.stdout
+        printed: str = answer.stdout
+        return printed
 
     return run

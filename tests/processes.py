@@ -34,7 +34,7 @@ PROGRESS = re.compile(r"^(.+: [\d,]+ of [\d,]+, \d.* left(, .*)?|[\w ./:-]+ \.\.
 # Passed on by the client; SIGKILL shows as a connection that breaks.
 SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT, signal.SIGUSR1, signal.SIGUSR2)
 HEAVY = (
-    "pi_lora.training.training pi_lora.preflight pi_lora.merging.merging pi_lora.planning.planning "
+    "pi_lora.training.job pi_lora.preflight pi_lora.merging.merging pi_lora.planning.advice "
     "pi_lora.evaluation.suite "
     "accelerate.commands.launch torch.distributed.run transformers.models.llama.modeling_llama "
     "peft.tuners.lora torch._dynamo torch.distributed.fsdp"
@@ -101,8 +101,8 @@ def client(path: str, imported: dict[str, str]) -> NoReturn:
     connection.sendall(request)
     answers = connection.makefile("rb")
     child = int(answers.readline())
-    for number in early:
-        send(child, number)
+    for early_number in early:
+        send(child, early_number)
     status = int(answers.readline())
     if status < 0:
         if -status != signal.SIGKILL:
@@ -141,15 +141,16 @@ def serve(path: str, search: list[str]) -> None:
     clients: dict[socket.socket, int] = {}
     print("ready", flush=True)
     while True:
-        ready, _, _ = select.select([0, woken, listener, *clients], [], [])
+        waiting: list[int | socket.socket] = [0, woken, listener, *clients]
+        ready, _, _ = select.select(waiting, [], [])
         if 0 in ready:
             for child in clients.values():
                 send(child, signal.SIGKILL)
             os._exit(0)
-        for connection in ready:
+        for connection, child in clients.items():
             # A client that was killed; what it stands for goes with it.
-            if connection in clients:
-                send(clients[connection], signal.SIGKILL)
+            if connection in ready:
+                send(child, signal.SIGKILL)
         if woken in ready:
             os.read(woken, 4096)
         for connection, child in list(clients.items()):
@@ -162,7 +163,7 @@ def serve(path: str, search: list[str]) -> None:
             connection, _ = listener.accept()
             size, files, _, _ = socket.recv_fds(connection, 8, 3)
             with connection.makefile("rb") as reader:
-                request = json.loads(reader.read(int.from_bytes(size, "big")))
+                arguments, directory, environment = json.loads(reader.read(int.from_bytes(size, "big")))
             # An exception out of a signal's handler would be lost in what libraries do after a fork.
             signal.pthread_sigmask(signal.SIG_BLOCK, SIGNALS)
             if child := os.fork():
@@ -176,7 +177,7 @@ def serve(path: str, search: list[str]) -> None:
                     each.close()
                 os.close(woken)
                 os.close(wake)
-                end(status_of(*request, files))
+                end(status_of(arguments, directory, environment, files))
 
 
 def become(arguments: list[str], folder: str, environment: dict[str, str], files: list[int]) -> None:

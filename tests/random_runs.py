@@ -13,7 +13,7 @@ from transformers import AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
 
 from pi_lora.models.adapter import without_known_warnings
 from pi_lora.models.files import BUILTIN_FOLDER, save_config
-from pi_lora.models.model import find
+from pi_lora.models.source import resolve_model
 from pi_lora.scaling.config import Extension
 
 TOKENIZER = ("tokenizer.json", "tokenizer_config.json")
@@ -43,7 +43,7 @@ def put_on_hub(model: Path, name: str, cache: Path, monkeypatch: pytest.MonkeyPa
 
 def save_run(base: Path, folder: Path, **settings: Any) -> Path:
     """A run that stretches `base` by 2 with an adapter of random numbers, as `LoraConfig(**settings)` says."""
-    found = find(str(base))
+    found = resolve_model(str(base))
     adapted = _adapted(base, LoraConfig(task_type="CAUSAL_LM", **settings))
     torch.manual_seed(1)
     with torch.no_grad():

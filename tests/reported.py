@@ -7,8 +7,8 @@ from typing import Any
 from conftest import small_recipe
 from random_runs import save_run
 
-from pi_lora.models.machine import hardware, versions
-from pi_lora.models.model import find
+from pi_lora.models.device import hardware, versions
+from pi_lora.models.source import resolve_model
 from pi_lora.recipe.files import RECIPE_FILE, dump_recipe
 from pi_lora.recipe.schema import Recipe
 from pi_lora.run import Run
@@ -80,7 +80,7 @@ def make_run(model: Path, folder: Path, scores: dict[str, Any] = SCORES, recipe:
     (run / RECIPE_FILE).write_text(dump_recipe(recipe or small_recipe(model)))
     Run(run).record(
         {
-            "origin": find(str(model)).origin(tokenizer="0", data="0").model_dump(),
+            "origin": resolve_model(str(model)).base.fingerprint(tokenizer="0", data="0").model_dump(),
             **FACTS,
             "versions": versions(),
             "hardware": hardware(),

@@ -33,7 +33,10 @@ def made(kind: str) -> Tokenizer:
         split = pre_tokenizers.Split(Regex(CL100K), "isolated")
         tokenizer.pre_tokenizer = pre_tokenizers.Sequence([split, pre_tokenizers.ByteLevel(False, use_regex=False)])
         tokenizer.decoder = decoders.ByteLevel()
-        trainer.initial_alphabet = pre_tokenizers.ByteLevel.alphabet()
+        alphabet = pre_tokenizers.ByteLevel.alphabet()
+        trainer = trainers.BpeTrainer(
+            vocab_size=600, special_tokens=SPECIAL, initial_alphabet=alphabet, show_progress=False
+        )
     texts = [document.text for document, _ in zip(find_table(Source(name=STDLIB)).documents(), range(12), strict=False)]
     tokenizer.train_from_iterator(texts, trainer)
     if kind == "llama":

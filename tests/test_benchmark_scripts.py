@@ -17,9 +17,9 @@ import chats  # noqa: E402
 import compare_methods  # noqa: E402
 import engines  # noqa: E402
 import experiment  # noqa: E402
+import figures  # noqa: E402
 import gpu  # noqa: E402
 import record  # noqa: E402
-import reproduce  # noqa: E402
 import tables  # noqa: E402
 import tables_gpu  # noqa: E402
 import tables_smollm2  # noqa: E402
@@ -28,12 +28,11 @@ from on_gpu.setting import TINY, setting_of  # noqa: E402
 from pages import block  # noqa: E402
 
 from pi_lora.cli import app  # noqa: E402
-from pi_lora.models.model import find  # noqa: E402
-from pi_lora.planning.planning import CONFIGS  # noqa: E402
+from pi_lora.models.source import SHIPPED_CONFIGS, resolve_model  # noqa: E402
 from pi_lora.recipe.files import load_recipe  # noqa: E402
-from pi_lora.serving.check import Reader  # noqa: E402
+from pi_lora.serving.check import ReferenceComputer  # noqa: E402
 
-HUB_IDS = [path.name.replace("--", "/") for path in sorted(CONFIGS.iterdir())]
+HUB_IDS = [path.name.replace("--", "/") for path in sorted(SHIPPED_CONFIGS.iterdir())]
 SHAPES = [TINY, *(name for name in HUB_IDS if not name.startswith(("adapters/", "models/")))]
 IDS = torch.randint(2, 1024, (100,), generator=torch.Generator().manual_seed(1)).tolist()
 
@@ -53,19 +52,19 @@ def bench(tmp_path_factory: pytest.TempPathFactory) -> parts.Bench:
     return parts.Bench(setting_of(TINY), tmp_path_factory.mktemp("bench"))
 
 
-def test_a_row_has_every_step(bench: parts.Bench) -> None:
+def test_a_benchmark_row_has_every_step(bench: parts.Bench) -> None:
     row = bench.row({"part": "levers", "method": "lora", "tokens": 128}, 300)
     assert len(row["step_seconds"]) == len(row["losses"]) == 3
     assert row["planned_bytes"] > 0
 
 
-def test_a_contender_that_takes_too_long_is_a_row(bench: parts.Bench) -> None:
+def test_a_contender_that_times_out_is_recorded_as_a_row(bench: parts.Bench) -> None:
     job = {"part": "training", "method": "lora", "tokens": 64}
     assert bench.row(job, 0.2)["failed"] == "no answer in 0 seconds"
 
 
 @pytest.mark.slow
-def test_every_part_becomes_a_table(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_every_part_of_the_benchmark_becomes_a_table(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     file = tmp_path / "rows.json"
     monkeypatch.setattr(sys, "argv", ["gpu.py", "--tiny", "--json", str(file)])
     with pytest.raises(SystemExit) as ending:
@@ -102,7 +101,7 @@ class FakeBench:
         return {"contender": "pi-lora", **ended}
 
 
-def test_rows_are_kept_as_they_come_and_only_what_failed_is_done_again(tmp_path: Path) -> None:
+def test_rows_are_saved_at_once_and_only_failed_ones_are_repeated(tmp_path: Path) -> None:
     file = tmp_path / "gpu.json"
     options = argparse.Namespace(parts=["training"], caps=[None], minutes=None, again=False)
     first, second = FakeBench(64), FakeBench()
@@ -120,7 +119,7 @@ def test_rows_are_kept_as_they_come_and_only_what_failed_is_done_again(tmp_path:
         gpu.Rows(file, TINY, "another card")
 
 
-def test_mfu_stands_beside_the_share_of_the_measured_product() -> None:
+def test_mfu_is_reported_with_the_share_of_the_measured_matmul() -> None:
     """A step of one second that needs 3e14 operations where the card does 6e14, and 1e14 more for recomputation."""
     row = {
         "part": "training",
@@ -144,7 +143,7 @@ def test_mfu_stands_beside_the_share_of_the_measured_product() -> None:
 
 
 @pytest.mark.parametrize("module", [compare_methods, longest, tables_smollm2])
-def test_examples(module: ModuleType) -> None:
+def test_doctests_of_the_benchmark_scripts_pass(module: ModuleType) -> None:
     failed, tried = doctest.testmod(module)
     assert tried > failed == 0
 
@@ -167,18 +166,18 @@ def test_the_commands_of_the_experiments_parse(monkeypatch: pytest.MonkeyPatch, 
         app.parse_args(each, exit_on_error=False, print_error=False)
 
 
-def test_pages_say_what_the_results_hold() -> None:
-    assert (ROOT / "benchmarks" / "README.md").read_text() == reproduce.index(), "run: python benchmarks/tables.py"
+def test_pages_agree_with_the_results() -> None:
+    assert (ROOT / "benchmarks" / "README.md").read_text() == figures.index(), "run: python benchmarks/tables.py"
     for place, name, script, write in tables.BLOCKS:
         assert block(place, name) == tables.text_of(script, write), f"{place}: run: python benchmarks/tables.py"
 
 
-def test_an_engine_that_fails_says_why(full_run: Path) -> None:
+def test_a_failed_engine_is_recorded_with_the_reason(full_run: Path) -> None:
     command = [sys.executable, "-c", "raise SystemExit('no such model')"]
-    assert engines.verdicts_of(command, Reader(find(str(full_run)))) == {"failed": "no such model"}
+    assert engines.verdicts_of(command, ReferenceComputer(resolve_model(str(full_run)))) == {"failed": "no such model"}
 
 
-def test_engines_that_fail_are_rows(full_run: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_failed_engines_are_recorded_as_rows(full_run: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     rows: dict[str, Any] = {}
     monkeypatch.setattr(sys, "argv", ["engines.py", "--engines", "mlx", "--cases", "demo_1k"])
     monkeypatch.setattr(engines, "model_of", lambda _case: full_run)

@@ -44,7 +44,7 @@ def launched(recipe: Recipe, folder: Path) -> Path:
 
 @pytest.mark.parametrize("gpus", [1, pytest.param(2, marks=TWO_GPUS)])
 @pytest.mark.parametrize("tuning", [{"method": "full"}, {"rank": 4}], ids=["full", "lora"])
-def test_fsdp2_trains_like_no_launcher(small_model: Path, tmp_path: Path, tuning: dict[str, object], gpus: int) -> None:
+def test_fsdp2_trains_like_one_process(small_model: Path, tmp_path: Path, tuning: dict[str, object], gpus: int) -> None:
     alone = train(recipe_for(small_model, tuning=tuning), tmp_path / "alone")
     sharded = launched(recipe_for(small_model, gpus=gpus, tuning=tuning), tmp_path)
     assert losses(sharded) == pytest.approx(losses(alone), rel=2e-2)
@@ -59,7 +59,7 @@ def test_context_parallelism_trains_like_one_process(small_model: Path, tmp_path
     assert losses(shared) == pytest.approx(losses(alone), rel=2e-2)
 
 
-def test_offloaded_activations_change_nothing(small_model: Path, tmp_path: Path) -> None:
+def test_offloaded_activations_give_the_same_weights(small_model: Path, tmp_path: Path) -> None:
     training = {**recipe_for(small_model).training.model_dump(), "activation_checkpointing": True}
     runs = [
         train(

@@ -17,7 +17,7 @@ PYTHON = f"{sys.version_info.major}.{sys.version_info.minor}"
 TORCH = gpu_wheels.versions(ROOT / "constraints.txt")["torch"]
 
 
-def test_a_wheel_loses_libraries_and_their_lines_in_the_record(tmp_path: Path) -> None:
+def test_removed_libraries_leave_the_wheel_and_its_record(tmp_path: Path) -> None:
     wheel = tmp_path / "bitsandbytes-1-py3-none-any.whl"
     libraries = ["a/libbitsandbytes_cuda130.so", "a/libbitsandbytes_cuda118.so", "a/libbitsandbytes_cpu.so"]
     with zipfile.ZipFile(wheel, "w") as archive:
@@ -33,7 +33,7 @@ def test_a_wheel_loses_libraries_and_their_lines_in_the_record(tmp_path: Path) -
 
 @pytest.mark.slow
 @pytest.mark.network
-def test_the_gpu_benchmark_runs_from_the_tree_and_the_folder(tmp_path: Path) -> None:
+def test_the_gpu_benchmark_runs_from_the_tree_and_the_folder_of_wheels(tmp_path: Path) -> None:
     """In an environment with what such a machine has, on its versions, and with this Python and torch."""
     wheels, site, machine = tmp_path / "wheels", tmp_path / "site", tmp_path / "machine"
     has = gpu_wheels.versions(gpu_wheels.MACHINE)

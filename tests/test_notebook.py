@@ -17,7 +17,7 @@ def printed(cell: Any) -> str:
     return "".join(text for output in cell["outputs"] for text in output["text"])
 
 
-def test_it_runs_from_first_to_last(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_notebook_runs_and_keeps_its_outputs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """What it planned is what it plans; of what it measures, the base is lost beyond its window and step 0 is not."""
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr("torch.cuda.is_available", lambda: False)

@@ -11,7 +11,7 @@ from pi_lora.errors import PiLoraError, RecipeError
 from pi_lora.preflight import check
 
 
-def test_what_passes_is_found_and_nothing_is_written(small_model: Path, tmp_path: Path) -> None:
+def test_a_check_that_passes_finds_the_model_and_writes_nothing(small_model: Path, tmp_path: Path) -> None:
     checked = check(small_recipe(small_model), tmp_path / "run")
     assert (checked.original, checked.window, checked.scale) == (64, 128, 2)
     assert not list(tmp_path.iterdir())
@@ -29,7 +29,7 @@ def test_what_passes_is_found_and_nothing_is_written(small_model: Path, tmp_path
         ("runs", lambda whole: b"a file", "is in a place that cannot be written"),
     ],
 )
-def test_a_dry_run_finds_what_the_run_would_fail_for(
+def test_a_dry_run_reports_every_failure_of_the_run(
     small_model: Path, tmp_path: Path, file: str, damage: Callable[[bytes], bytes] | None, line: str
 ) -> None:
     model, notes, held_out = tmp_path / "model", tmp_path / "notes.jsonl", tmp_path / "held_out.txt"
@@ -50,7 +50,7 @@ def test_a_dry_run_finds_what_the_run_would_fail_for(
     assert "\n" not in str(raised.value)
 
 
-def test_everything_wrong_is_said_at_once(small_model: Path, tmp_path: Path) -> None:
+def test_all_problems_are_reported_at_once(small_model: Path, tmp_path: Path) -> None:
     taken = tmp_path / "taken"
     taken.mkdir()
     (taken / "file").touch()
@@ -81,7 +81,7 @@ def test_everything_wrong_is_said_at_once(small_model: Path, tmp_path: Path) -> 
         ({"training": {"optimizer": "paged_adamw_8bit"}, "hardware": {"gpus": 2}}, "training.optimizer: paged"),
     ],
 )
-def test_what_would_fail_after_days_is_refused(
+def test_recipes_that_would_fail_during_training_are_refused(
     small_model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, changes: dict[str, Any], where: str
 ) -> None:
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 8)
@@ -89,7 +89,7 @@ def test_what_would_fail_after_days_is_refused(
         check(small_recipe(small_model, **changes), tmp_path / "run")
 
 
-def test_measurements_that_do_not_fit_hide_no_other_mistake(small_model: Path, tmp_path: Path) -> None:
+def test_measurements_that_do_not_fit_do_not_hide_other_mistakes(small_model: Path, tmp_path: Path) -> None:
     evaluation = {"perplexity": {"data": "x", "windows": [64], "stride": 32}, "while_training": {"stride": 128}}
     with pytest.raises(RecipeError) as raised:
         check(small_recipe("./gone", evaluation=evaluation), tmp_path / "run")

@@ -74,7 +74,7 @@ def patches(tree: ast.Module) -> Iterator[str]:
                     yield target.attr
 
 
-def test_what_is_private_or_patched_is_listed() -> None:
+def test_private_and_patched_names_of_libraries_are_listed() -> None:
     trees = [ast.parse(path.read_text()) for path in sorted(Path(pi_lora.__file__).parent.rglob("*.py"))]
     own = own_names(trees)
     found = {name for tree in trees for name in (*private_names(tree, own), *patches(tree))} - DOCUMENTED
@@ -86,7 +86,7 @@ def test_what_is_private_or_patched_is_listed() -> None:
     assert [name for name in listed if not re.search(rf"\b{name}\b", sources)] == []
 
 
-def test_they_are_seen() -> None:
+def test_private_and_patched_names_are_detected() -> None:
     source = "from a import _b, C\nc._d; super()._own; self._f; g._own; h(**{'_i_j': 1, '_k': 2})"
     assert {*private_names(ast.parse(source), {"_own"})} == {"_b", "_d", "_own", "_i_j"}
     source = "import a\nfrom b import C\nimport pi_lora\na.x.y = 1\nC.m, d = 1, 2\nsetattr(a.e, 'n', 1)\n"
@@ -95,7 +95,7 @@ def test_they_are_seen() -> None:
 
 
 @pytest.mark.parametrize(("library", "path"), LISTED)
-def test_it_exists(library: str, path: str) -> None:
+def test_every_listed_private_name_exists(library: str, path: str) -> None:
     pytest.importorskip(library, reason=f"pip install {library}")
     owner, _, name = path.rpartition(".")
     home = pkgutil.resolve_name(owner)

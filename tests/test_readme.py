@@ -21,7 +21,7 @@ def commands() -> list[str]:
 
 
 @pytest.mark.parametrize("line", commands())
-def test_every_command_parses(line: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_every_command_in_the_docs_parses(line: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Each documented command, down to its options, is one that the command line takes; recipes resolve."""
     monkeypatch.chdir(ROOT)
     words = shlex.split(line)[1:]
@@ -32,7 +32,7 @@ def test_every_command_parses(line: str, monkeypatch: pytest.MonkeyPatch) -> Non
 
 
 @pytest.mark.parametrize("page", LINKED, ids=lambda page: str(page.relative_to(ROOT)))
-def test_links_lead_to_files(page: Path) -> None:
+def test_links_in_the_docs_lead_to_files(page: Path) -> None:
     """Files and pictures that pages link are there, and so are the headings that a link names after `#`."""
     for target in re.findall(r"\]\(([^)\s]+)\)", page.read_text()):
         name, _, heading = target.partition("#")
@@ -61,7 +61,7 @@ def test_every_page_of_docs_can_be_reached_from_the_readme() -> None:
 
 
 @pytest.mark.parametrize("page", [*PAGES, *WORKFLOWS], ids=lambda page: page.name)
-def test_make_targets_and_scripts_exist(page: Path) -> None:
+def test_make_targets_and_scripts_in_the_docs_exist(page: Path) -> None:
     text = page.read_text()
     for target in re.findall(r"^(?:    |.*run: )make ([\w-]+)", text, re.MULTILINE):
         assert re.search(rf"^{target}:", (ROOT / "Makefile").read_text(), re.MULTILINE), target

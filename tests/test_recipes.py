@@ -6,13 +6,14 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from conftest import plan_of
 from pydantic import BaseModel
 
 import pi_lora
 from pi_lora.evaluation.suite import MEASUREMENTS
+from pi_lora.models.source import SHIPPED_CONFIGS, shipped_folder
 from pi_lora.planning.gpus import CPU, find_gpu
-from pi_lora.planning.plan import TrainingPlan
-from pi_lora.planning.planning import CONFIGS, plan_training, shipped_config
+from pi_lora.planning.training_plan import TrainingPlan
 from pi_lora.recipe.files import load_recipe, recipe_paths, recipe_summary
 from pi_lora.recipe.reference import reference_page
 from pi_lora.recipe.schema import Recipe
@@ -22,10 +23,10 @@ RECIPES = Path(__file__).parent.parent / "recipes"
 
 def planned(path: Path, overrides: tuple[str, ...] = ()) -> TrainingPlan:
     recipe = load_recipe(path, overrides).recipe
-    return plan_training(recipe, find_gpu(recipe.hardware.gpu or CPU))
+    return plan_of(recipe, find_gpu(recipe.hardware.gpu or CPU))
 
 
-def test_no_recipe_is_missed() -> None:
+def test_every_recipe_on_disk_is_found() -> None:
     on_disk = {path for path in RECIPES.rglob("*") if path.is_file() and path.suffix != ".md"}
     assert set(recipe_paths(RECIPES)) == {path for path in on_disk if not path.name.startswith("_")}
 
@@ -48,7 +49,7 @@ def test_a_recipe_fits_on_the_hardware_that_it_names_and_states_its_models_own_w
 
 def test_shapes_are_shipped_for_the_models_of_the_recipes_and_no_others() -> None:
     names = {load_recipe(path).recipe.model.name for path in recipe_paths(RECIPES)}
-    assert {shipped_config(name) for name in names if not name.startswith("builtin:")} == set(CONFIGS.iterdir())
+    assert {shipped_folder(name) for name in names if not name.startswith("builtin:")} == set(SHIPPED_CONFIGS.iterdir())
 
 
 # Section 3.1 of the paper and its tables: model, target in thousands, scaling, steps, rate, batch, GPUs.
@@ -71,7 +72,7 @@ PAPER = {
 }
 
 
-def test_the_papers_grid_is_the_papers() -> None:
+def test_recipes_of_the_paper_have_its_settings() -> None:
     found = {}
     for path in recipe_paths(RECIPES / "paper"):
         recipe = load_recipe(path).recipe

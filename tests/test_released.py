@@ -14,12 +14,12 @@ ADAPTERS = Path(__file__).parent.parent / "adapters"
 FOLDER = ADAPTERS / "smollm2_135m_16k"
 
 
-def perplexities(model: pi_lora.Model, *windows: int) -> list[float]:
+def perplexities(model: pi_lora.LoadedModel, *windows: int) -> list[float]:
     scores = pi_lora.evaluate_perplexity(model, windows=list(windows), stride=128, documents=1)
     return [row.perplexity for row in scores.windows]
 
 
-def test_the_demo_reads_its_window() -> None:
+def test_the_released_demo_uses_its_extended_window() -> None:
     demo = pi_lora.load(str(ADAPTERS / "demo"))
     assert (demo.window, demo.scale) == (1024, 4)
     inside, whole = perplexities(demo, 256, 1024)
@@ -34,7 +34,7 @@ def test_the_built_in_model_retrieves_every_passkey_inside_its_window() -> None:
     assert all(depth.success_rate == 1 for depth in scores.depths)
 
 
-def test_smollm2_is_whole() -> None:
+def test_the_released_smollm2_adapter_is_complete() -> None:
     """Its base is not in the repository."""
     config = json.loads((FOLDER / "config.json").read_text())
     assert (window_of(config), scale_of(config)) == (16384, 2)

@@ -87,7 +87,7 @@ def test_the_demo_prints_no_line_of_a_library(python: str, folder: Path, run: Pa
     assert names == ["| base, extrapolating", "| PI, step 0", "| PI, 180 steps", "| PI, released, 2 steps"]
 
 
-def test_what_takes_long_says_what_it_is(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_slow_work_is_announced(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(terminal, "LONG", 0.05)
     for what, seconds in (("loading a", 0.3), ("loading b", 0.0)):
         with working(what):
@@ -100,7 +100,7 @@ def test_what_takes_long_says_what_it_is(capsys: pytest.CaptureFixture[str], mon
     assert without_progress(errors) == ""
 
 
-def test_progress_is_lines_where_there_is_no_terminal(
+def test_progress_is_printed_as_lines_without_a_terminal(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """One a minute, however often the note changes, and however many bars a command has."""
@@ -124,7 +124,7 @@ def test_progress_is_lines_where_there_is_no_terminal(
     assert without_progress(errors) == ""
 
 
-def test_garbage_is_collected_again_after_libraries_are_loaded(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_garbage_collection_is_enabled_again_after_imports(monkeypatch: pytest.MonkeyPatch) -> None:
     seen = []
     monkeypatch.setattr("pi_lora.cli.main", lambda: seen.append(gc.isenabled()))
     main()

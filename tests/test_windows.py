@@ -38,7 +38,7 @@ print(len(names()), "modules")
 """
 
 
-def test_every_module_imports_without_what_windows_lacks(python: str) -> None:
+def test_every_module_imports_without_modules_that_windows_lacks(python: str) -> None:
     ended = subprocess.run([python, "-c", WITHOUT_UNIX], capture_output=True, text=True)
     assert (ended.stderr, ended.returncode) == ("", 0)
     assert int(ended.stdout.split()[0]) > 80

@@ -27,7 +27,7 @@ def steps(workflow: Any) -> list[Any]:
 
 
 @pytest.mark.parametrize("path", WORKFLOWS, ids=lambda path: path.name)
-def test_a_workflow_reads_unless_it_publishes(path: Path) -> None:
+def test_workflows_have_read_permissions_unless_they_publish(path: Path) -> None:
     """A token that publishes goes to one job, which runs no code of the repository."""
     workflow = read(path)
     assert workflow["permissions"] == LEAST

@@ -26,11 +26,11 @@ WINDOWS_TIMED = 15
 
 def perplexity(loaded: Any, stride: int, window: int) -> dict[str, Any]:
     """Tokens scored a second by both ways, on one document of random tokens."""
-    length, vocabulary = window + WINDOWS_TIMED * stride, loaded.model.config.vocab_size
+    length, vocabulary = window + WINDOWS_TIMED * stride, loaded.module.config.vocab_size
     document = torch.randint(0, vocabulary, (length,), generator=torch.Generator().manual_seed(0)).tolist()
-    straightforward(loaded.model, [document[:window]], [window], stride)  # the first time chooses kernels
-    plain = seconds_of(lambda: straightforward(loaded.model, [document], [window], stride))
-    mine = seconds_of(lambda: ours(loaded.model, [document], [window], stride))
+    straightforward(loaded.module, [document[:window]], [window], stride)  # the first time chooses kernels
+    plain = seconds_of(lambda: straightforward(loaded.module, [document], [window], stride))
+    mine = seconds_of(lambda: ours(loaded.module, [document], [window], stride))
     # Beyond the first window, every one scores `stride` tokens.
     scored = window - 1 + WINDOWS_TIMED * stride
     return {"stride": stride, "pi_lora": scored / mine, "yarn": scored / plain}
@@ -42,7 +42,7 @@ def passkey(loaded: Any, target: int, depths: int, trials: int, compared: int) -
 
     def plain(prompts: list[Any]) -> None:
         for prompt in prompts:
-            generated(loaded.model, loaded.tokenizer, prompt, use_cache=False)
+            generated(loaded.module, loaded.tokenizer, prompt, use_cache=False)
 
     grid = {"depths": depths, "trials": trials}
     row: dict[str, Any] = {**grid}
@@ -53,7 +53,9 @@ def passkey(loaded: Any, target: int, depths: int, trials: int, compared: int) -
         row["longlora"] = seconds_of(lambda: plain(prompts)) / compared * depths * trials
     if torch.cuda.is_available():
         torch.cuda.reset_peak_memory_stats()
-    row["pi_lora"] = seconds_of(lambda: pi_lora.evaluate_passkey(loaded, target, **grid))
+    row["pi_lora"] = seconds_of(
+        lambda: pi_lora.evaluate_passkey(loaded, target, depths=grid["depths"], trials=grid["trials"])
+    )
     if torch.cuda.is_available():
         row["peak_bytes"] = torch.cuda.max_memory_allocated()
     return row

@@ -1,15 +1,16 @@
 """The lengths that `longest` tries: the plan says where to begin, and only what ran counts."""
 
 from collections.abc import Callable, Mapping
+from typing import Any
 
 # As Unsloth's figures were made: an adapter alone, of rank 32. The levers are those that cost little time.
-CHANGES = {
+CHANGES: Mapping[str, Mapping[str, Any]] = {
     "tuning": {"rank": 32, "modules_to_save": "nothing"},
     "training": {"mlp_chunk_tokens": 4096, "optimizer": "paged_adamw_8bit"},
     "hardware": {"offload_activations": True},
 }
 # A paged optimizer and offloading need a GPU.
-CHANGES_ON_CPU = {"tuning": CHANGES["tuning"], "training": {"mlp_chunk_tokens": 16}}
+CHANGES_ON_CPU: Mapping[str, Mapping[str, Any]] = {"tuning": CHANGES["tuning"], "training": {"mlp_chunk_tokens": 16}}
 
 
 def pinned_bytes(layers: int, hidden: int, tokens: int) -> int:

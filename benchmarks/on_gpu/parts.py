@@ -46,9 +46,13 @@ def jobs(setting: Setting, part: str) -> Iterator[Job]:
         if not tiny:
             yield {**compared, "contender": COMPILED}
     elif part == "evaluation":
-        windows, grid, memory = ((8192, 32768), (16384, 32, 10, 2), (32768, 4, 1, 0))
+        windows: tuple[int, ...] = (8192, 32768)
+        grid = (16384, 32, 10, 2)
+        memory = (32768, 4, 1, 0)
         if tiny:
-            windows, grid, memory = ((64,), (256, 2, 1, 1), (512, 1, 1, 0))
+            windows = (64,)
+            grid = (256, 2, 1, 1)
+            memory = (512, 1, 1, 0)
         yield from ({"part": part, "measure": "perplexity", "tokens": window, "grid": ()} for window in windows)
         for tokens, *rest in (grid, memory):
             yield {"part": part, "measure": "passkey", "tokens": tokens, "grid": rest}
@@ -152,7 +156,8 @@ class Bench:
 
     def next_longest(self, cap: float | None, rows: Sequence[Row]) -> Job | None:
         """The next length of `longest` under a cap in GB, after those that ran or did not."""
-        setting, changes = self.setting, CHANGES if self.on_gpu else CHANGES_ON_CPU
+        setting = self.setting
+        changes: Changes = CHANGES if self.on_gpu else CHANGES_ON_CPU
         step, most = (1024, 2**20) if self.on_gpu else (setting.original * 2, 256)
         job: Row = {"part": "longest", "method": "qlora", "cap": cap, "changes": changes}
 

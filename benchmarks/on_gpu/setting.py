@@ -9,7 +9,7 @@ from typing import Any
 
 import pi_lora
 from pi_lora.models.files import BUILTIN_FOLDER
-from pi_lora.planning.planning import find_shape
+from pi_lora.models.source import resolve_model
 from pi_lora.recipe.files import dump_recipe
 from pi_lora.recipe.schema import Recipe
 
@@ -82,7 +82,7 @@ def setting_of(name: str) -> Setting:
     """`tiny` for a CPU, or a model whose shape the plan knows, by its hub id."""
     if name == TINY:
         return Setting(TINY, TINY_CONFIG, lengths=(64, 128), compared=128, tokens_per_step=128, rank=4)
-    config, _ = find_shape(name)
+    config = resolve_model(name, shipped=True).config
     lengths = tuple(length for length in LENGTHS if length > config["max_position_embeddings"])
     compared = next(length for length in lengths if length >= 16384)
     return Setting(name, config, lengths, compared, tokens_per_step=16384, rank=16)
@@ -124,7 +124,7 @@ def add_weights(base: Path) -> None:
     import torch
     from transformers import AutoConfig, AutoModelForCausalLM
 
-    from pi_lora.models.machine import device
+    from pi_lora.models.device import device
 
     with torch.device(device()):
         model = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(base), dtype=torch.bfloat16)

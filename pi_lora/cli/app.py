@@ -4,18 +4,13 @@ import importlib.metadata
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Literal
+from typing import Annotated, Literal
 
 from cyclopts import App, Group, Parameter, Token
 
-from pi_lora.distributed import is_launched, join_processes
 from pi_lora.recipe.section import as_tokens
-from pi_lora.scaling.config import Extension, Method
-from pi_lora.terminal import progress_bar, say, working
-from pi_lora.types import NO_PERMISSIONS, How, Permissions
-
-if TYPE_CHECKING:
-    from pi_lora.models.model import Model
+from pi_lora.scaling.config import Method
+from pi_lora.types import NO_PERMISSIONS, Permissions
 
 
 def _shown_default(value: object) -> str | None:
@@ -71,25 +66,11 @@ Probe = Annotated[Path | None, Parameter(help="What pi-lora probe wrote with --j
 
 @dataclass(frozen=True)
 class Loading:
-    """How models are found and loaded."""
+    """Options of commands that load models."""
 
     permissions: Permitted = NO_PERMISSIONS
     dtype: Dtype = None
     base: Annotated[str | None, Parameter(help="Where the base of a run is now, if it moved.")] = None
-
-    def find(self, *names: str, extension: Extension | None = None) -> "list[Model]":
-        """Find every model, and meet the other processes of this command if a launcher started several."""
-        from pi_lora.models.machine import device
-        from pi_lora.models.model import find
-
-        models = [find(name, extension, self.permissions, base=self.base) for name in names]
-        if is_launched():
-            join_processes(cpu=device().type == "cpu")
-        return models
-
-    def measured(self, again: bool = False) -> How:
-        """Return how models are measured, and shown to be."""
-        return How(again, self.dtype, say, working, progress_bar)
 
 
 Loaded = Annotated[Loading, GROUP]

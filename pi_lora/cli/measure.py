@@ -2,11 +2,12 @@
 
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import Annotated, Any
 
 from cyclopts import App, Parameter
 from cyclopts.types import NonNegativeFloat, PositiveInt
 
+from pi_lora import api
 from pi_lora.cli.app import (
     GROUP,
     MEASURE,
@@ -19,7 +20,6 @@ from pi_lora.cli.app import (
     Target,
     app,
 )
-from pi_lora.distributed import is_main_process
 from pi_lora.errors import PiLoraError
 from pi_lora.recipe.evaluation import (
     BenchmarksOptions,
@@ -32,11 +32,7 @@ from pi_lora.recipe.evaluation import (
     SummarizationOptions,
 )
 from pi_lora.scaling.config import Extension
-from pi_lora.storage import check_can_write, write_json
-from pi_lora.terminal import out, say, working
-
-if TYPE_CHECKING:
-    from pi_lora.models.model import Model
+from pi_lora.terminal import TERMINAL, out, working
 
 Models = Annotated[list[str], Parameter(name="MODEL", help="Hub ids, folders, runs or builtin:tiny.")]
 Again = Annotated[bool, Parameter(help="Measure again what has scores.")]
@@ -47,36 +43,44 @@ app.command(eval_app)
 
 
 @dataclass(frozen=True)
-class Measuring(Loading):
-    """How models are found, extended if they are plain bases, and loaded, and where their scores go."""
+class Measuring:
+    """Options of a measurement: how models are extended and loaded, and where the scores go."""
 
+    loading: Loaded = Loading()
     original: Original = None
     scaling: Scaling = None
     json: JsonFile = None
 
-    def report(self, name: str, models: list[str], options: Any, target: int | None) -> None:
-        """Measure models alike, plain bases extended to `target`, and write and print their scores."""
-        with working():
-            from pi_lora.evaluation.suite import evaluate, scores_table
-
-            if not target and (self.original or self.scaling):
-                raise PiLoraError("--original, --scaling: need --target, the window to extend to; give it as well")
-            extension = Extension(target, self.original, self.scaling or "pi") if target else None
-            named = self.find(*models, extension=extension)
-        files = {name: self.json} if self.json else {}
-        scores = evaluate(named, {name: options}, files, self.measured())
-        if is_main_process():
-            out.print(scores_table(scores[name]))
-
 
 @dataclass(frozen=True)
-class Extending(Measuring):
-    """How models are measured that `target` extends."""
+class Extending:
+    """Options of a measurement of models that `target` extends."""
 
+    measuring: Annotated[Measuring, GROUP] = Measuring()
     target: Target = None
 
 
+Measured = Annotated[Measuring, GROUP]
 Extended = Annotated[Extending, GROUP]
+
+
+def _measure(name: str, models: list[str], options: Any, measuring: Measuring, target: int | None) -> None:
+    """Measure models alike, plain bases extended to `target`."""
+    if not target and (measuring.original or measuring.scaling):
+        raise PiLoraError("--original, --scaling: need --target, the window to extend to; give it as well")
+    extension = Extension(target, measuring.original, measuring.scaling or "pi") if target else None
+    loading = measuring.loading
+    api.evaluate_models(
+        models,
+        name,
+        options,
+        extension=extension,
+        dtype=loading.dtype,
+        base=loading.base,
+        permissions=loading.permissions,
+        json=measuring.json,
+        progress=TERMINAL,
+    )
 
 
 @eval_app.command
@@ -88,7 +92,7 @@ def perplexity(
     how: Extended = Extending(),
 ) -> None:
     """Sliding-window perplexity (paper, section 3.2) of several models side by side."""
-    how.report("perplexity", models, options, how.target)
+    _measure("perplexity", models, options, how.measuring, how.target)
 
 
 @eval_app.command
@@ -97,13 +101,14 @@ def passkey(
     /,
     *,
     options: Annotated[PasskeyOptions, GROUP] = PasskeyOptions(),
-    how: Annotated[Measuring, GROUP] = Measuring(),
+    measuring: Measured = Measuring(),
 ) -> None:
     """Passkey retrieval and k_max (paper, section 3.3) in --target tokens of context, by default the longest window; of
     several models side by side. With --scaling or --original a plain base is extended to --target.
     """
     # A target alone is a length to measure: a base that is not extended is measured beyond its window.
-    how.report("passkey", models, options, options.longest if how.original or how.scaling else None)
+    is_extended = measuring.original or measuring.scaling
+    _measure("passkey", models, options, measuring, options.longest if is_extended else None)
 
 
 @eval_app.command
@@ -115,7 +120,7 @@ def benchmarks(
     how: Extended = Extending(),
 ) -> None:
     """Short-context benchmarks (paper, table 5) through lm-eval, of several models side by side."""
-    how.report("benchmarks", models, options, how.target)
+    _measure("benchmarks", models, options, how.measuring, how.target)
 
 
 @eval_app.command
@@ -127,7 +132,7 @@ def ruler(
     how: Extended = Extending(),
 ) -> None:
     """RULER and the effective length (Hsieh et al. 2024) through lm-eval, of several models side by side."""
-    how.report("ruler", models, options, how.target)
+    _measure("ruler", models, options, how.measuring, how.target)
 
 
 @eval_app.command
@@ -139,13 +144,13 @@ def summarization(
     how: Extended = Extending(),
 ) -> None:
     """Summaries of long documents, scored by ROUGE (paper, section 3.5): GovReport's, or as a run was tuned."""
-    how.report("summarization", models, options, how.target)
+    _measure("summarization", models, options, how.measuring, how.target)
 
 
 @eval_app.command
 def chat(models: Models, /, *, options: Annotated[ChatOptions, GROUP], how: Extended = Extending()) -> None:
     """Perplexity of the assistant's turns in chats; against the base, KL divergence and the share of equal answers."""
-    how.report("chat", models, options, how.target)
+    _measure("chat", models, options, how.measuring, how.target)
 
 
 @eval_app.command(name="all")
@@ -153,21 +158,20 @@ def everything(
     run: Annotated[str, Parameter(name="RUN", help="A run, a folder or hub id.")],
     /,
     *,
-    how: Loaded = Loading(),
+    loading: Loaded = Loading(),
     data: OtherText = None,
     again: Again = False,
 ) -> None:
     """Measure what RUN's recipe names under `evaluation`, and keep it in RUN/scores."""
-    with working():
-        from pi_lora.evaluation.suite import requested_of_run, scores_of, scores_table
-        from pi_lora.models.model import run_folder
-        from pi_lora.run import TUNED, Run
-
-        folder = Run(run_folder(run))
-    scores = scores_of(folder, TUNED, requested_of_run(folder, data), lambda: how.find(run)[0], how.measured(again))
-    for each in scores.values() if is_main_process() else ():
-        out.print(scores_table([each]))
-    say(f"{folder.path}: its scores are kept; to put them into its card: pi-lora report {folder.path}")
+    api.evaluate_run(
+        run,
+        data=data,
+        again=again,
+        dtype=loading.dtype,
+        base=loading.base,
+        permissions=loading.permissions,
+        progress=TERMINAL,
+    )
 
 
 @app.command(group=MEASURE)
@@ -176,22 +180,21 @@ def probe(
     /,
     *,
     options: Annotated[ProbeOptions, GROUP],
-    how: Loaded = Loading(),
+    loading: Loaded = Loading(),
     json: JsonFile = None,
 ) -> None:
     """Measure before any tuning which scaling suits MODEL: perplexity and passkeys, inside its window and at --target.
 
     The last line names the best, and whether tuning is needed at all.
     """
-    with working():
-        from pi_lora.report.probe import next_command, probe, probe_table
-
-        [base] = how.find(model)
-    probed = probe(base, options, json, how.measured())
-    for reach in probed.targets if is_main_process() else ():
-        out.print(probe_table(probed, reach))
-        out.lines(f"{reach.summary}; {'no tuning is needed' if reach.enough else 'tuning can add to it'}:")
-        out.commands(next_command(probed, reach, json))
+    api.probe(
+        model,
+        dtype=loading.dtype,
+        permissions=loading.permissions,
+        json=json,
+        progress=TERMINAL,
+        **options.model_dump(exclude_defaults=True),
+    )
 
 
 @app.command(group=MEASURE)
@@ -200,7 +203,7 @@ def compare(
     run: Annotated[str, Parameter(name="RUN", help="A run, a folder or hub id, tuned from BASE.")],
     /,
     *,
-    how: Loaded = Loading(),
+    loading: Loaded = Loading(),
     data: OtherText = None,
     another: Annotated[bool, Parameter(help="BASE is another model than the one that RUN was tuned from.")] = False,
     chat: Annotated[str | None, Parameter(help="Also the assistant's turns of these chats.")] = None,
@@ -212,16 +215,19 @@ def compare(
     Scores are read from RUN/scores; those that RUN's recipe names and that are missing are measured and kept there.
     Another measurement joins with pi-lora eval NAME RUN --json RUN/scores/NAME.json.
     """
-    with working():
-        from pi_lora.report.comparison import compare_run, comparison_table
-
-    check_can_write(json)
-    asked = {"chat": ChatOptions(data=chat, base=base)} if chat else {}
-    comparison = compare_run(base, run, how.find, asked, data=data, another=another, how=how.measured(again))
-    if is_main_process():
-        out.print(comparison_table(comparison))
-        if json:
-            write_json(json, comparison.model_dump())
+    api.compare(
+        base,
+        run,
+        data=data,
+        another=another,
+        chat=chat,
+        again=again,
+        dtype=loading.dtype,
+        moved_base=loading.base,
+        permissions=loading.permissions,
+        json=json,
+        progress=TERMINAL,
+    )
 
 
 @app.command(group=MEASURE)
@@ -233,9 +239,7 @@ def report(
 ) -> None:
     """Write the model card of a run into its folder, with pictures of its scores and its loss."""
     with working("writing the report"):
-        from pi_lora.report.card import write_report
-
-        files = write_report(run, html)
+        files = api.write_report(run, html=html)
     out.lines(*files)
 
 
@@ -250,14 +254,24 @@ def generate(
     temperature: Annotated[NonNegativeFloat, Parameter(help="Of sampling; 0 takes the likeliest token.")] = 0.0,
     seed: Annotated[int, Parameter(help="Of sampling.")] = 0,
     no_chat_template: Annotated[bool, Parameter(help="Continue the text as it is.")] = False,
-    how: Loaded = Loading(),
+    loading: Loaded = Loading(),
 ) -> None:
     """Write text after a prompt, as the turn of a user where the model has a chat template."""
-    from pi_lora.api import generate
-
-    text, loaded = _read_and_load(file, prompt, model, how)
-    chat = not no_chat_template
-    generate(loaded, text, chat_template=chat, tokens=tokens, temperature=temperature, seed=seed, stream=True)
+    with working():
+        text = api.read_prompt(file) if prompt is None else prompt
+    api.generate(
+        model,
+        text,
+        chat_template=not no_chat_template,
+        tokens=tokens,
+        temperature=temperature,
+        seed=seed,
+        stream=True,
+        dtype=loading.dtype,
+        base=loading.base,
+        permissions=loading.permissions,
+        progress=TERMINAL,
+    )
 
 
 @app.command(group=MEASURE)
@@ -270,13 +284,18 @@ def summarize(
     /,
     *,
     sampling: Annotated[Sampling, GROUP] = Sampling(),
-    how: Loaded = Loading(),
+    loading: Loaded = Loading(),
 ) -> None:
     """Summarize a document with a model that was tuned for it."""
-    from pi_lora.evaluation.summarization import summarize
-
-    text, loaded = _read_and_load(file, None, model, how)
-    summarize(loaded, file, text, sampling, say)
+    api.summarize(
+        model,
+        file,
+        dtype=loading.dtype,
+        base=loading.base,
+        permissions=loading.permissions,
+        progress=TERMINAL,
+        **sampling.model_dump(exclude_defaults=True),
+    )
 
 
 @app.command(group=MEASURE)
@@ -289,18 +308,5 @@ def push(
 ) -> None:
     """Upload a run or a merged model to the Hugging Face hub, with its card but without checkpoints."""
     with working(f"uploading {model}"):
-        from pi_lora.report.upload import push
-
-        url = push(model, repo, private)
+        url = api.push(model, repo, private=private)
     out.lines(url)
-
-
-def _read_and_load(file: str, prompt: str | None, model: str, how: Loading) -> "tuple[str, Model]":
-    """Return the prompt, or the text of a file if there is none, and the model."""
-    with working():
-        from pi_lora.data.documents import read_document
-
-        text = read_document(file) if prompt is None else prompt
-        [named] = how.find(model)
-    with working(f"loading {model}"):
-        return text, named.load(how.dtype)

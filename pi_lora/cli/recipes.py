@@ -1,7 +1,5 @@
 """`pi-lora new`, `plan`, `show` and `recipes`; `theory`; and `env`."""
 
-import shlex
-from dataclasses import asdict
 from pathlib import Path
 from typing import Annotated
 
@@ -9,6 +7,7 @@ from cyclopts import Parameter
 from cyclopts.types import PositiveFloat, PositiveInt
 from rich.table import Column, Table
 
+from pi_lora import api
 from pi_lora.cli.app import (
     OTHERS,
     RECIPES,
@@ -23,8 +22,7 @@ from pi_lora.cli.app import (
     app,
     read_length,
 )
-from pi_lora.storage import cache_folder, write_json
-from pi_lora.terminal import err, out, working
+from pi_lora.terminal import TERMINAL, out, working
 from pi_lora.types import NO_PERMISSIONS
 
 GpuName = Annotated[str | None, Parameter(help="A name (4090, H100), a memory size (48GB), or cpu.")]
@@ -44,19 +42,17 @@ def new(
     permissions: Permitted = NO_PERMISSIONS,
 ) -> None:
     """Write a recipe that extends MODEL to --target tokens and fits this machine's GPU, or --gpu."""
-    with working("reading model and text"):
-        from pi_lora.planning.choosing import new_recipe
-        from pi_lora.planning.planning import plan_lines
-
-        probed = None
-        if probe:
-            from pi_lora.report.probe import read_probe
-
-            probed = read_probe(probe).at(target).to_tune()
-        file, plan, notes = new_recipe(model, target, gpu, data or (), probed, output, permissions, column)
-    out.lines(*plan_lines(plan))
-    err.lines(*notes)
-    out.lines(f"{file}: written; read it, then: pi-lora train {shlex.quote(str(file))}")
+    api.new(
+        model,
+        target,
+        gpu=gpu,
+        data=data or (),
+        column=column,
+        probe=probe,
+        output=output,
+        permissions=permissions,
+        progress=TERMINAL,
+    )
 
 
 @app.command(group=RECIPES)
@@ -69,21 +65,13 @@ def plan(
     json: JsonFile = None,
 ) -> None:
     """Estimate memory, tokens and hours of a training on --gpu, or on hardware.gpu of RECIPE."""
-    from pi_lora.api import plan
-    from pi_lora.planning.planning import plan_lines
-
-    training_plan = plan(recipe, *overrides, gpu=gpu, permissions=permissions)
-    out.lines(*plan_lines(training_plan))
-    if json:
-        write_json(json, training_plan.as_json())
+    api.plan(recipe, *overrides, gpu=gpu, permissions=permissions, json=json, progress=TERMINAL)
 
 
 @app.command(group=RECIPES)
 def show(recipe: RecipeFile, /, *overrides: Override) -> None:
     """Print the resolved recipe, and where each value came from."""
-    from pi_lora.recipe.files import load_recipe
-
-    resolved = load_recipe(recipe, overrides)
+    resolved = api.resolve_recipe(recipe, *overrides)
     table = Table("key", "value", Column("from", overflow="fold"), box=None)
     values = resolved.recipe.model_dump(mode="json")
     for key, origin in resolved.origins.items():
@@ -98,18 +86,13 @@ def recipes(
     keys: Annotated[bool, Parameter(help="Print every key that a recipe may have, docs/recipes.md.")] = False,
 ) -> None:
     """List the recipes that come with pi-lora."""
-    from pi_lora.recipe.files import recipe_paths, recipe_summary, shipped_recipes
-
-    folder = shipped_recipes()
     if keys:
-        from pi_lora.recipe.reference import reference_page
-
-        print(reference_page(), end="")
-    else:
-        table = Table("recipe", "what it makes", box=None)
-        for path in recipe_paths(folder):
-            table.add_row(str(path.relative_to(folder).with_suffix("")), recipe_summary(path))
-        out.print(table)
+        print(api.recipe_keys(), end="")
+        return
+    table = Table("recipe", "what it makes", box=None)
+    for name, summary in api.shipped_recipes().items():
+        table.add_row(name, summary)
+    out.print(table)
 
 
 @app.command(group=OTHERS)
@@ -123,26 +106,21 @@ def theory(
     json: JsonFile = None,
 ) -> None:
     """Compute the bounds and draw the figures of the paper (section 2), by default for LLaMA-7B."""
-    with working("computing the bounds"):
-        from pi_lora.theory.bounds import Setting, bounds_of
-        from pi_lora.theory.figures import bounds_table, draw_theory
-
-        setting = Setting(head_dim, theta, original, target or 2 * original)
-        bounds = bounds_of(setting)
-    out.print(bounds_table(setting, bounds))
-    with working("drawing"):
-        files = draw_theory(setting, output)
-    out.lines(*files)
-    if json:
-        write_json(json, {"setting": asdict(setting), "bounds": asdict(bounds)})
+    api.theory(
+        output,
+        head_dim=head_dim,
+        theta=theta,
+        original=original,
+        target=target,
+        json=json,
+        progress=TERMINAL,
+    )
 
 
 @app.command(group=OTHERS)
 def env() -> None:
     """Print versions, processor, memory, GPUs and kernels, for a bug report."""
     with working():
-        from pi_lora.models.machine import facts
-
-        entries = {**facts(), "cache": str(cache_folder())}
+        entries = api.environment()
     width = max(map(len, entries))
     out.lines(*(f"{name:{width}}  {value}" for name, value in entries.items()))

@@ -48,7 +48,8 @@ class TrainingData:
     def digest(self) -> str:
         """A SHA-256 of the number of rows and of about a thousand of them."""
         digest = hashlib.sha256(f"{len(self.rows)}".encode())
-        for index in range(0, len(self.rows), max(1, len(self.rows) // 1000)):
+        step = max(1, len(self.rows) // 1000)
+        for index in range(0, len(self.rows), step):
             for values in self.rows[index].values():
                 digest.update(values.numpy().tobytes())
         return digest.hexdigest()
@@ -57,20 +58,21 @@ class TrainingData:
 def training_data(
     data: Data, training: Training, tokenizer: Any, original: int, target: int, progress: Progress = silent
 ) -> TrainingData:
-    """Return the rows that the sections of a recipe ask for, from the cache where they were made before; otherwise
-    `progress` is told the rows made and those needed, and the messages say what was cut or left out.
+    """Return the rows that a recipe trains on, from the cache if they are there. Otherwise `progress` is told the
+    numbers of rows made and needed, and the messages count rows cut or left out.
 
-    Sequences have `target` (L') tokens, under PoSE (`positions: pose`) `sequence_tokens`, by default `original` (L);
-    examples have at most `target` tokens. Raise DataError if a source cannot be read, or holds too little for the
+    Sequences have `target` (L') tokens, under PoSE (`positions: pose`) `sequence_tokens`, by default `original` (L).
+    Examples have at most `target` tokens. Raise DataError if a source cannot be read or holds too little text for the
     steps.
     """
-    columns = ["input_ids"]
-    columns += ["position_ids"] if data.positions == "pose" else []
-    columns += ["loss_mask"] if data.has_chats or data.has_examples else []
-    columns += ["lengths"] if data.has_chats else []
+    columns = _columns(data)
     number = 0 if data.has_examples else training.steps * training.global_batch_size
-    length, counts = data.tokens_per_sequence(original, target), Counter[str]()
-    streams = [Stream(find_table(source), data, tokenizer, length, counts) for source in data.source]
+    length = data.tokens_per_sequence(original, target)
+    counts = Counter[str]()
+    streams = [
+        Stream(table=find_table(source), data=data, tokenizer=tokenizer, length=length, counts=counts)
+        for source in data.source
+    ]
     made_from = {
         "format": FORMAT,
         "sources": [{**stream.source.model_dump(), **stream.table.identity} for stream in streams],
@@ -96,11 +98,23 @@ def training_data(
     return TrainingData(rows, tokens, messages, padding_id(tokenizer))
 
 
+def _columns(data: Data) -> list[str]:
+    columns = ["input_ids"]
+    if data.positions == "pose":
+        columns.append("position_ids")
+    if data.has_chats or data.has_examples:
+        columns.append("loss_mask")
+    if data.has_chats:
+        columns.append("lengths")
+    return columns
+
+
 def _check_epochs(examples: int, data: Data, training: Training) -> None:
     if not examples:
         raise DataError(f"data.source: {NO_EXAMPLE}")
     # As the Trainer counts: the last step of an epoch takes what is left.
-    if training.steps > data.epochs * math.ceil(examples / training.global_batch_size):
+    steps_per_epoch = math.ceil(examples / training.global_batch_size)
+    if training.steps > data.epochs * steps_per_epoch:
         raise DataError(
             f"training.steps: {training.steps:,} of {training.global_batch_size} are more than {data.epochs} epochs of "
             f"{examples:,} examples; raise data.epochs, or lower it"
@@ -108,18 +122,21 @@ def _check_epochs(examples: int, data: Data, training: Training) -> None:
 
 
 def cached(made_from: Json, columns: Sequence[str], make: Callable[[], Iterator[Row]]) -> Dataset:
-    """Return the `columns` of the rows made from `made_from`, tensors read from disk as they are needed: those in the
-    cache, or those that `make` yields. Raise OSError if the cache cannot be written.
+    """Return the `columns` of the cached rows for `made_from`; if there are none, cache the rows that `make` yields.
+    Tensors are read from disk on use. Raise OSError if the cache cannot be written.
     """
-    key = hashlib.sha256(json.dumps(made_from, sort_keys=True).encode()).hexdigest()
+    description = json.dumps(made_from, sort_keys=True)
+    key = hashlib.sha256(description.encode()).hexdigest()
     file = cache_folder() / "sequences" / f"{key}.arrow"
-    kinds = {name: pyarrow.list_(pyarrow.bool_() if name == "loss_mask" else pyarrow.int32()) for name in columns}
-    schema = pyarrow.schema(kinds)
+    types = dict.fromkeys(columns, pyarrow.list_(pyarrow.int32()))
+    if "loss_mask" in types:
+        types["loss_mask"] = pyarrow.list_(pyarrow.bool_())
+    schema = pyarrow.schema(types)
 
     def write(part: Path) -> None:
         with part.open("wb") as out:
             with pyarrow.ipc.new_file(out, schema) as writer:
-                # Opening the file reads as many places of it as there are batches.
+                # Opening the file takes a read for every batch in it.
                 for batch in in_batches(make()):
                     writer.write_batch(pyarrow.RecordBatch.from_pylist(batch, schema))
             # A machine that loses power after the file was renamed must not leave zeros under its name.
@@ -130,9 +147,10 @@ def cached(made_from: Json, columns: Sequence[str], make: Callable[[], Iterator[
 
 
 def read_rows(file: Path) -> Dataset | None:
-    """Return the rows in a file, which begins and ends with an index of them; None if it is missing or damaged."""
+    """Return the rows in an Arrow file; None if the file is missing or damaged."""
     try:
-        rows = pyarrow.ipc.open_file(pyarrow.memory_map(str(file))).read_all()
+        mapped = pyarrow.memory_map(str(file))
+        rows = pyarrow.ipc.open_file(mapped).read_all()
     except (pyarrow.ArrowException, OSError):
         return None
     # Without a fingerprint `datasets` (5.2) would make one from all the rows.
@@ -140,30 +158,37 @@ def read_rows(file: Path) -> Dataset | None:
 
 
 def collate(rows: Sequence[Batch], padding: int = 0) -> Batch:
-    """Return rows of `input_ids` as int64 tensors, `(sequences, length)` each, padded on the right to the longest, with
-    `labels` and the `attention_mask`, in which each row is one sequence. Without it transformers (5.23,
-    `find_packed_sequence_indices`) starts another wherever `position_ids` do not rise by one: PoSE would train each
-    chunk alone. A row with several `lengths` holds as many sequences; tokens outside `loss_mask` have the label -100.
+    """Return a batch of int64 tensors of shape `(sequences, length)`, padded on the right to the longest sequence.
+    A row with several `lengths` holds as many sequences. Tokens outside `loss_mask` have the label -100.
+
+    The `attention_mask` marks every token of a sequence. Without it transformers (5.23,
+    `find_packed_sequence_indices`) starts a sequence wherever `position_ids` do not rise by one. PoSE would then train
+    every chunk alone.
     """
     columns = defaultdict[str, list[torch.Tensor]](list)
     for row in rows:
         ids = row["input_ids"]
-        labels = ids.where(row["loss_mask"], IGNORED) if "loss_mask" in row else ids
-        whole = {"input_ids": ids, "labels": labels, "attention_mask": torch.ones_like(ids)}
+        tensors = {"input_ids": ids, "labels": ids, "attention_mask": torch.ones_like(ids)}
+        if "loss_mask" in row:
+            tensors["labels"] = ids.where(row["loss_mask"], IGNORED)
         if "position_ids" in row:
-            whole["position_ids"] = row["position_ids"]
-        for name, values in whole.items():
-            columns[name] += torch.split(values, row["lengths"].tolist() if "lengths" in row else len(ids))
-    fill = {"input_ids": padding, "labels": IGNORED}
-    return {name: pad_sequence(parts, True, fill.get(name, 0)) for name, parts in columns.items()}
+            tensors["position_ids"] = row["position_ids"]
+        lengths = row["lengths"].tolist() if "lengths" in row else [len(ids)]
+        for name, tensor in tensors.items():
+            columns[name] += torch.split(tensor, lengths)
+    padding_values = {"input_ids": padding, "labels": IGNORED}
+    batch = {}
+    for name, sequences in columns.items():
+        batch[name] = pad_sequence(sequences, batch_first=True, padding_value=padding_values.get(name, 0))
+    return batch
 
 
 class LengthGroups(LengthGroupedSampler):
-    """Indices of rows so that those computed together have about the same length, in another order in each epoch.
-    transformers' own order (5.23) depends on all that was drawn from torch's generator before, so that a resumed run
-    would continue with another one. This one follows from the seed of torch, which is that of the run, and the epoch.
+    """Groups rows of about the same length, in a new order every epoch. The order follows from the epoch and the seed
+    of torch, which is the seed of the run. In transformers (5.23) the order depends on all earlier draws from torch's
+    generator, so that a resumed run would continue with another order.
     """
 
     def set_epoch(self, epoch: int) -> None:
-        """Choose the order of an epoch; the trainer calls it before each."""
+        """Choose the order of an epoch; the trainer calls this before every epoch."""
         self.generator = torch.Generator().manual_seed(torch.initial_seed() + epoch)

@@ -20,13 +20,14 @@ NO_CHATS_WARNING = (
 
 
 def messages_of(where: str, given: list[Any]) -> list[Json]:
-    """Return messages of `role` and `content` from those or from ShareGPT's with `from` and `value`; raise DataError
-    that names the row if they are neither.
+    """Return messages with `role` and `content`; ShareGPT's messages with `from` and `value` are converted. Raise
+    DataError that names the row if a message has neither form.
     """
     messages = []
     for message in given:
         if isinstance(message, dict) and "from" in message:
-            message = {"role": ROLES.get(message["from"], message["from"]), "content": message.get("value")}
+            sender = message["from"]
+            message = {"role": ROLES.get(sender, sender), "content": message.get("value")}
         if not isinstance(message, dict) or not isinstance(message.get("role"), str):
             raise DataError(
                 f"{where}: holds a message without role and content; "
@@ -37,8 +38,8 @@ def messages_of(where: str, given: list[Any]) -> list[Json]:
 
 
 class ChatTemplate:
-    """Encodes chats as the model reads them. The loss counts the tokens of the assistant's turns, with the token that ends
-    a turn, or all tokens if `train_on_all`.
+    """Encodes chats with the chat template of the model. The loss counts the tokens of the assistant's turns, with the
+    token that ends a turn, or all tokens if `train_on_all`.
     """
 
     def __init__(self, tokenizer: Any, train_on_all: bool = False, special_tokens: bool = False) -> None:
@@ -47,7 +48,8 @@ class ChatTemplate:
                 "data.source: the tokenizer of the model has no chat template, which chats need; "
                 "tune a model that has one, or leave chats out"
             )
-        self.tokenizer, self.train_on_all = tokenizer, train_on_all
+        self.tokenizer = tokenizer
+        self.train_on_all = train_on_all
         self.special = [] if special_tokens else tokenizer.all_special_tokens
 
     def chats(self, rows: Iterable[NamedJson], longest: int, counts: Counter[str]) -> Iterator[tuple[str, Labelled]]:
@@ -61,7 +63,7 @@ class ChatTemplate:
                 yield where, chat
 
     def encode(self, messages: list[Json], longest: int) -> Labelled | str:
-        """Return a chat of at most `longest` tokens, or which chats like it are left out."""
+        """Return a chat of at most `longest` tokens, or the reason why the chat is left out."""
         contents = [str(message.get("content")) for message in messages]
         if any(token in content for token in self.special for content in contents):
             return "chats with special tokens in a message"
@@ -71,29 +73,38 @@ class ChatTemplate:
             return f"chats that the chat template refuses ({first_line(error)})"
         if len(chat.ids) > longest:
             return f"chats of over {longest:,} tokens"
-        return chat if any(chat.loss_mask) else "chats without a turn of the assistant"
+        if not any(chat.loss_mask):
+            return "chats without a turn of the assistant"
+        return chat
 
     def _encoded(self, messages: list[Json]) -> Labelled:
         text = self._rendered(messages)
         turns = [(0, len(text))] if self.train_on_all else list(self._turns(messages, text))
         encoded = self.tokenizer(text, add_special_tokens=False, return_offsets_mapping=True, verbose=False)
-        starts = [start for start, _ in encoded["offset_mapping"]]
-        return Labelled(encoded["input_ids"], [any(first <= start < end for first, end in turns) for start in starts])
+        loss_mask = []
+        for start, _ in encoded["offset_mapping"]:
+            loss_mask.append(any(first <= start < end for first, end in turns))
+        return Labelled(encoded["input_ids"], loss_mask)
 
     def _rendered(self, messages: list[Json], prompt: bool = False) -> str:
         return str(self.tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=prompt))
 
     def _turns(self, messages: list[Json], text: str) -> Iterator[tuple[int, int]]:
-        """Yield where the assistant's turns begin and end in the rendered `text`: the text after the prompt for a turn
-        when the chat is rendered up to that turn.
+        """Yield the start and end of the assistant's turns in the rendered `text`. A turn is the text that follows the
+        prompt when the chat is rendered up to that turn.
         """
         for number, message in enumerate(messages):
             if message["role"] != "assistant":
                 continue
             until = self._rendered(messages[: number + 1])
-            prompts = (self._rendered(messages[:number], prompt) for prompt in (True, False))
-            before = next((prompt for prompt in prompts if until.startswith(prompt) and text.startswith(prompt)), until)
-            turn, start = until.removeprefix(before), len(before)
+            before = until
+            for add_generation_prompt in (True, False):
+                prompt = self._rendered(messages[:number], add_generation_prompt)
+                if until.startswith(prompt) and text.startswith(prompt):
+                    before = prompt
+                    break
+            turn = until.removeprefix(before)
+            start = len(before)
             # Some templates write more before the last turn than before others, as Qwen 3 an empty <think> block.
             while turn and not text.startswith(turn, start):
                 turn = turn[1:]

@@ -16,12 +16,13 @@ from pi_lora.errors import DataError, first_line
 from pi_lora.types import Json
 
 JSON_LINES = (".jsonl", ".jsonl.gz")
-PARQUET, CSV = ".parquet", ".csv"
+PARQUET = ".parquet"
+CSV = ".csv"
 TABLE_SUFFIXES = (*JSON_LINES, PARQUET, CSV)
 SUFFIXES = (".txt", ".md", ".tex", ".py", ".rst", *TABLE_SUFFIXES)
 
 File = Path | zipfile.Path
-# What names a row in a message (`file:line`), and its values by column.
+# The name of a row in messages (`file:line`), and the values of the row by column.
 NamedJson = tuple[str, Json]
 
 
@@ -33,7 +34,7 @@ class Document(NamedTuple):
 
 
 def looks_local(name: str) -> bool:
-    """Whether a source is built in, a file, folder or glob, which need not exist, rather than a data set of the hub.
+    """Whether a source is built in or a file, folder or glob, which need not exist; a data set of the hub is not local.
 
     >>> [looks_local(name) for name in ("./books", "~/x", "books/*.txt", "gone.jsonl", "owner/books")]
     [True, True, True, True, False]
@@ -43,11 +44,14 @@ def looks_local(name: str) -> bool:
 
 
 def files_named(name: str) -> list[Path]:
-    """Return the files that `name` stands for: itself, a folder's at any depth, a glob's; or raise DataError."""
+    """Return the files that a file, folder or glob names, those of a folder at any depth. Raise DataError if none."""
     path = Path(name).expanduser()
     if path.is_file():
         return [path]
-    matches = path.rglob("*") if path.is_dir() else map(Path, glob.iglob(str(path), recursive=True))
+    if path.is_dir():
+        matches = list(path.rglob("*"))
+    else:
+        matches = [Path(match) for match in glob.iglob(str(path), recursive=True)]
     files = sorted(file for file in matches if file.name.lower().endswith(SUFFIXES) and file.is_file())
     if not files:
         raise DataError(f"{name}: no such file or folder, or no text files in it ({', '.join(SUFFIXES)}); name others")
@@ -64,10 +68,11 @@ def fingerprint(files: Iterable[Path]) -> str:
 
 
 def rows_in(file: File, name: str, columns: Sequence[str]) -> Iterator[NamedJson]:
-    """Yield `(name:row, row)` for every row of a file; raise DataError that names the row if one cannot be read. A file
-    of text is one row with the column `text`.
+    """Yield `(name:row, row)` for every row of a file; a file of text is one row with the column `text`. Raise
+    DataError that names the row if a row cannot be read.
     """
-    is_table, number = file.name.lower().endswith(TABLE_SUFFIXES), 1
+    is_table = file.name.lower().endswith(TABLE_SUFFIXES)
+    number = 1
     try:
         for row in _rows(file, columns):
             if not isinstance(row, dict) or None in row:
@@ -87,14 +92,17 @@ def _rows(file: File, columns: Sequence[str]) -> Iterator[Any]:
     name = file.name.lower()
     if name.endswith(JSON_LINES):
         with file.open("rb") as raw, gzip.open(raw) if name.endswith(".gz") else raw as lines:
-            yield from (json.loads(line) for line in lines if not line.isspace())
+            for line in lines:
+                if not line.isspace():
+                    yield json.loads(line)
     elif name.endswith(PARQUET):
         import pyarrow.parquet  # takes a second, and journals import this file
 
         with pyarrow.parquet.ParquetFile(file) as table:
-            # Where a column is missing all are read, so that a message can name them.
-            known = set(columns) <= set(table.schema_arrow.names)
-            for batch in table.iter_batches(256, columns=list(columns) if known else None):
+            # If a column is missing, all columns are read, so that a message can name them.
+            has_columns = set(columns) <= set(table.schema_arrow.names)
+            columns_read = list(columns) if has_columns else None
+            for batch in table.iter_batches(256, columns=columns_read):
                 yield from batch.to_pylist()
     elif name.endswith(CSV):
         csv.field_size_limit(sys.maxsize)  # a cell may hold a whole report
@@ -105,7 +113,7 @@ def _rows(file: File, columns: Sequence[str]) -> Iterator[Any]:
 
 
 def read_document(name: str) -> str:
-    """Return the text of a file, or of standard input (`-`); raise DataError without any."""
+    """Return the text of a file, or of standard input (`-`). Raise DataError if there is no text."""
     try:
         content = sys.stdin.buffer.read() if name == "-" else Path(name).expanduser().read_bytes()
         text = content.decode("utf-8-sig")

@@ -23,7 +23,8 @@ Read the following article and then summarize it.
 {document}
 Now summarize the above article.
 Summary:"""
-EMPTY, TOO_LONG = "empty rows left out", "rows too long for the window left out"
+EMPTY = "empty rows left out"
+TOO_LONG = "rows too long for the window left out"
 
 NO_EXAMPLE = "no row has text in every column and a prompt that fits the window; name others, or a longer window"
 
@@ -46,11 +47,12 @@ class Task:
         self.completion = data.completion or data.summary or ""
         self.template = data.template or SUMMARIZE.replace("{document}", f"{{{data.document}}}")
         try:
-            # The texts of the template, each with the column after it, or None.
+            # Pairs of a text of the template and the column that follows the text, or None.
             self.pieces = [(text, column) for text, column, *_ in Formatter().parse(self.template)]
         except ValueError as error:
             raise DataError(f"data.template: {error}; write {{column}} for a column, {{{{ }}}} for braces") from None
-        self.prompt_columns = list(dict.fromkeys(column for _, column in self.pieces if column is not None))
+        prompt_columns = [column for _, column in self.pieces if column is not None]
+        self.prompt_columns = list(dict.fromkeys(prompt_columns))
         self.columns = list(dict.fromkeys([*self.prompt_columns, self.completion]))
         wanted = data.document or "column"
         if not self.prompt_columns or data.document not in (None, *self.prompt_columns):
@@ -62,7 +64,9 @@ class Task:
 
 
 class Prompt(NamedTuple):
-    """A prompt in token ids with the first `kept` of `document_tokens`; `fits` unless all of a document had to go."""
+    """A prompt in token ids with the first `kept` of `document_tokens`. The prompt `fits` if it is short enough and
+    keeps some of the document.
+    """
 
     ids: list[int]
     document_tokens: int
@@ -76,7 +80,9 @@ class Prompter:
     """
 
     def __init__(self, data: Data, tokenizer: Any, window: int) -> None:
-        self.data, self.task, self.eos = data, Task(data), tokenizer.eos_token_id
+        self.data = data
+        self.task = Task(data)
+        self.eos = tokenizer.eos_token_id
         self.longest = window - data.completion_tokens - 1
         self.tokenizer = partial(tokenizer, split_special_tokens=not data.special_tokens, verbose=False)
         special = [token for token in tokenizer.all_special_tokens if token in self.task.template]
@@ -87,24 +93,24 @@ class Prompter:
             )
 
     def examples(self, rows: Iterable[NamedJson], counts: Counter[str], limit: int | None = None) -> Iterator[Example]:
-        """Yield rows with prompts that fit, and count the others: those with an empty column, which `limit` does
-        not count, and those too long.
+        """Yield at most `limit` rows whose prompts fit. Rows with an empty column and rows too long are counted in
+        `counts`; only the latter count for `limit`.
         """
-
-        def has_text(named: NamedJson) -> bool:
-            is_full = all(text.strip() for text in named[1].values())
-            counts[EMPTY] += not is_full
-            return is_full
-
-        for batch in in_batches(itertools.islice(filter(has_text, rows), limit)):
+        # Zeros fix the order in which the counts are reported.
+        counts.update({EMPTY: 0, TOO_LONG: 0})
+        full_rows = itertools.islice(_rows_with_text(rows, counts), limit)
+        for batch in in_batches(full_rows):
             texts = [row for _, row in batch]
-            for named, prompt, completion in zip(batch, self.prompts(texts), self.completions(texts), strict=True):
-                counts[TOO_LONG] += not prompt.fits
+            prompts = self.prompts(texts)
+            completions = self.completions(texts)
+            for (name, row), prompt, completion in zip(batch, prompts, completions, strict=True):
                 if prompt.fits:
-                    yield *named, prompt, completion
+                    yield name, row, prompt, completion
+                else:
+                    counts[TOO_LONG] += 1
 
     def prompts(self, rows: Sequence[Json]) -> list[Prompt]:
-        """Return the prompts of rows, as the tokenizer begins a text; many at a time are encoded in parallel."""
+        """Return the prompts of rows, with the BOS of the tokenizer. The rows are encoded in parallel."""
         column = self.data.document or ""
         plain = partial(self.tokenizer, add_special_tokens=False, return_offsets_mapping=True)
         documents = plain([row.get(column, "") for row in rows])["offset_mapping"]
@@ -112,45 +118,65 @@ class Prompter:
 
         def cut(index: int) -> Json:
             """Return a row with the first tokens of its document."""
-            row, document, tokens = rows[index], documents[index], kept[index]
-            end = document[tokens - 1][1] if tokens else 0
-            return row if tokens == len(document) else {**row, column: row[column][:end]}
+            row = rows[index]
+            offsets = documents[index]
+            if kept[index] == len(offsets):
+                return row
+            end = offsets[kept[index] - 1][1] if kept[index] else 0
+            return {**row, column: row[column][:end]}
 
         prompts = []
-        for index, ids in enumerate(self._framed(list(map(cut, range(len(rows)))))):
+        cut_rows = [cut(index) for index in range(len(rows))]
+        for index, ids in enumerate(self._framed(cut_rows)):
             # Cut again by the tokens of the text around the document. Tokens may differ where the cut is.
             while len(ids) > self.longest and kept[index]:
-                kept[index] = max(0, kept[index] - (len(ids) - self.longest))
+                excess = len(ids) - self.longest
+                kept[index] = max(0, kept[index] - excess)
                 [ids] = self._framed([cut(index)])
-            tokens, short_enough = len(documents[index]), len(ids) <= self.longest
-            prompts.append(Prompt(ids, tokens, kept[index], short_enough and (kept[index] > 0 or not tokens)))
+            document_tokens = len(documents[index])
+            keeps_text = kept[index] > 0 or document_tokens == 0
+            fits = len(ids) <= self.longest and keeps_text
+            prompts.append(Prompt(ids, document_tokens, kept=kept[index], fits=fits))
         return prompts
 
     def completions(self, rows: Sequence[Json]) -> list[list[int]]:
-        """Return what follows the prompts, after a space if they end in none: cut to `completion_tokens`, and EOS.
-        It is tokenized after the last words of the prompt, since tokenizers treat the start of a text differently.
+        """Return the token ids of the completions of rows, cut to `completion_tokens`, with EOS. A space comes before a
+        completion unless the prompt ends with one. A completion is tokenized after the last words of the prompt, since
+        tokenizers treat the start of a text differently.
         """
-        last, column = self.task.pieces[-1]
-        tail = last[-20:] if column is None else ""
-        texts = [("" if tail[-1:].isspace() else " ") + row[self.task.completion].strip() for row in rows]
+        last_text, column = self.task.pieces[-1]
+        tail = last_text[-20:] if column is None else ""
+        space = "" if tail[-1:].isspace() else " "
+        texts = [space + row[self.task.completion].strip() for row in rows]
         plain = partial(self.tokenizer, add_special_tokens=False)
-        before, *after = plain([tail, *(tail + text for text in texts)])["input_ids"]
+        texts_after_tail = [tail + text for text in texts]
+        tail_ids, *sequences = plain([tail, *texts_after_tail])["input_ids"]
         completions = []
-        for text, ids in zip(texts, after, strict=True):
-            # Where the two merged into one token, the text is tokenized by itself.
-            own = ids[len(before) :] if ids[: len(before)] == before else plain(text)["input_ids"]
-            completions.append([*own[: self.data.completion_tokens], self.eos])
+        for text, ids in zip(texts, sequences, strict=True):
+            begins_with_tail = ids[: len(tail_ids)] == tail_ids
+            # If the prompt and the text merge into one token, the text is tokenized by itself.
+            completion = ids[len(tail_ids) :] if begins_with_tail else plain(text)["input_ids"]
+            completions.append([*completion[: self.data.completion_tokens], self.eos])
         return completions
 
     def _framed(self, rows: Sequence[Json]) -> list[list[int]]:
         """Encode with the BOS of the tokenizer, but without the EOS that some add."""
-        encoded = self.tokenizer([self.task.prompt(row) for row in rows])["input_ids"]
+        prompts = [self.task.prompt(row) for row in rows]
+        encoded = self.tokenizer(prompts)["input_ids"]
         return [ids[:-1] if ids[-1:] == [self.eos] else ids for ids in encoded]
 
 
+def _rows_with_text(rows: Iterable[NamedJson], counts: Counter[str]) -> Iterator[NamedJson]:
+    for name, row in rows:
+        if all(text.strip() for text in row.values()):
+            yield name, row
+        else:
+            counts[EMPTY] += 1
+
+
 def data_problems(data: Data, ask_hub: bool = False) -> list[str]:
-    """Return what is wrong with the template and with first rows of the sources, a line each; those of the hub are
-    streamed if `ask_hub`.
+    """Return the problems of the template and of the first rows of the sources, one a line. Sources on the hub are
+    streamed if `ask_hub`, and skipped otherwise.
     """
     try:
         columns = Task(data).columns if data.has_examples else []
@@ -163,8 +189,12 @@ def data_problems(data: Data, ask_hub: bool = False) -> list[str]:
         try:
             # Without a network, `datasets` reads what it downloaded earlier, and streams nothing.
             table = find_table(source if HF_HUB_OFFLINE else source.changed(streaming=True))
-            read = columns or [source.column] * source.has_chats
-            next(table.read(read, None) if read else table.documents(), None)
+            if columns:
+                next(table.read(columns, None), None)
+            elif source.has_chats:
+                next(table.read([source.column], None), None)
+            else:
+                next(table.documents(), None)
         except DataError as problem:
             problems.append(str(problem))
     return [f"data.source: {problem}" for problem in problems]

@@ -18,7 +18,8 @@ from pi_lora.recipe.schema import Data, Source
 # Columns of lists: `input_ids`, `position_ids` of PoSE, `loss_mask`, `lengths` of sequences.
 Row = Mapping[str, Sequence[int]]
 # How many sequences of chats are filled at a time, and how many short chats are grouped by length.
-OPEN_SEQUENCES, GROUPED_CHATS = 16, 256
+OPEN_SEQUENCES = 16
+GROUPED_CHATS = 256
 
 
 def pose_positions(rng: random.Random, tokens: int, target: int, chunks: int) -> list[int]:
@@ -32,7 +33,8 @@ def pose_positions(rng: random.Random, tokens: int, target: int, chunks: int) ->
     >>> pose_positions(random.Random(0), tokens=6, target=24, chunks=2)
     [0, 1, 2, 3, 17, 18]
     """
-    starts = [0, *sorted(rng.sample(range(1, tokens), chunks - 1)), tokens]
+    cuts = sorted(rng.sample(range(1, tokens), chunks - 1))
+    starts = [0, *cuts, tokens]
     positions: list[int] = []
     bias = 0
     for start, end in itertools.pairwise(starts):
@@ -51,12 +53,19 @@ def wrapped(documents: Iterable[Tokens], length: int) -> Iterator[list[int]]:
     [[1, 2, 3], [4, 5, 6]]
     """
     stream = itertools.chain.from_iterable(documents)
-    while len(sequence := list(itertools.islice(stream, length))) == length:
+    sequence = list(itertools.islice(stream, length))
+    while len(sequence) == length:
         yield sequence
+        sequence = list(itertools.islice(stream, length))
+
+
+def total_tokens(sequence: Iterable[Labelled]) -> int:
+    """Return the number of tokens of the texts in a sequence."""
+    return sum(len(text.ids) for text in sequence)
 
 
 def packed(chats: Iterable[Labelled], length: int) -> Iterator[list[Labelled]]:
-    """Fill sequences of `length` tokens with whole chats: each goes into the oldest open sequence that has room.
+    """Fill sequences of `length` tokens with whole chats. A chat goes into the oldest open sequence that has room.
 
     >>> [[len(chat.ids) for chat in chats] for chats in packed([Labelled([0] * n, []) for n in (5, 6, 3, 2)], 9)]
     [[5, 3], [6, 2]]
@@ -64,7 +73,7 @@ def packed(chats: Iterable[Labelled], length: int) -> Iterator[list[Labelled]]:
     sequences: list[list[Labelled]] = []
     for chat in chats:
         room = length - len(chat.ids)
-        with_room = [sequence for sequence in sequences if sum(len(other.ids) for other in sequence) <= room]
+        with_room = [sequence for sequence in sequences if total_tokens(sequence) <= room]
         if with_room:
             with_room[0].append(chat)
             continue
@@ -85,7 +94,8 @@ def grouped(chats: Iterator[Labelled], room: int, rng: random.Random) -> Iterato
     while batch := sorted(itertools.islice(chats, GROUPED_CHATS), key=lambda chat: len(chat.ids)):
         groups = [[batch[0]]]
         for chat in batch[1:]:
-            if (len(groups[-1]) + 1) * len(chat.ids) > room:
+            padded = (len(groups[-1]) + 1) * len(chat.ids)
+            if padded > room:
                 groups.append([])
             groups[-1].append(chat)
         rng.shuffle(groups)
@@ -94,20 +104,21 @@ def grouped(chats: Iterator[Labelled], room: int, rng: random.Random) -> Iterato
 
 def columns(sequences: Sequence[Labelled]) -> dict[str, list[int]]:
     """Return the row that holds sequences one after the other, each with positions from 0."""
-    ids, loss_mask = zip(*sequences, strict=True)
-    lengths = list(map(len, ids))
-    return {
-        "input_ids": [*itertools.chain(*ids)],
-        "loss_mask": [*itertools.chain(*loss_mask)],
-        "lengths": lengths,
-        "position_ids": [*itertools.chain(*map(range, lengths))],
-    }
+    ids: list[int] = []
+    loss_mask: list[int] = []
+    positions: list[int] = []
+    for sequence in sequences:
+        ids += sequence.ids
+        loss_mask += sequence.loss_mask
+        positions += range(len(sequence.ids))
+    lengths = [len(sequence.ids) for sequence in sequences]
+    return {"input_ids": ids, "loss_mask": loss_mask, "lengths": lengths, "position_ids": positions}
 
 
 @dataclass
 class Stream:
-    """The rows that a source gives. A row is a packed sequence of `length` tokens (text, or whole chats), an example of
-    at most `length` tokens, or with `short` a group of chats of at most `short` tokens each. `counts` counts what was
+    """The rows of a source. A row is a packed sequence of `length` tokens (text, or whole chats), or an example of at
+    most `length` tokens. With `short`, a row is a group of chats of at most `short` tokens. `counts` counts the texts
     cut or left out.
     """
 
@@ -136,86 +147,121 @@ class Stream:
 
     def encode(self, texts: Sequence[str]) -> list[Tokens]:
         """Return texts in token ids with the BOS of the tokenizer, if it has one, and EOS."""
-        sequences, end = tokenized(self.tokenizer, texts, self.data.special_tokens), self.tokenizer.eos_token_id
+        sequences = tokenized(self.tokenizer, texts, self.data.special_tokens)
+        end = self.tokenizer.eos_token_id
         for ids in sequences:
             if end is not None and end not in ids[-1:]:
                 ids.append(end)
         return sequences
 
     def _documents(self) -> Iterator[Tokens]:
-        # Each epoch has an order of its own.
+        fewest_tokens = self.data.min_document_tokens
         for epoch in range(self.data.epochs):
-            for batch in in_batches(self.table.documents(self.data.seed + epoch)):
+            # The order differs between epochs.
+            documents = self.table.documents(self.data.seed + epoch)
+            for batch in in_batches(documents):
                 for ids in self.encode([document.text for document in batch]):
-                    if len(ids) >= self.data.min_document_tokens:
+                    if len(ids) >= fewest_tokens:
                         yield ids
-                    else:
-                        self.counts[f"documents of under {self.data.min_document_tokens} tokens left out"] += not epoch
+                    elif epoch == 0:
+                        self.counts[f"documents of under {fewest_tokens} tokens left out"] += 1
 
     def _recall(self) -> Iterator[list[int]]:
-        """Yield sequences that begin with a document: the facts that it asks for must stand in the same sequence."""
+        """Yield sequences that begin with a document, so that facts and their questions are in the same sequence."""
         frame = len(self.encode([""])[0])  # BOS and EOS
 
         def count(text: str) -> int:
             return len(self.encode([text])[0]) - frame
 
-        lines = [line for document in self.table.documents() for line in document.text.splitlines() if line.strip()]
+        lines: list[str] = []
+        for document in self.table.documents():
+            lines += [line for line in document.text.splitlines() if line.strip()]
         rng = random.Random(self.data.seed)
         while True:
             ids: list[int] = []
             while len(ids) < self.length:
-                ids += self.encode([recall_document(rng, self.length - frame, count, lines)])[0]
+                text = recall_document(rng, self.length - frame, count, lines)
+                ids += self.encode([text])[0]
             yield ids[: self.length]
 
     def _chats(self) -> Iterator[Labelled]:
-        template = ChatTemplate(self.tokenizer, self.data.loss == "all", self.data.special_tokens)
+        template = ChatTemplate(
+            self.tokenizer,
+            train_on_all=self.data.loss == "all",
+            special_tokens=self.data.special_tokens,
+        )
+        longest = self.short or self.length
         for epoch in range(self.data.epochs):
             rows = self.table.read([self.source.column], self.data.seed + epoch)
             counts = Counter() if epoch else self.counts
-            yield from (chat for _, chat in template.chats(rows, self.short or self.length, counts))
+            for _, chat in template.chats(rows, longest, counts):
+                yield chat
 
     def _examples(self) -> Iterator[list[Labelled]]:
         prompter = Prompter(self.data, self.tokenizer, self.length)
         rows = self.table.read(prompter.task.columns, None)
         for _, _, prompt, completion in prompter.examples(rows, self.counts):
-            self.counts["documents cut"] += prompt.kept < prompt.document_tokens
-            self.counts["completions cut"] += len(completion) > self.data.completion_tokens
-            loss_mask = [self.data.loss == "all"] * len(prompt.ids) + [True] * len(completion)
-            yield [Labelled(prompt.ids + completion, loss_mask)]
+            document_is_cut = prompt.kept < prompt.document_tokens
+            completion_is_cut = len(completion) > self.data.completion_tokens
+            self.counts.update({"documents cut": int(document_is_cut), "completions cut": int(completion_is_cut)})
+            prompt_mask = [self.data.loss == "all"] * len(prompt.ids)
+            completion_mask = [True] * len(completion)
+            yield [Labelled(prompt.ids + completion, prompt_mask + completion_mask)]
 
 
 def training_rows(streams: Sequence[Stream], original: int, target: int, number: int) -> Iterator[Row]:
     """Yield all examples of the streams of a recipe, or `number` sequences drawn by weight and seed, with positions for
-    PoSE; short chats have at most `original` (L) tokens. Raise DataError if a source has too little text for its share:
+    PoSE. Short chats have at most `original` (L) tokens. Raise DataError if a source has too little text for its share:
     going on without it would train on another mixture than the recipe names.
     """
-    data, length, padding = streams[0].data, streams[0].length, padding_id(streams[0].tokenizer)
+    data = streams[0].data
+    length = streams[0].length
+    padding = padding_id(streams[0].tokenizer)
     if data.has_examples:
-        yield from (columns(example) for stream in streams for example in stream.rows())
+        for stream in streams:
+            yield from map(columns, stream.rows())
         return
-    drawn, weights = [*streams], [stream.source.weight for stream in streams]
-    if data.keep_short:
-        # Streams of their own: a chat is used at its own length and in a long sequence.
-        chats = [stream for stream in streams if stream.source.has_chats]
-        drawn += [replace(stream, short=min(original, length), counts=Counter()) for stream in chats]
-        share = data.keep_short / (1 - data.keep_short) * sum(weights) / sum(stream.source.weight for stream in chats)
-        weights += [stream.source.weight * share for stream in chats]
+    drawn, weights = _with_short_chats(streams, original)
     order = random.Random(data.seed).choices(range(len(drawn)), weights, k=number)
     rows = [stream.rows() for stream in drawn]
     rng = random.Random(data.seed)
     for done, index in enumerate(order):
         stream = drawn[index]
-        if (sequences := next(rows[index], None)) is None:
-            held = f"holds {order[:done].count(index):,} sequences of {length:,} tokens in data.epochs: {data.epochs}"
-            raise DataError(
-                f"data.source: {stream.source.name}: {', '.join([held, *format_counts(stream.counts)])}; "
-                f"{order.count(index):,} are needed for its share; "
-                "add text, raise data.epochs, or lower training.steps"
-            )
+        sequences = next(rows[index], None)
+        if sequences is None:
+            raise _too_little_text(stream, order[:done].count(index), order.count(index))
+        # Positions are drawn for short chats too: the order of the draws is part of the format of the cache.
         positions = pose_positions(rng, length, target, data.chunks) if data.positions == "pose" else []
         if stream.short:
             yield columns(sequences)
         else:
-            room = length - sum(len(sequence.ids) for sequence in sequences)
-            row = columns([*sequences, Labelled([padding] * room, [False] * room)])
+            room = length - total_tokens(sequences)
+            rest = Labelled([padding] * room, [False] * room)
+            row = columns([*sequences, rest])
             yield row | {"lengths": [length], "position_ids": positions}
+
+
+def _with_short_chats(streams: Sequence[Stream], original: int) -> tuple[list[Stream], list[float]]:
+    """Return the streams to draw from and their weights, with a stream of short chats for every source of chats if
+    `keep_short`: a chat is used at its own length and in a long sequence.
+    """
+    data = streams[0].data
+    drawn = list(streams)
+    weights = [stream.source.weight for stream in streams]
+    if data.keep_short:
+        chats = [stream for stream in streams if stream.source.has_chats]
+        longest = min(original, streams[0].length)
+        drawn += [replace(stream, short=longest, counts=Counter()) for stream in chats]
+        weight_of_chats = sum(stream.source.weight for stream in chats)
+        share = data.keep_short / (1 - data.keep_short) * sum(weights) / weight_of_chats
+        weights += [stream.source.weight * share for stream in chats]
+    return drawn, weights
+
+
+def _too_little_text(stream: Stream, held: int, needed: int) -> DataError:
+    holds = f"holds {held:,} sequences of {stream.length:,} tokens in data.epochs: {stream.data.epochs}"
+    details = ", ".join([holds, *format_counts(stream.counts)])
+    return DataError(
+        f"data.source: {stream.source.name}: {details}; {needed:,} are needed for its share; "
+        "add text, raise data.epochs, or lower training.steps"
+    )

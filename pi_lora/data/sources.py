@@ -47,9 +47,9 @@ SCROLLS = "tau/scrolls"
 
 @dataclass(frozen=True)
 class Table:
-    """The rows of a source. `read` yields the texts in some columns of every row as they are asked for, in a fixed
-    order or in that of a seed. `identity` is JSON that changes with the rows: a cache made from them is stale then.
-    `size` is the bytes of its files on this machine. `texts` are the names of the files if every file is a text.
+    """The rows of a source. `read` yields the texts in some columns of every row lazily, in a fixed order or shuffled
+    by a seed. `identity` is JSON that changes with the rows, so that a cache of other rows is not used. `size` is the
+    size of the local files in bytes. `texts` are the names of the files if every file is a text.
     """
 
     source: Source
@@ -59,21 +59,22 @@ class Table:
     texts: Sequence[str] = ()
 
     def documents(self, seed: int | None = None, held_out: bool = False) -> Iterator[Document]:
-        """Yield the texts of the column that are not blank, ordered as `read`: those that train, or those that are
+        """Yield the texts of the column that are not blank, in the order of `read`: the training part, or the part
         `held_out`. Raise DataError if there is none.
         """
         empty = True
         for where, row in self.read([self.source.column], seed):
-            if (text := self._part(where, row[self.source.column], held_out)).strip():
+            text = self._part(where, row[self.source.column], held_out)
+            if text.strip():
                 empty = False
                 yield Document(where, text)
         if empty:
             raise DataError(f"{self.source.name}: holds no text; name a source with text, or change its hold_out")
 
     def _part(self, name: str, text: str, held_out: bool) -> str:
-        """Return the part of a text that trains or is `held_out`. One text is cut, the end is held out. Of several
-        files at least one is held out, chosen by their names; of rows those that a digest of the text chooses. So the
-        division follows neither the order of the documents nor the machine.
+        """Return the part of a text that trains or is `held_out`. A single text is cut, and the end is held out. Of
+        several files at least one is held out, chosen by name. Rows are held out by a digest of the text. So the split
+        depends neither on the order of the documents nor on the machine.
         """
         share = self.source.hold_out
         if share is None:
@@ -88,16 +89,19 @@ class Table:
     @functools.cached_property
     def _files_held_out(self) -> set[str]:
         by_hash = sorted(self.texts, key=lambda name: hash_to_unit(Path(name).name))
-        return set(by_hash[: max(1, round((self.source.hold_out or 0) * len(by_hash)))])
+        share = self.source.hold_out or 0
+        number = max(1, round(share * len(by_hash)))
+        return set(by_hash[:number])
 
 
 def hash_to_unit(text: str) -> float:
     """Return a number in [0, 1) that follows from `text` alone, the same under every Python."""
-    return int.from_bytes(hashlib.sha256(text.encode()).digest()[:8], "big") / 2**64
+    digest = hashlib.sha256(text.encode()).digest()
+    return int.from_bytes(digest[:8], "big") / 2**64
 
 
 def texts(rows: Iterable[NamedJson], columns: Sequence[str]) -> Iterator[NamedJson]:
-    """Yield `columns` of each row, texts or chats, None as an empty one; raise DataError where a row has none."""
+    """Yield the `columns` of rows, texts or chats; None becomes an empty value. Raise DataError if a row lacks one."""
     for where, row in rows:
         values = {}
         for column in columns:
@@ -113,12 +117,12 @@ def texts(rows: Iterable[NamedJson], columns: Sequence[str]) -> Iterator[NamedJs
 
 
 def format_counts(counts: Counter[str]) -> list[str]:
-    """Return a line for everything that was counted, such as the reasons why rows were left out."""
-    return [f"{what}: {number:,}" for what, number in counts.items() if number]
+    """Return a line for every count above zero, such as the rows left out for a reason."""
+    return [f"{label}: {number:,}" for label, number in counts.items() if number]
 
 
 def shuffled(rows: Iterable[NamedJson], seed: int) -> Iterator[NamedJson]:
-    """Shuffle a stream: hold some rows, and yield a random one of them for each that comes."""
+    """Shuffle a stream: hold `SHUFFLED_ROWS` rows, and yield a random one of them for every further row."""
     rng = random.Random(seed)
     held: list[NamedJson] = []
     for row in rows:
@@ -136,7 +140,9 @@ def read_files(files: Mapping[str, File], columns: Sequence[str], seed: int | No
         random.Random(seed).shuffle(names)
     for name in names:
         rows = texts(rows_in(files[name], name, columns), columns)
-        yield from rows if seed is None else shuffled(rows, seed)
+        if seed is not None:
+            rows = shuffled(rows, seed)
+        yield from rows
 
 
 def local_files(source: Source, files: Mapping[str, Path]) -> Table:
@@ -144,7 +150,9 @@ def local_files(source: Source, files: Mapping[str, Path]) -> Table:
     size = sum(file.stat().st_size for file in files.values())
     holds_rows = any(file.name.lower().endswith(TABLE_SUFFIXES) for file in files.values())
     identity = {"sha256": fingerprint(files.values())}
-    return Table(source, functools.partial(read_files, files), identity, size, () if holds_rows else [*files])
+    read = functools.partial(read_files, files)
+    names = () if holds_rows else tuple(files)
+    return Table(source, read, identity, size=size, texts=names)
 
 
 def split_of(relative_path: str) -> str:
@@ -159,48 +167,61 @@ def standard_library(source: Source) -> Table:
     root = Path(sysconfig.get_path("stdlib"))
     paths: list[Path] = []
     for folder, folders, names in os.walk(root):
-        # Installed packages, which are not entered, are often a hundred times as much.
+        # Installed packages are often a hundred times as large; they are not walked.
         folders[:] = set(folders) - SKIPPED_FOLDERS
-        paths += (Path(folder, name) for name in names if name.endswith(".py"))
-    files = {
-        name: path
-        for path in sorted(paths)
-        if split_of(name := path.relative_to(root).as_posix()) == source.split and path.stat().st_size
-    }
+        paths += [Path(folder, name) for name in names if name.endswith(".py")]
+    files = {}
+    for path in sorted(paths):
+        name = path.relative_to(root).as_posix()
+        if split_of(name) == source.split and path.stat().st_size:
+            files[name] = path
     return local_files(source, files)
 
 
 def hub_dataset(source: Source) -> Table:
-    """Return a split of a hub data set. Rows are named by their number where the order is fixed. The seeded order
-    permutes all rows on disk. In a stream it permutes the files, and shuffles as many rows at a time as `shuffled`.
+    """Return a split of a hub data set. Rows are named by number if the order is fixed. A seed permutes all rows on
+    disk. In a stream a seed permutes the files, and shuffles as many rows at a time as `shuffled`.
     """
     # `datasets` takes a second to import, and local text does without.
     from datasets import load_dataset
 
-    name, revision, streaming = source.name, source.revision, source.streaming
+    name = source.name
+    revision = source.revision
+    streaming = source.streaming
     with _hub_errors(name):
         if streaming:
             revision = str(HfApi().dataset_info(name, revision=revision).sha)
-        dataset = load_dataset(name, source.subset, split=source.split, revision=revision, streaming=streaming)
+        dataset = load_dataset(
+            name,
+            source.subset,
+            split=source.split,
+            revision=revision,
+            streaming=streaming,
+        )
     # In the cache of `datasets` a data set is in a folder with the name of its commit.
     commit = revision if streaming else Path(dataset.cache_files[0]["filename"]).parent.name
 
     def read(columns: Sequence[str], seed: int | None) -> Iterator[NamedJson]:
-        for number, row in enumerate(dataset if seed is None else dataset.shuffle(seed), 1):
-            yield from texts([(f"{name}:{number}" if seed is None else name, row)], columns)
+        rows = dataset if seed is None else dataset.shuffle(seed)
+        for number, row in enumerate(rows, 1):
+            where = f"{name}:{number}" if seed is None else name
+            yield from texts([(where, row)], columns)
 
     return Table(source, read, {"commit": commit})
 
 
 def hub_file(source: Source, file: str, member: str = "") -> Table:
-    """Return one file of a data set on the hub as it was uploaded, or a `member` of a zip archive, so that no script
-    runs. Rows are named by their place on the hub.
+    """Return one file of a data set on the hub, or a `member` of a zip archive, without running a script of the data
+    set. Rows are named by their path on the hub.
     """
     with _hub_errors(f"{source.name}/{file}"):
         path = Path(hf_hub_download(source.name, file, repo_type="dataset", revision=source.revision))
-    files = {f"{source.name}/{member or file}": zipfile.Path(path, member) if member else path}
+    name = f"{source.name}/{member or file}"
+    opened = zipfile.Path(path, member) if member else path
+    read = functools.partial(read_files, {name: opened})
     # In the cache of the hub a file is in a folder with the name of its commit.
-    return Table(source, functools.partial(read_files, files), {"commit": path.parents[file.count("/")].name})
+    commit = path.parents[file.count("/")].name
+    return Table(source, read, {"commit": commit})
 
 
 @contextmanager
@@ -215,8 +236,8 @@ def _hub_errors(name: str) -> Iterator[None]:
 
 
 def find_table(source: Source) -> Table:
-    """Return the rows that `source` names, of `builtin:recall` the text between its facts; raise DataError if they are
-    not there.
+    """Return the rows of `source`; for `builtin:recall`, the text between the facts. Raise DataError if they cannot be
+    found.
     """
     name = source.name
     if name in (STDLIB, RECALL):
@@ -227,24 +248,30 @@ def find_table(source: Source) -> Table:
         return hub_file(source, f"{source.subset}.zip", f"{source.subset}/{source.split}.jsonl")
     if not looks_local(name):
         return hub_dataset(source)
-    return local_files(source, {str(file): file for file in files_named(name)})
+    files = {str(file): file for file in files_named(name)}
+    return local_files(source, files)
 
 
 def share_to_hold_out(source: Source, target: int) -> float:
-    """Return the share of `source` that a recipe for windows of `target` tokens (L') holds out: about four windows and
-    ten documents, a fiftieth to a fifth of local text, and a hundredth of a data set on the hub.
+    """Return the share of `source` to hold out for windows of `target` tokens (L'). For local text, that is about four
+    windows and ten documents, between a fiftieth and a fifth; for a data set on the hub, a hundredth.
     """
     if not looks_local(source.name):
         return 0.01
     table = find_table(source)
-    documents = len(table.texts) or sum(1 for _ in itertools.islice(table.read([source.column], None), 500))
-    share = max(16 * target / table.size, 10 / documents if documents > 1 else 0)
-    return round(min(0.2, max(0.02, share)), 2)
+    documents = len(table.texts)
+    if not documents:
+        first_rows = itertools.islice(table.read([source.column], None), 500)
+        documents = sum(1 for _ in first_rows)
+    four_windows = 16 * target / table.size
+    ten_documents = 10 / documents if documents > 1 else 0
+    share = max(0.02, four_windows, ten_documents)
+    return round(min(0.2, share), 2)
 
 
-# What a source of text and `evaluation.perplexity` have in common.
+# The keys that a source of text and `evaluation.perplexity` share.
 HELD_OUT_KEYS = {"column", "subset", "split", "hold_out"}
-# Repository, commit and file. Of PG-19 all 100 books of the test split; `deepmind/pg19` itself needs a script.
+# Repository, commit and file. PG-19 has all 100 books of the test split; `deepmind/pg19` itself needs a script.
 PINNED = {
     "pg19": (
         Source(name="emozilla/pg19-test", revision="c5e39bf32e33f9111323aa68d7d9000d22722035"),
@@ -263,15 +290,16 @@ def held_out_text(source: Source) -> Json:
 
 
 def evaluation_documents(options: PerplexityOptions) -> Iterator[Document]:
-    """Return the documents to measure on, read as they are asked for in a fixed order: of `builtin:stdlib` and of the
-    hub those of the split, or of `PINNED`; with `hold_out` only those that training leaves out. Raise DataError if
-    there are none, or while reading.
+    """Return the documents to measure on, read lazily in a fixed order. `builtin:stdlib` and the hub give the documents
+    of the split; a name in `PINNED` gives that file. With `hold_out`, only documents held out from training are read.
+    Raise DataError if there are none, or while reading.
     """
     name = options.data or STDLIB
     if name == RECALL:
         raise DataError(f"{RECALL}: is for training; measure recall with `pi-lora eval passkey`")
     if name in PINNED:
-        return hub_file(*PINNED[name]).documents()
-    # The first of a large data set are measured without downloading all of it.
+        source, file = PINNED[name]
+        return hub_file(source, file).documents()
+    # The first documents of a large data set are measured without downloading all of it.
     keys = {"streaming": options.hold_out is not None, **options.model_dump(include=HELD_OUT_KEYS)}
     return find_table(Source(name=name, **keys)).documents(held_out=True)

@@ -36,12 +36,19 @@ def tokenized(tokenizer: Any, texts: Sequence[str], special_tokens: bool = False
     encode = partial(tokenizer, split_special_tokens=not special_tokens, verbose=False)
     short = [text for text in texts if len(text) <= 2 * PIECE]
     encoded = iter(encode(short)["input_ids"] if short else [])
-    return [next(encoded) if len(text) <= 2 * PIECE else _in_pieces(encode, text) for text in texts]
+    sequences = []
+    for text in texts:
+        if len(text) <= 2 * PIECE:
+            sequences.append(next(encoded))
+        else:
+            sequences.append(_in_pieces(encode, text))
+    return sequences
 
 
 def _in_pieces(encode: Callable[..., Any], text: str) -> Tokens:
     plain = partial(encode, add_special_tokens=False)
-    framed, bare = encode("a")["input_ids"], plain("a")["input_ids"]
+    framed = encode("a")["input_ids"]
+    bare = plain("a")["input_ids"]
     start = framed.index(bare[0])
     ids = array("i", framed[:start])
     for piece in pieces(text):
@@ -62,23 +69,26 @@ def pieces(text: str) -> Iterator[str]:
 
 
 def in_batches(items: Iterable[Item]) -> Iterator[list[Item]]:
-    """Yield lists of a few items, as many texts as are tokenized and rows as are written together."""
+    """Yield lists of at most `TEXTS_AT_ONCE` items: texts tokenized together, or rows written together."""
     remaining = iter(items)
     while batch := list(itertools.islice(remaining, TEXTS_AT_ONCE)):
         yield batch
 
 
 def padding_id(tokenizer: Any) -> int:
-    """Return the id that fills what no loss counts."""
-    return int(tokenizer.eos_token_id if tokenizer.pad_token_id is None else tokenizer.pad_token_id)
+    """Return the id of padding tokens: EOS if the tokenizer has no padding token."""
+    if tokenizer.pad_token_id is None:
+        return int(tokenizer.eos_token_id)
+    return int(tokenizer.pad_token_id)
 
 
 def tokenizer_identity(tokenizer: Any) -> str:
-    """Return a digest of all that decides the ids of a text."""
+    """Return a digest of everything that determines the token ids of a text."""
     if tokenizer.is_fast:
         state = json.loads(tokenizer.backend_tokenizer.to_str())
-        # What the last call asked for, not what the tokenizer is.
-        del state["truncation"], state["padding"]
+        # Options of the last call, not properties of the tokenizer.
+        del state["truncation"]
+        del state["padding"]
     else:
         state = {"class": type(tokenizer).__name__, "vocabulary": tokenizer.get_vocab()}
     decided_by = json.dumps({"end": tokenizer.eos_token_id, **state}, sort_keys=True)

@@ -1,13 +1,13 @@
-"""Short-context benchmarks (paper.tex, table 5) at a model's original window, with lm-eval's prompts, truncation and
-metrics.
+"""Short-context benchmarks (paper.tex, table 5) at the original window of a model, with the prompts, truncation and
+metrics of lm-eval.
 """
 
 from collections.abc import Sequence
 
-from pi_lora.evaluation.measurement import Measurement, Metric, Result, Scores, Session, Value, proportion
-from pi_lora.models.model import Model
+from pi_lora.evaluation.measurement import Measurement, Metric, Result, Scores, Session, Value, header_of, proportion
+from pi_lora.models.loaded import LoadedModel
+from pi_lora.models.source import ModelSource
 from pi_lora.recipe.evaluation import BenchmarksOptions
-from pi_lora.types import Json
 
 
 class TaskScore(Result):
@@ -33,11 +33,13 @@ class BenchmarkScores(Scores):
 class Benchmarks(Measurement[BenchmarksOptions, BenchmarkScores]):
     """Short-context benchmarks (paper, table 5) through lm-eval."""
 
+    options = BenchmarksOptions
     scores = BenchmarkScores
 
-    def prepare(self, options: BenchmarksOptions, models: Sequence[Model]) -> BenchmarksOptions:
-        """Fill in the window: the shortest original one."""
-        return options.changed(window=options.window or min(model.original for model in models))
+    def prepare(self, options: BenchmarksOptions, models: Sequence[ModelSource]) -> BenchmarksOptions:
+        """Fill in the window: the shortest original window of the models."""
+        window = options.window or min(model.original for model in models)
+        return options.changed(window=window)
 
     def check(self, options: BenchmarksOptions) -> None:
         """Read the examples of the tasks."""
@@ -45,13 +47,14 @@ class Benchmarks(Measurement[BenchmarksOptions, BenchmarkScores]):
 
         find_benchmarks(options)
 
-    def measure(self, model: Model, options: BenchmarksOptions, session: Session) -> Json:
-        """Measure every task with inputs cut to the window; lm-eval divides the examples among the processes. Raise
-        Interrupted on Ctrl-C.
+    def measure(self, model: LoadedModel, options: BenchmarksOptions, session: Session) -> BenchmarkScores:
+        """Measure every task with inputs truncated to the window; lm-eval divides the examples among the processes.
+        Raise Interrupted on Ctrl-C.
         """
         from pi_lora.evaluation.harness import VERSION, RankedLM, find_benchmarks
 
-        lm = RankedLM(model, options.window or model.original, options.batch_size, options, session)
+        window = options.window or model.source.original
+        lm = RankedLM(model, window=window, batch_size=options.batch_size, options=options, session=session)
         tasks = {}
         for name, task in find_benchmarks(options).items():
             result = lm.evaluate(name, task, options.limit)
@@ -63,15 +66,20 @@ class Benchmarks(Measurement[BenchmarksOptions, BenchmarkScores]):
                 shots=result["shots"],
                 outcomes=[float(sample["acc"]) for sample in result["samples"]],
             )
-        return {"window": options.window, "lm_eval": VERSION, "tasks": tasks}
+        return BenchmarkScores(**header_of(model, window), options=options, lm_eval=VERSION, tasks=tasks)
 
     def metrics(self, scores: BenchmarkScores) -> list[Metric]:
         """Return the accuracy of each task."""
         metrics = []
         for task, score in scores.tasks.items():
-            label = f"{task} ({score.shots or 0}-shot)"
-            values = [Value(f"{task} {number}", value) for number, value in enumerate(score.outcomes or ())]
-            metrics.append(
-                proportion(label, score.acc, score.examples, values=values, dataset=task, hub_name="accuracy")
+            values = [Value(f"{task} {number}", outcome) for number, outcome in enumerate(score.outcomes or ())]
+            accuracy = proportion(
+                label=f"{task} ({score.shots or 0}-shot)",
+                mean=score.acc,
+                samples=score.examples,
+                values=values,
+                dataset=task,
+                hub_name="accuracy",
             )
+            metrics.append(accuracy)
         return metrics

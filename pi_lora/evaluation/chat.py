@@ -1,5 +1,5 @@
-"""What a model keeps of its chats: the perplexity of the assistant's turns, and against a base the divergence of the
-next-token distributions on them, and how often greedy answers begin alike.
+"""Chats: the perplexity of the assistant's turns; and against a base the KL divergence of the next-token distributions,
+and how often greedy answers begin with the same tokens.
 """
 
 import math
@@ -15,7 +15,7 @@ from pi_lora.data.chats import ChatTemplate
 from pi_lora.data.sources import find_table, format_counts
 from pi_lora.data.tokens import Labelled
 from pi_lora.errors import DataError
-from pi_lora.evaluation.forward import check_numbers, in_parts, logits_at, padded
+from pi_lora.evaluation.forward import check_numbers, logits_in_parts, pad_rows, split_positions
 from pi_lora.evaluation.generation import generate_ids
 from pi_lora.evaluation.measurement import (
     Measurement,
@@ -25,21 +25,23 @@ from pi_lora.evaluation.measurement import (
     Session,
     Value,
     average,
+    header_of,
     identity_of,
     proportion,
 )
-from pi_lora.models.model import Model, find
+from pi_lora.models.loaded import LoadedModel, load_model
+from pi_lora.models.source import ModelSource, resolve_model
 from pi_lora.recipe.evaluation import ChatOptions, Sampling
 from pi_lora.recipe.schema import Source
 from pi_lora.types import Json
 
 # Tokens of an answer that are compared.
-ANSWER = 32
+ANSWER_TOKENS = 32
 
 
 class ChatScore(Result):
-    """A chat: the perplexity of the `tokens` of the assistant's turns; KL(base || model) in nats a token, and the share
-    of turns where the greedy answers of both models begin with the same 32 tokens.
+    """One chat: the perplexity over the `tokens` of the assistant's turns, and KL(base || model) in nats a token.
+    `equal_answers` is the share of turns where the greedy answers of both models begin with the same 32 tokens.
     """
 
     name: str
@@ -50,7 +52,7 @@ class ChatScore(Result):
 
 
 class ChatScores(Scores):
-    """Means over all tokens of the assistant; `equal_answers` is the mean of the chats."""
+    """Means over all tokens of the assistant's turns; `equal_answers` is the mean over the chats."""
 
     measurement = "chat"
 
@@ -65,94 +67,127 @@ class ChatScores(Scores):
 
 
 class Chats(Measurement[ChatOptions, ChatScores]):
-    """Chats: what an extension costs a model that people talk to."""
+    """Chats: how an extension changes a chat model."""
 
+    options = ChatOptions
     scores = ChatScores
 
-    def prepare(self, options: ChatOptions, models: Sequence[Model]) -> ChatOptions:
+    def prepare(self, options: ChatOptions, models: Sequence[ModelSource]) -> ChatOptions:
         """Fill in the shortest window of the models and the base."""
-        known = [*models, find(options.base, permissions=models[0].permissions)] if options.base else models
-        return options.changed(window=options.window or min(model.window for model in known))
+        windows = [model.window for model in models]
+        if options.base:
+            base = resolve_model(options.base, permissions=models[0].permissions)
+            windows.append(base.window)
+        return options.changed(window=options.window or min(windows))
 
-    def measure(self, model: Model, options: ChatOptions, session: Session) -> Json:
-        """Measure a model, with the base beside it. Raise DataError if the data cannot be read, or no chat fits."""
+    def measure(self, model: LoadedModel, options: ChatOptions, session: Session) -> ChatScores:
+        """Measure a model, with the base in memory too. Raise DataError if the data cannot be read, or no chat fits."""
         source = Source(name=options.data, column=options.column, split=options.split)
-        table, counts = find_table(source), Counter[str]()
+        table = find_table(source)
+        counts = Counter[str]()
         rows = table.read([source.column], None)
-        read = ChatTemplate(model.tokenizer).chats(rows, options.window or model.window, counts)
-        chats = dict(islice(read, options.limit))
+        fitting = ChatTemplate(model.tokenizer).chats(rows, options.window or model.window, counts)
+        chats = dict(islice(fitting, options.limit))
         for line in format_counts(counts):
             session.say(f"{options.data}: {line}")
         if not chats:
             raise DataError(f"--data: {options.data}: holds no chat to measure; name others, or a longer --window")
         base = None
-        if options.base and (options.base != model.name or model.extension):  # else the model is its own base
-            base = find(options.base, permissions=model.permissions).load(model.dtype)
+        if options.base and (options.base != model.name or model.source.extension):  # else the model is the base
+            base = load_model(resolve_model(options.base, permissions=model.source.permissions), model.dtype)
+
+        def measure(name: str) -> Json:
+            return chat_score(name, chats[name], model, base).model_dump()
+
         decided_by = {**options.model_dump(), "rows": table.identity, "base": base and identity_of(base)}
-        results = session.measure(
-            model, decided_by, list(chats), lambda name: chat_score(model, base, chats[name]) | {"name": name}
-        )
-        per_chat = [ChatScore(**each) for each in results]
-        tokens = [each.tokens for each in per_chat]
-        loss = fmean([math.log(each.perplexity) for each in per_chat], tokens)
+        results = session.measure(model, decided_by, items=list(chats), measure=measure)
+        per_chat = [ChatScore.model_validate(result) for result in results]
+        tokens = [chat.tokens for chat in per_chat]
+        loss = fmean([math.log(chat.perplexity) for chat in per_chat], tokens)
         check_numbers(model, math.isfinite(loss))
-        return {
-            "chats": len(chats),
-            "left_out": counts.total(),
-            "tokens": sum(tokens),
-            "perplexity": math.exp(loss),
-            "divergence": fmean([each.divergence for each in per_chat], tokens) if options.base else None,
-            "equal_answers": fmean(each.equal_answers for each in per_chat) if options.base else None,
-            "per_chat": per_chat,
-        }
+        return ChatScores(
+            **header_of(model),
+            options=options,
+            chats=len(chats),
+            left_out=counts.total(),
+            tokens=sum(tokens),
+            perplexity=math.exp(loss),
+            divergence=fmean([chat.divergence for chat in per_chat], tokens) if options.base else None,
+            equal_answers=fmean(chat.equal_answers for chat in per_chat) if options.base else None,
+            per_chat=per_chat,
+        )
 
     def metrics(self, scores: ChatScores) -> list[Metric]:
-        """Return the perplexity, the divergence with its interval over chats, and the share of equal answers."""
-        data, chats = scores.options.data, scores.per_chat
-        about: Json = {"dataset": data, "digits": 3, "higher_is_better": False}
-        values = [Value(each.name, each.perplexity, each.tokens) for each in chats]
-        loss = Metric(
-            "chat perplexity", scores.perplexity, values=values, is_ratio=True, hub_name="perplexity", **about
+        """Return the perplexity, the divergence with the interval over chats, and the share of equal answers."""
+        perplexity = Metric(
+            label="chat perplexity",
+            value=scores.perplexity,
+            higher_is_better=False,
+            digits=3,
+            values=[Value(chat.name, chat.perplexity, chat.tokens) for chat in scores.per_chat],
+            is_ratio=True,
+            dataset=scores.options.data,
+            hub_name="perplexity",
         )
         if scores.divergence is None or scores.equal_answers is None:
-            return [loss]
-        values = [Value(each.name, each.divergence, each.tokens) for each in chats]
-        label = "chat KL divergence from the base"
-        divergence = average(label, scores.divergence, values, hub_name="KL divergence", **about)
-        values = [Value(each.name, each.equal_answers) for each in chats]
-        about = {"values": values, "dataset": data, "hub_name": "equal answers"}
-        label = f"chat answers with the base's first {ANSWER} tokens"
-        return [loss, divergence, proportion(label, scores.equal_answers, scores.chats, **about)]
+            return [perplexity]
+        divergence = average(
+            label="chat KL divergence from the base",
+            mean=scores.divergence,
+            values=[Value(chat.name, chat.divergence, chat.tokens) for chat in scores.per_chat],
+            digits=3,
+            higher_is_better=False,
+            dataset=scores.options.data,
+            hub_name="KL divergence",
+        )
+        equal_answers = proportion(
+            label=f"chat answers with the base's first {ANSWER_TOKENS} tokens",
+            mean=scores.equal_answers,
+            samples=scores.chats,
+            values=[Value(chat.name, chat.equal_answers) for chat in scores.per_chat],
+            dataset=scores.options.data,
+            hub_name="equal answers",
+        )
+        return [perplexity, divergence, equal_answers]
 
 
 @torch.no_grad()
-def chat_score(model: Model, base: Model | None, chat: Labelled) -> Json:
-    """Measure the assistant's tokens of a chat, against another model if there is a `base`: fields of ChatScore."""
-    places = [place for place, loss_mask in enumerate(chat.loss_mask) if loss_mask and place]
-    ids = padded(model.model, [chat.ids])
-    parts = in_parts(model.model, ids, places)
-    models = [each.model for each in (model, base) if each]
+def chat_score(name: str, chat: Labelled, model: LoadedModel, base: LoadedModel | None) -> ChatScore:
+    """Measure the assistant's tokens of a chat, and compare the model with the `base`, if any."""
+    positions = [position for position, is_scored in enumerate(chat.loss_mask) if is_scored and position > 0]
+    ids = pad_rows(model.module, [chat.ids])
+    parts = split_positions(model.module, ids, positions)
+    modules = [model.module] if base is None else [model.module, base.module]
+    logits_by_model = [logits_in_parts(module, ids, parts) for module in modules]
     loss = divergence = 0.0
-    for part, *logits in zip(parts, *(logits_at(each, ids, parts) for each in models), strict=True):
-        logs = [each[0].float().log_softmax(dim=-1) for each in logits]  # (places, vocabulary)
-        loss -= logs[0].gather(1, ids[0, part, None]).double().sum().item()
-        divergence += kl_div(logs[0], logs[-1], log_target=True, reduction="none").sum(dim=1).double().sum().item()
-    turns = [place for place in places if not chat.loss_mask[place - 1]]
-    equal = [begins_alike(model, base, chat.ids[:turn]) for turn in turns] if base else [True]
-    return {
-        "tokens": len(places),
-        "perplexity": math.exp(loss / len(places)),
-        "divergence": divergence / len(places),
-        "equal_answers": fmean(equal),
-    }
+    for part, *part_logits in zip(parts, *logits_by_model, strict=True):
+        log_probs = [logits[0].float().log_softmax(dim=-1) for logits in part_logits]  # (positions, vocabulary)
+        of_model, of_base = log_probs[0], log_probs[-1]
+        loss -= of_model.gather(1, ids[0, part, None]).double().sum().item()
+        divergences = kl_div(of_model, of_base, log_target=True, reduction="none").sum(dim=1)
+        divergence += divergences.double().sum().item()
+    equal_answers = [True]
+    if base is not None:
+        turn_starts = [position for position in positions if not chat.loss_mask[position - 1]]
+        equal_answers = [equal_first_tokens(model, base, chat.ids[:start]) for start in turn_starts]
+    return ChatScore(
+        name=name,
+        tokens=len(positions),
+        perplexity=math.exp(loss / len(positions)),
+        divergence=divergence / len(positions),
+        equal_answers=fmean(equal_answers),
+    )
 
 
-def begins_alike(model: Model, base: Model, prompt: list[int]) -> bool:
-    """Return whether the greedy answers of both to a prompt begin with the same tokens: the base writes them, and one
-    forward pass tells whether each is the model's first choice after those before it.
+def equal_first_tokens(model: LoadedModel, base: LoadedModel, prompt: list[int]) -> bool:
+    """Return whether the greedy answers of both models to a prompt begin with the same tokens.
+
+    The base generates them. One forward pass of the model shows whether every token is the first choice after the
+    tokens before it.
     """
-    tokens = min(ANSWER, model.window - len(prompt), base.window - len(prompt))
+    tokens = min(ANSWER_TOKENS, model.window - len(prompt), base.window - len(prompt))
     [answer] = generate_ids(base, [prompt], Sampling(temperature=0.0, max_new_tokens=tokens))
-    ids = padded(model.model, [[*prompt, *answer.tolist()]])
-    [logits] = logits_at(model.model, ids, [torch.arange(len(prompt), ids.shape[1], device=ids.device)])
+    ids = pad_rows(model.module, [[*prompt, *answer.tolist()]])
+    positions = torch.arange(len(prompt), ids.shape[1], device=ids.device)
+    [logits] = logits_in_parts(model.module, ids, [positions])
     return bool((logits[0].argmax(dim=-1) == answer).all())

@@ -1,5 +1,5 @@
-"""lm-eval, as benchmarks and RULER use it: a loaded model as lm-eval takes one, with the processes of this run as ranks
-and a cache of answers; and the tasks of the installed lm-eval with their examples.
+"""The use of lm-eval in benchmarks and RULER: a loaded model behind lm-eval's interface, with the processes of this run
+as ranks and a cache of answers, and the tasks of the installed lm-eval with their examples.
 """
 
 import copy
@@ -27,17 +27,17 @@ from pi_lora.distributed import all_gather_objects, rank, world_size
 from pi_lora.errors import DataError, first_line
 from pi_lora.evaluation.forward import check_numbers
 from pi_lora.evaluation.measurement import Session
-from pi_lora.models.model import Model
-from pi_lora.models.weights import quiet_loading
+from pi_lora.models.loaded import LoadedModel
+from pi_lora.models.quiet import quiet_loading
 from pi_lora.recipe.evaluation import BenchmarksOptions, RulerOptions
 from pi_lora.recipe.section import Section
 from pi_lora.types import Json
 
 VERSION = lm_eval.__version__
 FOLDER = Path(lm_eval.tasks.__file__).parent
-# lm-eval's folders of the paper's tasks, which end with its names of them. Its `race` is RACE-H, and its data set has
-# no other part. RACE-M is the same task on the authors' middle school part, whose rows hold a question each and not an
-# article.
+# The folders of the paper's tasks in lm-eval, whose last parts are the names of the tasks there. Its `race` is RACE-H,
+# the only part of its data set. RACE-M is the same task on the authors' middle school part, which has a row for each
+# question instead of each article.
 PAPERS = {
     "boolq": "super_glue/boolq",
     "piqa": "piqa",
@@ -47,19 +47,19 @@ PAPERS = {
 }
 RULER = FOLDER / "ruler"
 RULER_TASKS: tuple[str, ...] = tuple(yaml.safe_load((RULER / "ruler.yaml").read_text(encoding="utf-8"))["task"])
-# In tokens. RULER's beginnings of answers, and the answers of `ruler_fwe`, are not in lm-eval's count.
-ROOM = 128
-# In tokens. In shorter windows lm-eval (0.4.13, issue 2963) may look for a shorter prompt forever.
-SHORTEST = {"ruler_vt": 1536, "ruler_cwe": 1536, "ruler_fwe": 768}
-# `ruler_cwe` draws from a generator of its own, which is seeded when lm-eval executes this module.
+# Tokens of a window that no prompt takes: lm-eval does not count the answer prefixes, or the answers of `ruler_fwe`.
+RESERVED_TOKENS = 128
+# Tokens by task. In shorter windows lm-eval (0.4.13, issue 2963) may look for a shorter prompt forever.
+MIN_WINDOWS = {"ruler_vt": 1536, "ruler_cwe": 1536, "ruler_fwe": 768}
+# `ruler_cwe` draws from a random generator that is seeded when lm-eval executes this module.
 WORDS_MODULE = "lm_eval.tasks.ruler.cwe_utils"
-# Tasks of RULER whose prompts need not hold the answer.
+# Tasks of RULER whose prompts need not contain the answer.
 QUESTIONS = ("ruler_qa_squad", "ruler_qa_hotpot")
 
 
 class ModelCalls:
-    """What lm-eval calls of a model. It would tie the embeddings of a torch module again (`HFLM.__init__` of lm_eval
-    0.4.13), which discards embeddings that PEFT trains apart from their head.
+    """A model that is no torch module. lm-eval would tie the embeddings of a torch module again (`HFLM.__init__` of
+    lm_eval 0.4.13), which discards embeddings that PEFT trains apart from the head.
     """
 
     def __init__(self, model: Any) -> None:
@@ -74,44 +74,50 @@ class ModelCalls:
 
 
 class RankedLM(HFLM):
-    """lm-eval's model for transformers, given a model that is loaded, in every process of this run. Inputs are cut to
-    `window` tokens. Special tokens in texts are text.
+    """The transformers model of lm-eval around a loaded model, in every process of this run. Inputs are truncated to
+    `window` tokens. Special tokens in texts are read as text.
     """
 
-    def __init__(self, loaded: Model, window: int, batch_size: int, options: Section, session: Session) -> None:
+    def __init__(self, loaded: LoadedModel, window: int, batch_size: int, options: Section, session: Session) -> None:
         tokenizer = copy.deepcopy(loaded.tokenizer)  # lm-eval adds a padding token where there is none
-        tokenizer.model_max_length = sys.maxsize  # and cuts inputs itself
+        tokenizer.model_max_length = sys.maxsize  # and truncates inputs itself
         tokenizer.split_special_tokens = True
-        calls: Any = ModelCalls(loaded.model)
+        calls: Any = ModelCalls(loaded.module)
         with quiet():
             super().__init__(calls, tokenizer=tokenizer, max_length=window, batch_size=batch_size)
-        self.loaded, self.session = loaded, session
+        self.loaded = loaded
+        self.session = session
         decided_by = {**options.model_dump(exclude={"batch_size", "tasks"}), "lm_eval": VERSION}
         folder = session.journal(loaded, decided_by)
-        self.answers = str(folder / f"answers-{self.rank}.db") if folder else ":memory:"
+        self.answers_database = str(folder / f"answers-{self.rank}.db") if folder else ":memory:"
         if self.world_size > 1:
             self.accelerator = Accelerator()
 
     @property
     def rank(self) -> int:
-        """Which process this is."""
+        """The rank of this process."""
         return rank()
 
     @property
     def world_size(self) -> int:
-        """How many processes there are."""
+        """The number of processes."""
         return world_size()
 
     def evaluate(self, name: str, task: Any, limit: int | None) -> Json:
-        """Return lm-eval's scores of a task on the first `limit` examples, its `shots`, and the `samples`: all examples
-        with their metrics. All processes call it. Answers are kept as soon as they are known, and not computed again.
+        """Return lm-eval's scores of a task on the first `limit` examples, the `shots`, and the `samples`: all examples
+        with their metrics. All processes call it. Answers are stored at once, and never computed again.
+
         Raise DataError if there are fewer examples than processes: lm-eval (0.4.13) would wait forever.
         """
         examples = len(task.eval_docs)
         if min(examples, limit or examples) < self.world_size:
             raise DataError(f"{name}: fewer examples than processes; start fewer processes")
-        lm: Any = CachingLM(self, self.answers)
-        self.task, self.note, self.kept, self.answered = task, f"{name} at {self.max_length:,}", self.cache_hook, 0
+        lm: Any = CachingLM(self, self.answers_database)
+        self.task = task
+        self.note = f"{name} at {self.max_length:,}"
+        self.answered = 0
+        # `CachingLM` has set the hook that stores answers; this object takes its place and passes answers on.
+        self.storing_hook = self.cache_hook
         self.set_cache_hook(self)
         tasks: Any = {"tasks": {name: task}}
         with closing(lm.dbdict), quiet():
@@ -119,20 +125,21 @@ class RankedLM(HFLM):
         scores = []
         if results:  # in the first process
             samples = sorted(results["samples"][name], key=lambda sample: int(sample["doc_id"]))
-            scores = [{**results["results"][name], "shots": results["n-shot"][name] or 0, "samples": samples}]
+            shots = results["n-shot"][name] or 0
+            scores.append({**results["results"][name], "shots": shots, "samples": samples})
         return all_gather_objects(scores)[0]
 
     def add_partial(self, attr: str, req: Any, res: Any) -> None:
-        """Keep the answer `res` to the request `req` of the method `attr`: lm-eval calls this with every answer."""
+        """Store the answer `res` to the request `req` of the method `attr`: lm-eval calls this with every answer."""
         check_numbers(self.loaded, isinstance(res, str) or math.isfinite(res[0]))
         self.answered += 1
         self.session.progress(self.answered, len(self.task.instances), self.note)
-        self.kept.add_partial(attr, req, res)
+        self.storing_hook.add_partial(attr, req, res)
 
 
 def load_tasks(manager: TaskManager, spec: Any, seed: int = 0) -> dict[str, Any]:
-    """Return lm-eval's task of a name or config with its examples, or every task of a group, seeded as
-    `lm_eval.simple_evaluate` does, which also asks several programs for their versions.
+    """Return the lm-eval tasks of a name, config or group, with their examples. Seeds are set as in
+    `lm_eval.simple_evaluate`, which also runs several programs for their versions.
     """
     random.seed(seed)
     np.random.seed(DEFAULT_OTHER_SEED + seed)
@@ -145,49 +152,70 @@ def load_tasks(manager: TaskManager, spec: Any, seed: int = 0) -> dict[str, Any]
 
 @cache
 def manager(folder: str = "") -> TaskManager:
-    """Return lm-eval's tasks, or those of one folder: the index of all 14,000 takes ten seconds."""
+    """Return the tasks of lm-eval, or of one folder there: the index of all 14,000 tasks takes ten seconds."""
     return TaskManager(include_path=FOLDER / folder, include_defaults=False)
 
 
 def find_benchmarks(options: BenchmarksOptions) -> dict[str, Any]:
-    """Return lm-eval's tasks by name, and every task of a group, on the examples of the hub or of files. Raise
-    DataError if there is no such task, group or tag, if its examples are missing or of another schema, or if lm-eval
-    gives no accuracy for it.
+    """Return lm-eval tasks by name, and every task of a group, on the examples of the hub or of files. Raise DataError
+    if a task, group or tag does not exist, if examples are missing or have another schema, or if lm-eval gives no
+    accuracy for a task.
     """
-    files = dict(given.partition("=")[::2] for given in options.data)
+    files = {}
+    for argument in options.data:
+        task_name, _, file = argument.partition("=")
+        files[task_name] = file
     if unknown := ", ".join(files.keys() - set(options.tasks)):
         raise DataError(f"--data: {unknown}: is not TASK=FILE with one of the --tasks; correct it")
-    tasks: dict[str, Any] = {}
+    benchmarks: dict[str, Any] = {}
     for name in options.tasks:
-        base, file = Path(PAPERS.get(name, name)).name, files.get(name)
-        changes: Json = {}
-        if name == "race_middle":
-            changes = {"dataset_path": "ehovy/race", "dataset_name": "middle", "process_docs": articles}
+        for task_name, task in _load_benchmark(name, files.get(name)).items():
+            benchmarks[name if task_name == _name_in_lm_eval(name) else task_name] = task
+    return benchmarks
+
+
+def _name_in_lm_eval(name: str) -> str:
+    return Path(PAPERS.get(name, name)).name
+
+
+def _load_benchmark(name: str, file: str | None) -> dict[str, Any]:
+    """Return the lm-eval task of a name, or every task of a group, on the examples of the hub or of a file."""
+    changes: Json = {}
+    if name == "race_middle":
+        changes = {"dataset_path": "ehovy/race", "dataset_name": "middle", "process_docs": articles}
+    if file:
+        changes |= {
+            "dataset_path": Path(file).suffix.removeprefix(".").replace("jsonl", "json"),
+            "dataset_name": None,
+            "dataset_kwargs": {"data_files": {"test": file}},
+            "training_split": None,
+            "validation_split": None,
+            "fewshot_split": None,
+            "test_split": "test",
+        }
+    spec: Any = _name_in_lm_eval(name)
+    if changes:
+        spec = {"group": name, "task": [{"task": spec, **changes}]}
+    try:
+        tasks = load_tasks(manager(PAPERS.get(name, "")), spec)
+    except Exception as error:  # `datasets` and jinja raise a dozen kinds for mistakes that a user can correct
+        problem = f"{file}: cannot be read as examples of {name}" if file else f"--tasks: {name}"
+        raise DataError(
+            f"{problem} ({first_line(error)}); correct the task or the file, or check the network"
+        ) from error
+    for task_name, task in tasks.items():
         if file:
-            reader = Path(file).suffix.removeprefix(".").replace("jsonl", "json")
-            splits = dict.fromkeys(("training_split", "validation_split", "fewshot_split")) | {"test_split": "test"}
-            data = {"data_files": {"test": file}}
-            changes |= {"dataset_path": reader, "dataset_name": None, "dataset_kwargs": data} | splits
-        spec = {"group": name, "task": [{"task": base, **changes}]} if changes else base
-        try:
-            named = load_tasks(manager(PAPERS.get(name, "")), spec)
-        except Exception as error:  # `datasets` and jinja raise a dozen kinds for what a user can correct
-            wrong = f"{file}: cannot be read as examples of {name}" if file else f"--tasks: {name}"
-            raise DataError(
-                f"{wrong} ({first_line(error)}); correct the task or the file, or check the network"
-            ) from error
-        for part, task in named.items():
-            # lm-eval takes a column that is missing for the answer itself.
-            if file and task.doc_to_target(next(iter(task.eval_docs))) == (column := task.config.doc_to_target):
-                raise DataError(f"{file}: has no column {column}; convert it to the schema of {part} on the hub")
-            if "acc" not in task.aggregation() or task.config.filter_list:
-                raise DataError(f"--tasks: {part}: lm-eval gives no accuracy for it; leave it out")
-            tasks[name if part == base else part] = task
+            # Without this column, lm-eval takes the name of the column for the answer.
+            column = task.config.doc_to_target
+            if task.doc_to_target(next(iter(task.eval_docs))) == column:
+                raise DataError(f"{file}: has no column {column}; convert it to the schema of {task_name} on the hub")
+        if "acc" not in task.aggregation() or task.config.filter_list:
+            raise DataError(f"--tasks: {task_name}: lm-eval gives no accuracy for it; leave it out")
     return tasks
 
 
 def articles(questions: Any) -> Any:
-    """Put RACE's questions together as lm-eval's task reads them: a row per article, problems as a Python literal.
+    """Group RACE's questions as lm-eval's task reads them: a row per article, problems as a Python literal.
 
     >>> from datasets import Dataset
     >>> rows = [{"article": "A", "question": q, "options": list("wxyz"), "answer": "B"} for q in ("1?", "2?")]
@@ -198,31 +226,32 @@ def articles(questions: Any) -> Any:
     for row in questions:
         article = row.pop("article")
         problems.setdefault(article, []).append(row)
-    return questions.from_list([{"article": name, "problems": repr(rows)} for name, rows in problems.items()])
+    articles_with_problems = [{"article": article, "problems": repr(rows)} for article, rows in problems.items()]
+    return questions.from_list(articles_with_problems)
 
 
 def save_tokenizer(tokenizer: Any, folder: str) -> None:
-    """Save a tokenizer where lm-eval loads it, without the code that its config may name: lm-eval would execute it."""
+    """Save a tokenizer for lm-eval, without the Python code that a config may name: lm-eval would execute it."""
     plain = copy.deepcopy(tokenizer)
     plain.init_kwargs.pop("auto_map", None)
     plain.save_pretrained(folder)
 
 
-def ruler_task(name: str, options: RulerOptions, lm: RankedLM, tokenizer: str) -> tuple[Any, int]:
-    """Return a task of RULER as lm-eval makes it: 500 prompts for the window of `lm`, counted by the `tokenizer` in a
-    folder; and the tokens of its longest prompt with what is generated after it. Raise DataError if its texts are
-    missing, or one of its first prompts does not fit the window with that, or lacks its answer.
+def ruler_task(name: str, options: RulerOptions, lm: RankedLM, tokenizer_folder: str) -> tuple[Any, int]:
+    """Return a task of RULER for the window of `lm`, and the tokens of the longest prompt and the text generated after
+    it. lm-eval makes 500 prompts and counts tokens with the tokenizer in a folder.
 
-    The prompts are those of `lm_eval run --seed SEED,SEED+1234,SEED --metadata '{"max_seq_lengths": [window - ROOM]}'`.
+    Raise DataError if texts are missing, or if a prompt does not fit the window or lacks the answer. The prompts are
+    the same as those of `lm_eval run --seed SEED,SEED+1234,SEED --metadata '{"max_seq_lengths": [window - 128]}'`.
     """
     window = lm.max_length
 
     def unsuitable(reason: str) -> DataError:
         return DataError(f"--tasks: {name} in {window} tokens: {reason}; leave it out, or choose another window")
 
-    if window < SHORTEST.get(name, 0):
-        raise unsuitable(f"needs {SHORTEST[name]}")
-    metadata: Any = {"max_seq_lengths": [window - ROOM], "tokenizer": tokenizer}
+    if window < MIN_WINDOWS.get(name, 0):
+        raise unsuitable(f"needs {MIN_WINDOWS[name]}")
+    metadata: Any = {"max_seq_lengths": [window - RESERVED_TOKENS], "tokenizer": tokenizer_folder}
     tasks = TaskManager(include_path=RULER, include_defaults=False, metadata=metadata)
     sys.modules.pop(WORDS_MODULE, None)
     try:
@@ -231,18 +260,24 @@ def ruler_task(name: str, options: RulerOptions, lm: RankedLM, tokenizer: str) -
             task.build_all_requests(limit=options.samples, rank=0, world_size=1)
     except (LookupError, OSError, ValueError) as error:  # no example fits, or no network
         raise unsuitable(first_line(error)) from error
-    longest = max(len(lm.tok_encode(each.args[0])) + each.args[1]["max_gen_toks"] for each in task.instances)
+    longest = 0
+    for request in task.instances:
+        prompt, generation = request.args
+        longest = max(longest, len(lm.tok_encode(prompt)) + generation["max_gen_toks"])
     if not window / 2 <= longest <= window:
         raise unsuitable(f"the longest prompt and its answer take {longest}")
-    for each in task.instances:
-        answers = [] if name in QUESTIONS else each.doc["outputs"]
-        if not each.doc["outputs"] or not all(str(answer) in each.args[0] for answer in answers):
+    for request in task.instances:
+        prompt = request.args[0]
+        answers = request.doc["outputs"]
+        if not answers:
+            raise unsuitable("a prompt lacks its answer")
+        if name not in QUESTIONS and not all(str(answer) in prompt for answer in answers):
             raise unsuitable("a prompt lacks its answer")
     return task, longest
 
 
 @contextmanager
 def quiet() -> Iterator[None]:
-    """Keep what lm-eval and transformers print off the terminal, bars and warnings; our own bar has its own stream."""
-    with quiet_loading(), open(os.devnull, "w") as nothing, redirect_stderr(nothing), redirect_stdout(nothing):
+    """Hide the output of lm-eval and transformers, bars and warnings. Our progress bar writes to another stream."""
+    with quiet_loading(), open(os.devnull, "w") as devnull, redirect_stderr(devnull), redirect_stdout(devnull):
         yield

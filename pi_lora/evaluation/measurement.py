@@ -1,6 +1,6 @@
-"""What a measurement is: options and a model in, typed scores out, and the metrics in them that everything else shows:
-the terminal's table, the model card, the hub, and the comparison of a run with its base. A journal keeps what was
-measured so far, so that an interrupted measurement continues where it stopped.
+"""The interface of measurements: options and a model in, typed scores out. The metrics of the scores are shown in the
+terminal's table, on the model card, on the hub, and where a run is compared with its base. A journal keeps the results
+so far, so that an interrupted measurement continues where it stopped.
 """
 
 import hashlib
@@ -13,7 +13,7 @@ from contextlib import suppress
 from dataclasses import dataclass, field
 from itertools import takewhile
 from pathlib import Path
-from typing import Any, ClassVar, NamedTuple, Protocol, Self, TypeVar
+from typing import Any, ClassVar, NamedTuple, Protocol, Self, TypedDict, TypeVar
 
 from pydantic import BaseModel, ConfigDict
 
@@ -23,16 +23,22 @@ from pi_lora.drawing import Panel
 from pi_lora.errors import Interrupted
 from pi_lora.evaluation.forward import is_sharded
 from pi_lora.evaluation.intervals import Interval, of_means, wilson
-from pi_lora.models.machine import versions
-from pi_lora.models.model import Model
+from pi_lora.models.device import versions
+from pi_lora.models.loaded import LoadedModel
+from pi_lora.models.source import ModelSource
 from pi_lora.recipe.section import Section
 from pi_lora.storage import cache_folder
 from pi_lora.types import Json, Progress, silent
 
 
 class Value(NamedTuple):
-    """The value of one document, trial or example, by a name that is the same for every model; its `weight` in the
-    mean, such as its tokens; and the `group` that it was drawn from, such as a task.
+    """The value of one document, trial or example.
+
+    Attributes:
+        name: The same name for every model.
+        value: The outcome or the score.
+        weight: The weight in the mean, such as the number of tokens.
+        group: The sample that the value was drawn from, such as a task.
     """
 
     name: str
@@ -45,10 +51,18 @@ class Value(NamedTuple):
 class Metric:
     """A number that a measurement gives.
 
-    `at` is the window, distance or length of context in tokens that it belongs to, if any. `interval` is its 95 %
-    interval. Where `values` are known, the value is their weighted mean, or if `is_ratio` their geometric mean, and two
-    models differ by a ratio. `dataset` and `hub_name` are the words of the hub; a detail, which only the terminal
-    shows, has none.
+    Attributes:
+        label: The name in tables.
+        value: The number; of known `values` the weighted mean.
+        unit: Such as `%` or `tokens`.
+        higher_is_better: Whether an increase is an improvement.
+        at: The window, distance or length of context in tokens, if any.
+        digits: Digits after the point.
+        interval: The 95 % interval.
+        values: The values of single documents, trials or examples.
+        is_ratio: Whether the value is a geometric mean, so that two models differ by a ratio.
+        dataset: The data set on the hub.
+        hub_name: The metric on the hub; details, which only the terminal shows, have none.
     """
 
     label: str
@@ -76,40 +90,84 @@ class Metric:
     @property
     def text(self) -> str:
         """The value with its unit and its interval."""
-        unit = f" {self.unit}" if self.unit else ""
-        bounds = "" if self.interval is None else " ({:,.{n}f} to {:,.{n}f})".format(*self.interval, n=self.digits)
-        return f"{self.value:,.{self.digits}f}{unit}{bounds}"
+        text = f"{self.value:,.{self.digits}f}"
+        if self.unit:
+            text += f" {self.unit}"
+        if self.interval:
+            low, high = self.interval
+            text += f" ({low:,.{self.digits}f} to {high:,.{self.digits}f})"
+        return text
 
     def compares_with(self, other: "Metric") -> bool:
-        """Whether a ratio to another metric means something: both are of the same values, if these are known."""
-        return not self.is_ratio or {each.name for each in self.values} == {each.name for each in other.values}
+        """Whether the ratio to another metric is meaningful: both have values of the same names, or no values."""
+        if not self.is_ratio:
+            return True
+        names = {value.name for value in self.values}
+        return names == {value.name for value in other.values}
 
     def change_from(self, before: "Metric") -> Interval | None:
         """Return the interval of the difference to the same metric of another model, from both intervals (Newcombe
-        1998, method 10); None if one of them has none.
+        1998, method 10); None without both intervals.
         """
         if before.interval is None or self.interval is None:
             return None
+        low, high = self.interval
+        low_before, high_before = before.interval
         change = self.value - before.value
-        down = math.hypot(self.value - self.interval[0], before.interval[1] - before.value)
-        up = math.hypot(self.interval[1] - self.value, before.value - before.interval[0])
+        down = math.hypot(self.value - low, high_before - before.value)
+        up = math.hypot(high - self.value, before.value - low_before)
         return change - down, change + up
 
 
-def proportion(label: str, mean: float, samples: int, **others: Any) -> Metric:
-    """Return a share of so many samples as a metric in percent, with its Wilson interval; a digit after the point needs
-    a thousand of them. Of values between 0 and 1, or from several groups, the interval is wider than need be, never too
-    narrow.
+def proportion(
+    label: str,
+    mean: float,
+    samples: int,
+    *,
+    at: int | None = None,
+    values: Sequence[Value] = (),
+    dataset: str = "",
+    hub_name: str = "",
+) -> Metric:
+    """Return a share of `samples` as a metric in percent with its Wilson interval. A thousand samples or more get a
+    digit after the point. For values between 0 and 1, or from several groups, the interval is conservative.
     """
-    low, high = (100 * bound for bound in wilson(mean, samples))
-    digits = 1 if samples >= 1000 else 0
-    return Metric(label, 100 * mean, "%", digits=digits, interval=(low, high), **others)
+    low, high = wilson(mean, samples)
+    return Metric(
+        label=label,
+        value=100 * mean,
+        unit="%",
+        at=at,
+        digits=1 if samples >= 1000 else 0,
+        interval=(100 * low, 100 * high),
+        values=values,
+        dataset=dataset,
+        hub_name=hub_name,
+    )
 
 
-def average(label: str, mean: float, values: Sequence[Value], **others: Any) -> Metric:
-    """Return the mean of some values as a metric, with its interval by Student's t."""
-    interval = of_means([[(0.0, each.value, each.weight) for each in values]])
-    return Metric(label, mean, values=values, interval=interval, **others)
+def average(
+    label: str,
+    mean: float,
+    values: Sequence[Value],
+    *,
+    digits: int = 0,
+    higher_is_better: bool = True,
+    dataset: str = "",
+    hub_name: str = "",
+) -> Metric:
+    """Return the mean of some values as a metric, with the interval by Student's t."""
+    pairs = [(0.0, value.value, value.weight) for value in values]
+    return Metric(
+        label=label,
+        value=mean,
+        higher_is_better=higher_is_better,
+        digits=digits,
+        interval=of_means([pairs]),
+        values=values,
+        dataset=dataset,
+        hub_name=hub_name,
+    )
 
 
 def longest_passing(scores: Mapping[int, float], threshold: float) -> int:
@@ -122,14 +180,24 @@ def longest_passing(scores: Mapping[int, float], threshold: float) -> int:
 
 
 class Result(BaseModel):
-    """A part of a result; only fields that were set are written, and fields of other versions are kept."""
+    """A part of a result. Only fields that were set are written; fields of other versions are kept."""
 
     model_config = ConfigDict(frozen=True, extra="allow", populate_by_name=True)
 
 
+class ScoresHeader(TypedDict):
+    """The fields of scores that describe the model: name, scale L'/L, dtype, attention kernel, window in tokens."""
+
+    model: str
+    scale: float
+    dtype: str
+    kernel: str
+    window: int
+
+
 class Scores(Result):
-    """What every result says of its model: name, scale L'/L, dtype, attention kernel, window in tokens, step; and the
-    options it was measured with, complete, which measure another model in the same way.
+    """The results of one measurement of a model: the fields of the header, the step of a model that trains, and the
+    prepared options, which measure another model in the same way.
     """
 
     measurement: ClassVar[str]
@@ -143,30 +211,38 @@ class Scores(Result):
     options: Any
 
 
-# Files of a model's folder that reports write, and that change no number.
-WRITTEN_BY_REPORTS = (".md", ".html", ".png")
+# Suffixes of the files in a model's folder that reports write, and that change no number.
+REPORT_SUFFIXES = (".md", ".html", ".png")
 
 
 @dataclass
 class Session:
-    """A measurement in progress: `progress` is called as results come, `say` prints what a user should know. If
-    `shared`, the processes of this run divide the work, and a journal keeps the results until the context ends without
-    an error: the same command continues from there. Ctrl-C becomes Interrupted.
+    """A measurement in progress. The context turns Ctrl-C into Interrupted.
 
-    A journal is a folder named after what decides the results. It has one file per process, and a line as soon as a
-    result is known; what was cut off is measured again.
+    A journal keeps the results until the context ends without an error; after an error the same command continues from
+    there. It is a folder named after the hash of all that decides the results, with one file per process. Each result
+    is a line; a truncated line is measured again.
+
+    Attributes:
+        progress: Called after each result.
+        say: Prints messages to the user.
+        shared: Whether the processes of this run divide the work and keep a journal.
+        journalled: Whether a shared session keeps a journal. A model that trains has none: no file tells its steps
+            apart.
+        folders: The journals of this session.
     """
 
     progress: Progress = silent
     say: Callable[[str], object] = str
     shared: bool = False
+    journalled: bool = True
     folders: list[Path] = field(default_factory=list)
 
-    def journal(self, loaded: Model, decided_by: Mapping[str, Any]) -> Path | None:
-        """Return the folder for what is measured of a model; `decided_by` is JSON that, with the model, decides it. A
-        model that trains has no files to tell it apart: nothing is kept of it.
+    def journal(self, loaded: LoadedModel, decided_by: Mapping[str, Any]) -> Path | None:
+        """Return the folder of the journal for the results that a model and `decided_by`, JSON, determine; None without
+        a journal.
         """
-        if not self.shared or loaded.in_training:
+        if not (self.shared and self.journalled):
             return None
         key = json.dumps({**decided_by, "model": identity_of(loaded)}, sort_keys=True)
         folder = cache_folder() / "evaluations" / hashlib.sha256(key.encode()).hexdigest()
@@ -174,25 +250,32 @@ class Session:
         return folder
 
     def measure(
-        self, loaded: Model, decided_by: Mapping[str, Any], names: Sequence[Any], measure: Callable[[Any], Any]
+        self,
+        loaded: LoadedModel,
+        decided_by: Mapping[str, Any],
+        *,
+        items: Sequence[Any],
+        measure: Callable[[Any], Any],
     ) -> list[Any]:
-        """Return the results of `names`, which are texts or numbers; results are JSON. Each process measures what is
-        left of its share, and all return the same. Every process measures all of a sharded model: its forward passes
-        gather the weights from all processes, so all make the same ones.
+        """Return the results, JSON, of `items`, texts or numbers. Each process measures its share without the results
+        in the journal, and all processes return the same.
+
+        With a sharded model every process measures all items: a forward pass gathers the weights from all processes, so
+        all must run the same passes.
         """
         folder = self.journal(loaded, decided_by)
         results = dict(read_journal(folder)) if folder else {}
-        together = self.shared and not is_sharded(loaded.model)
-        own = shard(names) if together else names
-        for done, name in enumerate(own, 1):
-            if name not in results:
-                results[name] = measure(name)
+        is_divided = self.shared and not is_sharded(loaded.module)
+        items_of_rank = shard(items) if is_divided else items
+        for done, item in enumerate(items_of_rank, 1):
+            if item not in results:
+                results[item] = measure(item)
                 if folder:
-                    append_journal(name, results[name], folder)
-                self.progress(done, len(own))
-        if together:
-            results = dict(all_gather_objects([*results.items()]))
-        return [results[name] for name in names]
+                    append_journal(item, results[item], folder)
+                self.progress(done, len(items_of_rank))
+        if is_divided:
+            results = dict(all_gather_objects(list(results.items())))
+        return [results[item] for item in items]
 
     def __enter__(self) -> Self:
         return self
@@ -200,50 +283,57 @@ class Session:
     def __exit__(self, _: object, error: BaseException | None, __: object) -> None:
         if error is None and self.folders:
             wait_for_all_processes()  # until here another process may read a journal
-            for folder in self.folders if is_main_process() else ():
-                shutil.rmtree(folder, ignore_errors=True)
+            if is_main_process():
+                for folder in self.folders:
+                    shutil.rmtree(folder, ignore_errors=True)
         if isinstance(error, KeyboardInterrupt) and any(folder.exists() for folder in self.folders):
             raise Interrupted("interrupted; what was measured is kept, the same command goes on from there") from None
 
 
 def read_journal(folder: Path) -> Iterator[tuple[str | int, Any]]:
-    """Yield the names and results in a journal, without lines that are damaged."""
+    """Yield the items and results in a journal, without damaged lines."""
     for file in sorted(folder.glob("*.jsonl")):
         for line in file.read_bytes().splitlines():
             with suppress(ValueError):
-                name, result = json.loads(line)
-                yield name, result
+                item, result = json.loads(line)
+                yield item, result
 
 
-def append_journal(name: str | int, result: Any, folder: Path) -> None:
+def append_journal(item: str | int, result: Any, folder: Path) -> None:
     """Write a result to a journal; a full disk ends no measurement."""
     with suppress(OSError):
         folder.mkdir(parents=True, exist_ok=True)
-        own = folder / f"{os.environ.get('RANK', '0')}-{os.getpid()}.jsonl"
-        with own.open("a", encoding="utf-8") as file:
-            file.write(json.dumps([name, result]) + "\n")
+        rank = os.environ.get("RANK", "0")
+        path = folder / f"{rank}-{os.getpid()}.jsonl"
+        with path.open("a", encoding="utf-8") as file:
+            file.write(json.dumps([item, result]) + "\n")
 
 
-def described(loaded: Model) -> Json:
-    """Return what every result says of a loaded model."""
+def header_of(loaded: LoadedModel, window: int | None = None) -> ScoresHeader:
+    """Return the fields of scores that describe a loaded model, measured at `window`, by default the model's own."""
+    dtype = loaded.dtype
+    if loaded.autocast:
+        dtype += ", computed in bfloat16"
     return {
         "model": loaded.name,
         "scale": loaded.scale,
-        "dtype": loaded.dtype + ", computed in bfloat16" * loaded.autocast,
+        "dtype": dtype,
         "kernel": loaded.kernel,
-        "window": loaded.window,
+        "window": window or loaded.window,
     }
 
 
-def identity_of(loaded: Model) -> Json:
-    """Return what decides the numbers that a model gives, as JSON: its files, config, dtype, kernel and versions."""
-    folders = filter(None, (loaded.adapter, loaded.folder))
-    files = [file for folder in folders for file in sorted(folder.iterdir()) if file.is_file()]
+def identity_of(loaded: LoadedModel) -> Json:
+    """Return as JSON all that decides a model's numbers: files, config, dtype, kernel, device and versions."""
+    files: list[Path] = []
+    for folder in (loaded.source.adapter, loaded.source.base.folder):
+        if folder:
+            files += [file for file in sorted(folder.iterdir()) if file.is_file()]
     return {
-        **described(loaded),
-        "files": fingerprint(file for file in files if file.suffix not in WRITTEN_BY_REPORTS),
-        "config": dict(loaded.config),
-        "device": loaded.model.device.type,
+        **header_of(loaded),
+        "files": fingerprint(file for file in files if file.suffix not in REPORT_SUFFIXES),
+        "config": dict(loaded.source.config),
+        "device": loaded.module.device.type,
         "versions": versions(),
     }
 
@@ -253,39 +343,41 @@ ScoresT = TypeVar("ScoresT", bound=Scores)
 
 
 class Measurement(Protocol[OptionsT, ScoresT]):
-    """A measurement: `scores` are its results, whose `measurement` names the section of a recipe, the command, and the
-    file in a run's scores.
+    """A measurement of a model: `options` in, `scores` out. The name `scores.measurement` is also the section of a
+    recipe, the command, and the file in a run's scores.
 
-    A new one is a module with its scores and a class like this, its options in `pi_lora.recipe.evaluation`, and one
-    line in `pi_lora.evaluation.suite`.
+    To add a measurement, write a module with the scores and a class like this, the options in
+    `pi_lora.recipe.evaluation`, and one line in `pi_lora.evaluation.suite`.
     """
 
+    options: type[OptionsT]
     scores: type[ScoresT]
 
-    def prepare(self, options: OptionsT, models: Sequence[Model]) -> OptionsT:
-        """Return the options with defaults that depend on the models filled in, so that all are measured alike."""
+    def prepare(self, options: OptionsT, models: Sequence[ModelSource]) -> OptionsT:
+        """Fill in the defaults that depend on the models, so that all models are measured alike."""
         return options
 
     def check(self, options: OptionsT) -> None:
-        """Raise PiLoraError for what shows before weights are read: a missing package, examples that cannot be read."""
+        """Raise PiLoraError before weights are read if a package is missing or examples cannot be read."""
         return
 
-    def run(self, model: Model, options: OptionsT, session: Session) -> ScoresT:
-        """Return the scores of a model; `options` need not be prepared."""
-        options = self.prepare(options, [model])
-        return self.scores(**{**described(model), "options": options, **self.measure(model, options, session)})
+    def run(self, model: LoadedModel, options: OptionsT, session: Session) -> ScoresT:
+        """Prepare the options, and return the scores of a model."""
+        prepared = self.prepare(options, [model.source])
+        return self.measure(model, prepared, session)
 
-    def measure(self, model: Model, options: OptionsT, session: Session) -> Json:
-        """Return the fields of the scores that hold what was measured, and how, of a model with prepared options."""
+    def measure(self, model: LoadedModel, options: OptionsT, session: Session) -> ScoresT:
+        """Return the scores of a model, measured with prepared options."""
 
     def metrics(self, scores: ScoresT) -> list[Metric]:
         """Return the metrics in the order of the table."""
 
     def panels(self, scores: Mapping[str, ScoresT]) -> list[Panel]:
-        """Return the functions that draw the scores of several models by label, each on matplotlib axes of its own."""
+        """Return functions that draw the scores of several models by label, one matplotlib axes each."""
         return []
 
 
 def as_json(scores: Scores) -> Json:
-    """Return scores as they are written."""
-    return {"measurement": scores.measurement, **scores.model_dump(mode="json", by_alias=True, exclude_unset=True)}
+    """Return scores as they are written to a file."""
+    fields = scores.model_dump(mode="json", by_alias=True, exclude_unset=True)
+    return {"measurement": scores.measurement, **fields}

@@ -1,5 +1,5 @@
-"""Passkey retrieval (Mohtashami and Jaggi 2023; paper.tex, section 3.3): the prompt of figure 3, its trials in one
-forward pass each, typed scores, metrics and picture.
+"""Passkey retrieval (Mohtashami and Jaggi 2023; paper.tex, section 3.3): the prompt of figure 3, trials of one forward
+pass each, typed scores, metrics and picture.
 """
 
 import random
@@ -16,10 +16,10 @@ from pi_lora.evaluation.forward import (
     SharedPrefix,
     check_numbers,
     depends_on_length,
-    forget_lengths,
     last_logits,
+    reset_dynamic_rope,
     shared_prefix,
-    without_end,
+    strip_eos,
 )
 from pi_lora.evaluation.measurement import (
     Measurement,
@@ -28,10 +28,12 @@ from pi_lora.evaluation.measurement import (
     Scores,
     Session,
     Value,
+    header_of,
     longest_passing,
     proportion,
 )
-from pi_lora.models.model import Model
+from pi_lora.models.loaded import LoadedModel
+from pi_lora.models.source import ModelSource
 from pi_lora.models.weights import finite
 from pi_lora.recipe.evaluation import PasskeyOptions
 from pi_lora.types import Json
@@ -49,7 +51,7 @@ REQUIRED_SUCCESS = 0.2
 
 
 class PasskeyDepth(Result):
-    """The trials at one depth: `k` as asked for, `distance` as placed, in tokens from the key to the end."""
+    """The trials at one depth. From the key to the end are `k` tokens as requested, and `distance` tokens as placed."""
 
     k: int
     distance: int | None = None
@@ -59,7 +61,7 @@ class PasskeyDepth(Result):
 
 
 class PasskeyLength(Result):
-    """Passkey retrieval over `target` tokens of context; `k_max` in tokens, depths from the nearest."""
+    """Passkey retrieval over `target` tokens of context: `k_max` in tokens, and the depths, the nearest first."""
 
     target: int
     k_max: int
@@ -88,58 +90,92 @@ class PasskeyScores(Scores):
 class Passkey(Measurement[PasskeyOptions, PasskeyScores]):
     """Passkey retrieval (paper, section 3.3)."""
 
+    options = PasskeyOptions
     scores = PasskeyScores
 
-    def prepare(self, options: PasskeyOptions, models: Sequence[Model]) -> PasskeyOptions:
+    def prepare(self, options: PasskeyOptions, models: Sequence[ModelSource]) -> PasskeyOptions:
         """Fill in the target: the longest window."""
         if options.longest:
             return options
         return options.changed(target=max(model.window for model in models))
 
-    def measure(self, model: Model, options: PasskeyOptions, session: Session) -> Json:
-        """Measure one or several lengths of context. If the session is shared, each process measures its share of the
-        depths, and an interrupted evaluation continues when it is called again.
+    def measure(self, model: LoadedModel, options: PasskeyOptions, session: Session) -> PasskeyScores:
+        """Measure one or several lengths of context. If the session is shared, each process measures a share of the
+        depths, and an interrupted evaluation continues with the next call.
         """
-        lengths = []
-        for target in sorted(options.targets or [options.target or 0]):
-            test = PasskeyTest(model, target, options)
-            # The first trial tells what the tokenizer makes of the prompt.
-            decided_by = {**options.model_dump(), "target": target, "first": test.first}
-            results = session.measure(model, decided_by, range(options.depths), test.measure)
-            depths = [PasskeyDepth(**each) for each in results]
-            lengths.append(PasskeyLength(target=target, k_max=k_max(depths), depths=depths))
-        several = {"lengths": lengths} if options.targets else {}
-        return {**dict(lengths[-1]), **several, "seed": options.seed, "decoding": "greedy"}
+        targets = sorted(options.targets or [options.target or 0])
+        lengths = [self._measure_length(model, target, options, session) for target in targets]
+        longest = lengths[-1]
+        scores = PasskeyScores(
+            **header_of(model),
+            options=options,
+            seed=options.seed,
+            decoding="greedy",
+            target=longest.target,
+            k_max=longest.k_max,
+            depths=longest.depths,
+        )
+        # Only fields that were set are written: `lengths` is set only if several were requested.
+        return scores.model_copy(update={"lengths": lengths}) if options.targets else scores
+
+    def _measure_length(
+        self, model: LoadedModel, target: int, options: PasskeyOptions, session: Session
+    ) -> PasskeyLength:
+        """Measure all depths of one length of context."""
+        test = PasskeyTest(model, target, options)
+        # The first trial shows how the tokenizer splits the prompt.
+        decided_by = {**options.model_dump(), "target": target, "first": test.first}
+        results = session.measure(model, decided_by, items=range(options.depths), measure=test.measure)
+        depths = [PasskeyDepth.model_validate(result) for result in results]
+        return PasskeyLength(target=target, k_max=k_max(depths), depths=depths)
 
     def metrics(self, scores: PasskeyScores) -> list[Metric]:
         """Return k_max and the share of keys that were retrieved, by length of context."""
         metrics = []
         for length in scores.by_length:
+            dataset = f"passkey retrieval in {length.target} tokens"
+            reach = Metric(
+                label="k_max",
+                value=length.k_max,
+                unit="tokens",
+                at=length.target,
+                dataset=dataset,
+                hub_name="k_max",
+            )
+            metrics.append(reach)
             trials = [
                 Value(f"key {scores.seed}/{trial} at {depth.k} of {length.target}", float(outcome))
                 for depth in length.depths
                 for trial, outcome in enumerate(depth.outcomes or ())
             ]
-            hub: Json = {"at": length.target, "dataset": f"passkey retrieval in {length.target} tokens"}
-            metrics.append(Metric("k_max", length.k_max, "tokens", hub_name="k_max", **hub))
             if trials:
-                mean = fmean(trial.value for trial in trials)
-                metrics.append(
-                    proportion("passkeys retrieved", mean, len(trials), values=trials, hub_name="accuracy", **hub)
+                retrieved = proportion(
+                    label="passkeys retrieved",
+                    mean=fmean(trial.value for trial in trials),
+                    samples=len(trials),
+                    at=length.target,
+                    values=trials,
+                    dataset=dataset,
+                    hub_name="accuracy",
                 )
+                metrics.append(retrieved)
         return metrics
 
     def panels(self, scores: Mapping[str, PasskeyScores]) -> list[Panel]:
         """Return success by distance, and for a model in several lengths depth against length."""
-        maps = [partial(_draw_map, label, each.lengths) for label, each in scores.items() if each.lengths]
-        return [partial(_draw_distances, scores), *maps]
+        panels: list[Panel] = [partial(_draw_distances, scores)]
+        for label, result in scores.items():
+            if result.lengths:
+                panels.append(partial(_draw_map, label, result.lengths))
+        return panels
 
 
 def _draw_distances(scores: Mapping[str, PasskeyScores], axes: Any) -> None:
-    curves = {
-        f"{label}: k_max {each.k_max:,}": [(depth.k, 100 * depth.success_rate) for depth in each.depths]
-        for label, each in scores.items()
-    }
+    """Draw the share of retrieved keys by distance, a curve for each model, and the share that k_max requires."""
+    curves = {}
+    for label, result in scores.items():
+        points = [(depth.k, 100 * depth.success_rate) for depth in result.depths]
+        curves[f"{label}: k_max {result.k_max:,}"] = points
     draw_curves(curves, axes, xlabel="distance of the passkey (tokens)", ylabel="retrieved (%)")
     required = f"required for k_max ({REQUIRED_SUCCESS:.0%})"
     axes.axhline(100 * REQUIRED_SUCCESS, color="0.55", linestyle="--", linewidth=1.2, label=required)
@@ -147,20 +183,22 @@ def _draw_distances(scores: Mapping[str, PasskeyScores], axes: Any) -> None:
 
 
 def _draw_map(label: str, lengths: Sequence[PasskeyLength], axes: Any) -> None:
-    """Draw depth, from the start of the text at the top, against length; every length is as wide as the others. The
-    colours go from red to blue, which the color-blind tell apart.
+    """Draw depth against length. The start of the text is at the top, and all lengths have the same width. Colors go
+    from red to blue, which color-blind people can tell apart.
     """
-    columns = ([depth.success_rate for depth in reversed(length.depths)] for length in lengths)
-    rows = [*zip(*columns, strict=True)]
-    drawn = axes.imshow(rows, aspect="auto", extent=(0, len(lengths), 100, 0), cmap="RdYlBu", vmin=0, vmax=1)
-    axes.set_xticks([index + 0.5 for index in range(len(lengths))], [f"{length.target:,}" for length in lengths])
+    columns = [[depth.success_rate for depth in reversed(length.depths)] for length in lengths]
+    rows = list(zip(*columns, strict=True))
+    extent = (0, len(lengths), 100, 0)
+    image = axes.imshow(rows, aspect="auto", extent=extent, cmap="RdYlBu", vmin=0, vmax=1)
+    centers = [index + 0.5 for index in range(len(lengths))]
+    axes.set_xticks(centers, [f"{length.target:,}" for length in lengths])
     axes.set(xlabel="length (tokens)", ylabel="depth of the passkey (%)")
-    axes.figure.colorbar(drawn, ax=axes, label=f"share retrieved by {label}")
+    axes.figure.colorbar(image, ax=axes, label=f"share retrieved by {label}")
 
 
 class Trial(NamedTuple):
-    """Token ids of a prompt and its answer; `distance` in tokens from the first digit of the key to the end of both,
-    which have `length` tokens together.
+    """Token ids of a prompt and the answer, which have `length` tokens together. From the first digit of the key to the
+    end of both are `distance` tokens.
     """
 
     prompt: list[int]
@@ -170,7 +208,7 @@ class Trial(NamedTuple):
 
 
 def distances(target: int, depths: int) -> list[int]:
-    """Return so many distances in tokens, spaced evenly to `target`, the nearest first.
+    """Return the distances of `depths` depths in tokens, evenly spaced up to `target`, the nearest first.
 
     >>> distances(8192, 32)[:3], distances(8192, 32)[-1]
     ([256, 512, 768], 8192)
@@ -179,68 +217,83 @@ def distances(target: int, depths: int) -> list[int]:
 
 
 def prompt(key: str, before: int, after: int) -> str:
-    """Return the paper's prompt (figure 3) with the filler `before` and `after` times around the key."""
-    parts = (HEADER, " ".join([FILLER] * before), STATEMENT.format(key=key), " ".join([FILLER] * after), QUESTION)
-    return "\n".join(part for part in parts if part)
+    """Return the paper's prompt (figure 3) with the filler repeated `before` and `after` times around the key."""
+    filler_before = " ".join([FILLER] * before)
+    filler_after = " ".join([FILLER] * after)
+    lines = (HEADER, filler_before, STATEMENT.format(key=key), filler_after, QUESTION)
+    return "\n".join(line for line in lines if line)
 
 
 def make_trial(tokenizer: Any, target: int, k: int, key: str) -> Trial:
-    """Return a trial of `target` tokens to within one filler, the key about `k` tokens from the end."""
-    bare = _trial(tokenizer, key, 0, 0)
-    filler = _trial(tokenizer, key, 1, 2).length - _trial(tokenizer, key, 1, 1).length
-    fillers = (target - bare.length) // filler
+    """Return a trial of `target` tokens to within one filler, with the key about `k` tokens from the end."""
+    bare = _trial(tokenizer, key, before=0, after=0)
+    shorter = _trial(tokenizer, key, before=1, after=1)
+    longer = _trial(tokenizer, key, before=1, after=2)
+    filler_tokens = longer.length - shorter.length
+    fillers = (target - bare.length) // filler_tokens
     if fillers < 0:
         raise DataError(
             f"--target: {target} tokens do not hold the passkey prompt, which needs {bare.length}; choose a longer one"
         )
-    wanted = max(0, round((k - bare.distance) / filler))
-    # Where a line begins, a filler may take more tokens than inside it: one filler fewer may be needed.
+    fillers_after_key = max(0, round((k - bare.distance) / filler_tokens))
+    # At the start of a line a filler may take more tokens than inside a line: one filler fewer may be needed.
     while True:
-        after = min(fillers, wanted)
-        trial = _trial(tokenizer, key, fillers - after, after)
+        after = min(fillers, fillers_after_key)
+        trial = _trial(tokenizer, key, before=fillers - after, after=after)
         if trial.length <= target or fillers == 0:
             return trial
         fillers -= 1
 
 
 def _trial(tokenizer: Any, key: str, before: int, after: int) -> Trial:
+    """Return the trial with `before` and `after` fillers around the key."""
     text = prompt(key, before, after)
-    at, prompt_ids = text.index(key), _ids(tokenizer, text)
-    # Encoded together and then split: a tokenizer may treat the blank before the digits as it likes.
-    whole = f"{text} {key}"
-    ids = _ids(tokenizer, whole)
-    # Slow tokenizers do not say where their tokens are.
-    digits = (
-        tokenizer(whole, verbose=False).char_to_token(at)
-        if tokenizer.is_fast
-        else len(_ids(tokenizer, text[:at].rstrip()))
+    prompt_ids = _ids(tokenizer, text)
+    # Encoded together and then split: the token of the blank before the answer differs between tokenizers.
+    text_with_answer = f"{text} {key}"
+    ids = _ids(tokenizer, text_with_answer)
+    key_start = text.index(key)
+    if tokenizer.is_fast:
+        first_digit = tokenizer(text_with_answer, verbose=False).char_to_token(key_start)
+    else:
+        # Slow tokenizers do not map characters to tokens.
+        first_digit = len(_ids(tokenizer, text[:key_start].rstrip()))
+    return Trial(
+        prompt=prompt_ids,
+        answer=ids[len(prompt_ids) :],
+        distance=len(ids) - first_digit,
+        length=len(ids),
     )
-    return Trial(prompt_ids, ids[len(prompt_ids) :], len(ids) - digits, len(ids))
 
 
 def _ids(tokenizer: Any, text: str) -> Any:
-    return without_end(tokenizer, tokenizer(text, verbose=False)["input_ids"])
+    ids = tokenizer(text, verbose=False)["input_ids"]
+    return strip_eos(tokenizer, ids)
 
 
 class PasskeyTest:
-    """Runs random keys at several distances up to `target` tokens. One forward pass over prompt and answer decides a
-    trial: each digit must be the first choice given those before it, as greedy decoding gives them. Text ahead of the
-    key is computed once where that pays and has room.
+    """Runs the passkey trials: random keys at several distances up to `target` tokens.
+
+    One forward pass over prompt and answer decides a trial. As in greedy decoding, every digit must be the model's
+    first choice after the digits before it. Text ahead of the key is computed once if that saves time and fits into
+    memory.
     """
 
-    def __init__(self, loaded: Model, target: int, options: PasskeyOptions) -> None:
-        self.loaded, self.target = loaded, target
+    def __init__(self, loaded: LoadedModel, target: int, options: PasskeyOptions) -> None:
+        self.loaded = loaded
+        self.target = target
         self.ks = distances(target, options.depths)
         rng = random.Random(options.seed)
-        self.keys = [["".join(rng.choices("0123456789", k=DIGITS)) for _ in range(options.trials)] for _ in self.ks]
+        self.keys = [[_random_key(rng) for _ in range(options.trials)] for _ in self.ks]
         self.first = self.trials(0)[0]
 
     def trials(self, depth: int) -> list[Trial]:
         """Return the trials at one depth; raise DataError if a prompt does not fit."""
-        return [make_trial(self.loaded.tokenizer, self.target, self.ks[depth], key) for key in self.keys[depth]]
+        k = self.ks[depth]
+        return [make_trial(self.loaded.tokenizer, self.target, k, key) for key in self.keys[depth]]
 
     def measure(self, depth: int) -> Json:
-        """Return how the trials at one depth end: the fields of PasskeyDepth."""
+        """Return the fields of PasskeyDepth for one depth."""
         trials = self.trials(depth)
         outcomes = [self._succeeds(trial) for trial in trials]
         return {
@@ -253,23 +306,27 @@ class PasskeyTest:
 
     @cached_property
     def _prefix(self) -> SharedPrefix | None:
-        """The text ahead of the key where it stands nearest to the end: the longest. Computing it costs one
+        """The text ahead of the key that is nearest to the end, which is the longest such text. Computing it costs one
         prompt; a trial then saves half a prompt on average.
         """
-        if depends_on_length(self.loaded.config):
+        if depends_on_length(self.loaded.source.config):
             return None
-        ahead = self.first.prompt[: self.first.length - self.first.distance]
-        return shared_prefix(self.loaded.model, ahead, self.target)
+        tokens_ahead = self.first.length - self.first.distance
+        return shared_prefix(self.loaded.module, self.first.prompt[:tokens_ahead], self.target)
 
     def _succeeds(self, trial: Trial) -> bool:
-        forget_lengths(self.loaded)
-        # The last digit predicts nothing that is asked for.
+        reset_dynamic_rope(self.loaded)
+        # The prediction after the last digit is not needed.
         ids = [*trial.prompt, *trial.answer[:-1]]
-        logits = last_logits(self.loaded.model, ids, len(trial.answer), self._prefix)
+        logits = last_logits(self.loaded.module, ids, tail=len(trial.answer), prefix=self._prefix)
         check_numbers(self.loaded, finite(logits))
         return bool(logits.argmax(-1).tolist() == trial.answer)
 
 
+def _random_key(rng: random.Random) -> str:
+    return "".join(rng.choices("0123456789", k=DIGITS))
+
+
 def k_max(depths: Sequence[PasskeyDepth]) -> int:
-    """Return the largest k such that every k' <= k succeeds at least 20 % of the time; 0 if the nearest does not."""
+    """Return the largest k such that every k' <= k succeeds at least 20 % of the time; 0 if the nearest fails."""
     return longest_passing({depth.k: depth.success_rate for depth in depths}, REQUIRED_SUCCESS)

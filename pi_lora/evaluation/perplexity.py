@@ -1,6 +1,6 @@
-"""Sliding-window perplexity (Press et al. 2022; paper.tex, section 3.2): the tokens that a window scores, the
-sums of their losses, typed scores, metrics and picture. Windows of every length start at the same offsets, so one pass
-of the model over the longest serves a whole sweep.
+"""Sliding-window perplexity (Press et al. 2022; paper.tex, section 3.2): the scored tokens of each window, sums of
+losses, typed scores, metrics and picture. Windows of all lengths start at the same offsets, so one forward pass over
+the longest window serves a whole sweep.
 """
 
 import hashlib
@@ -8,9 +8,9 @@ import math
 import random
 from array import array
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass
 from functools import partial
-from itertools import pairwise
+from itertools import chain, pairwise
 from typing import Any, NamedTuple
 
 from pydantic import Field
@@ -23,25 +23,27 @@ from pi_lora.errors import DataError
 from pi_lora.evaluation.forward import (
     check_numbers,
     depends_on_length,
-    forget_lengths,
-    padded,
+    pad_rows,
     pass_tokens,
+    reset_dynamic_rope,
+    strip_eos,
     token_losses,
-    without_end,
 )
-from pi_lora.evaluation.measurement import Measurement, Metric, Result, Scores, Session, Value
+from pi_lora.evaluation.measurement import Measurement, Metric, Result, Scores, Session, Value, header_of
 from pi_lora.models.files import BUILTIN
-from pi_lora.models.model import Model
+from pi_lora.models.loaded import LoadedModel
+from pi_lora.models.source import ModelSource
 from pi_lora.recipe.evaluation import PerplexityOptions
 from pi_lora.types import Json
 
-# What tokens count for, their losses in nats added up, and their number.
+# The name of what the tokens count for, the sum of their losses in nats, and their number.
 LossSum = tuple[str, float, int]
+# Bins of the loss by position.
 BINS = 32
 # Nats a token; the perplexity of a greater mean loss is infinite.
 MOST_LOSS = 700.0
-# The paper's choice of documents: 128 of 32768 tokens and more; which the paper drew is not known. Of the standard
-# library what the built-in model reads in a minute or two on two cores.
+# The paper's choice: 128 documents of 32768 tokens and more; it is not known which. The 12 documents of the standard
+# library take the built-in model a minute or two on two cores.
 DEFAULTS: dict[str, dict[str, int]] = {
     "proof-pile": {"documents": 128, "min_tokens": 32768, "truncate": 32768, "seed": 0},
     STDLIB: {"documents": 12},
@@ -100,17 +102,18 @@ class PerplexityScores(Scores):
 class Perplexity(Measurement[PerplexityOptions, PerplexityScores]):
     """Sliding-window perplexity (paper, section 3.2)."""
 
+    options = PerplexityOptions
     scores = PerplexityScores
 
-    def prepare(self, options: PerplexityOptions, models: Sequence[Model]) -> PerplexityOptions:
-        """Fill in text, documents, windows and stride, alike for all models. The text is by default the one that the
-        recipe of a run names, and of the built-in model the standard library. Raise DataError if there is none.
+    def prepare(self, options: PerplexityOptions, models: Sequence[ModelSource]) -> PerplexityOptions:
+        """Fill in text, documents, windows and stride, alike for all models. The default text is the one in the recipe
+        of a run; for the built-in model it is the standard library. Raise DataError without a text.
         """
-        asked = [model.recipe.evaluation.perplexity for model in models if model.recipe]
-        own = next(filter(None, asked), None)
-        if options.data is None and own:
-            options = own.changed(**options.model_dump(exclude_defaults=True))
-        bases = [model.recipe.model.name if model.recipe else model.base for model in models]
+        options_in_recipes = [model.recipe.evaluation.perplexity for model in models if model.recipe]
+        recipe_options = next(filter(None, options_in_recipes), None)
+        if options.data is None and recipe_options:
+            options = recipe_options.changed(**options.model_dump(exclude_defaults=True))
+        bases = [model.recipe.model.name if model.recipe else model.base.name for model in models]
         if options.data is None and not all(base.startswith(BUILTIN) for base in bases):
             raise DataError(
                 f"--data: name a text that {models[0].name} was not tuned on: a file, folder or hub data set"
@@ -118,86 +121,101 @@ class Perplexity(Measurement[PerplexityOptions, PerplexityScores]):
         data = options.data or STDLIB
         windows, stride = options.sweep(max(model.window for model in models))
         default: Json = {"data": data, "windows": windows, "stride": stride, **DEFAULTS.get(data, {})}
-        return options.changed(**default | options.model_dump(exclude_none=True))
+        requested = options.model_dump(exclude_none=True)
+        return options.changed(**default | requested)
 
-    def measure(self, model: Model, options: PerplexityOptions, session: Session) -> Json:
-        """Measure the documents that the options choose and that are at least as long as the longest window. The
-        processes of a shared session divide the forward passes.
+    def measure(self, model: LoadedModel, options: PerplexityOptions, session: Session) -> PerplexityScores:
+        """Measure the documents that the options choose, at least as long as the longest window. The processes of a
+        shared session divide the forward passes.
         """
         windows, stride = options.sweep(model.window)
-        sweep = Sweep(windows, stride, min(BINS, max(windows) - 1))
+        sweep = Sweep(windows, stride, bins=min(BINS, max(windows) - 1))
         documents, too_short = choose_documents(model, options, max(windows))
-        sums = _measure(model, documents, sweep, session)
-        per_document = [
-            DocumentPerplexity(name=name, tokens=len(ids), windows=window_scores(own, windows))
-            for (name, ids), own in zip(documents, sums, strict=True)
-        ]
-        check_numbers(model, all(math.isfinite(row.perplexity) for each in per_document for row in each.windows))
-        every = [each for own in sums for each in own]
-        return {
-            "data": options.data,
-            "documents": len(documents),
-            "documents_too_short": too_short,
-            "bos": documents[0].ids[0] == model.tokenizer.bos_token_id,
-            "stride": stride,
-            "weighting": "token",
-            "windows": window_scores(every, windows),
-            "per_document": per_document,
-            "by_position": _by_position(every, sweep),
-        }
+        sums_by_document = _measure_documents(model, documents, sweep, session)
+        per_document = []
+        for document, sums in zip(documents, sums_by_document, strict=True):
+            rows = window_scores(sums, windows)
+            check_numbers(model, all(math.isfinite(row.perplexity) for row in rows))
+            per_document.append(DocumentPerplexity(name=document.name, tokens=len(document.ids), windows=rows))
+        all_sums = list(chain.from_iterable(sums_by_document))
+        return PerplexityScores(
+            **header_of(model),
+            options=options,
+            data=options.data or "",
+            documents=len(documents),
+            documents_too_short=too_short,
+            bos=documents[0].ids[0] == model.tokenizer.bos_token_id,
+            stride=stride,
+            weighting="token",
+            windows=window_scores(all_sums, windows),
+            per_document=per_document,
+            by_position=_by_position(all_sums, sweep),
+        )
 
     def metrics(self, scores: PerplexityScores) -> list[Metric]:
-        """Return the perplexity by window, with those of the documents."""
-        about: Json = {"dataset": scores.data, "digits": 3, "higher_is_better": False, "is_ratio": True}
+        """Return the perplexity by window, with the values of the documents."""
         metrics = []
         for row in scores.windows:
             values = [
-                Value(f"{document.name} of {document.tokens} tokens", own.perplexity, own.tokens)
+                Value(f"{document.name} of {document.tokens} tokens", score.perplexity, score.tokens)
                 for document in scores.per_document or ()
-                for own in document.windows
-                if own.window == row.window
+                for score in document.windows
+                if score.window == row.window
             ]
-            hub: Json = {"values": values, "hub_name": "perplexity", **about}
-            metrics.append(Metric("perplexity", row.perplexity, at=row.window, **hub))
+            perplexity = Metric(
+                label="perplexity",
+                value=row.perplexity,
+                higher_is_better=False,
+                at=row.window,
+                digits=3,
+                values=values,
+                is_ratio=True,
+                dataset=scores.data,
+                hub_name="perplexity",
+            )
+            metrics.append(perplexity)
         return metrics
 
     def panels(self, scores: Mapping[str, PerplexityScores]) -> list[Panel]:
-        """Return perplexity by window if there are several, and the loss by position where all have it."""
+        """Return perplexity by window if there are several, and the loss by position if all scores have it."""
+        sweeps = {}
+        losses = {}
+        for label, result in scores.items():
+            sweeps[label] = [(row.window, row.perplexity) for row in result.windows]
+            if result.by_position:
+                losses[label] = [(part.first, part.loss) for part in result.by_position.bins]
         panels: list[Panel] = []
-        sweeps = {label: [(row.window, row.perplexity) for row in each.windows] for label, each in scores.items()}
         if any(len(points) > 1 for points in sweeps.values()):
             panels.append(partial(draw_by_window, sweeps, "perplexity (lower is better)"))
-        losses = {
-            label: [(part.first, part.loss) for part in each.by_position.bins]
-            for label, each in scores.items()
-            if each.by_position
-        }
         if len(losses) == len(scores):
-            axes = {"xlabel": "tokens before, in the window", "ylabel": "loss (nats a token)"}
-            panels.append(partial(draw_curves, losses, **axes))
+            panel = partial(draw_curves, losses, xlabel="tokens before, in the window", ylabel="loss (nats a token)")
+            panels.append(panel)
         return panels
 
 
 class TokenizedDocument(NamedTuple):
-    """A document as it is measured: its name, and its token ids, truncated if asked."""
+    """The name of a document, and the token ids that are measured."""
 
     name: str
     ids: "array[int]"
 
 
-def choose_documents(model: Model, options: PerplexityOptions, longest: int) -> tuple[list[TokenizedDocument], int]:
-    """Return the first documents that the options ask for, or with a seed as many at random, for windows of up to
-    `longest` tokens; and how many others were too short. Raise DataError if none is long enough.
+def choose_documents(
+    model: LoadedModel, options: PerplexityOptions, longest: int
+) -> tuple[list[TokenizedDocument], int]:
+    """Return the documents that the options choose, the first or with a seed random ones, and how many others were too
+    short. Raise DataError if none is long enough for windows of up to `longest` tokens.
     """
     needed = max(longest, options.min_tokens or 0)
     documents: Iterable[Document] = evaluation_documents(options)
     if options.seed is not None:
         documents = list(documents)
         random.Random(options.seed).shuffle(documents)
-    chosen, lengths = list[TokenizedDocument](), list[int]()
+    chosen: list[TokenizedDocument] = []
+    lengths = []
     for document in documents:
         [ids] = tokenized(model.tokenizer, [document.text])
-        ids = without_end(model.tokenizer, ids)
+        ids = strip_eos(model.tokenizer, ids)
         lengths.append(len(ids))
         if len(ids) >= needed:
             chosen.append(TokenizedDocument(document.name, array("i", ids[: options.truncate])))
@@ -211,21 +229,26 @@ def choose_documents(model: Model, options: PerplexityOptions, longest: int) -> 
 
 @dataclass(frozen=True)
 class Piece:
-    """Tokens `start` to `stop` of a document, which go through the model once. `scored` are the tokens whose losses are
-    wanted, by what they count for: `window 4096`, or `position 128` for the bin of tokens after 128 others and more.
-    The first piece is `whole`, and those that count by position: all losses are wanted.
+    """Tokens `start` to `stop` of a document, which go through the model once.
+
+    Attributes:
+        start: The first token.
+        stop: The token after the last.
+        scored: The tokens whose losses are needed, by name: `window 4096`, or `position 128` for the bin that begins
+            after 128 tokens.
+        score_all: Whether all losses are needed: in the first piece, and in pieces that count by position.
     """
 
     start: int
     stop: int
     scored: Mapping[str, range]
-    whole: bool
+    score_all: bool
 
 
 @dataclass(frozen=True)
 class Sweep:
-    """Which tokens of a document are measured: windows and their stride in tokens; `bins` of losses by position, if
-    any.
+    """The tokens of a document that are measured: windows and stride in tokens, and the number of bins of losses by
+    position.
     """
 
     windows: tuple[int, ...]
@@ -234,32 +257,35 @@ class Sweep:
 
     @property
     def positions(self) -> list[int]:
-        """The numbers of tokens before a token at which the bins of positions begin, and the last one ends, in the
-        longest window; its first token has no loss.
+        """The bounds of the bins of positions in the longest window, as numbers of tokens before a token. The first
+        token of a window has no loss.
 
         >>> Sweep((10,), 4, bins=4).positions, Sweep((10,), 4).positions
         ([1, 3, 5, 8, 10], [])
         """
-        longest, bins = max(self.windows), self.bins
-        return [max(1, -(-longest * index // bins)) for index in range(bins + 1)] if bins else []
+        if not self.bins:
+            return []
+        longest = max(self.windows)
+        bounds = [math.ceil(longest * index / self.bins) for index in range(self.bins + 1)]
+        return [max(1, bound) for bound in bounds]
 
     def passes(self, length: int, tokens: int = 1) -> Iterator[list[Piece]]:
-        """Yield the pieces of a document of `length` tokens that go through the model together, at most so many
-        `tokens` where several do; whole pieces by themselves.
+        """Yield the pieces of a document of `length` tokens in groups that go through the model together. A group of
+        several has at most `tokens` tokens. Pieces that need all losses have groups of their own.
         """
         size = max(1, tokens // max(self.windows))
-        planned = list(self.pieces(length))
-        for whole in (True, False):
-            alike = [piece for piece in planned if piece.whole == whole]
+        pieces = list(self.pieces(length))
+        for score_all in (True, False):
+            alike = [piece for piece in pieces if piece.score_all == score_all]
             for start in range(0, len(alike), size):
                 yield alike[start : start + size]
 
     def pieces(self, length: int) -> Iterator[Piece]:
         """Yield the pieces of a document of `length` tokens.
 
-        The first window scores all its tokens, every later one, `stride` further on, its last `stride`. With a stride
-        as long as the window, a window's first token has no context and is not scored. A piece is as long as the
-        longest window that scores in it. Of the longest windows, those that fit without overlap count by position.
+        The first window scores all tokens, a later one, `stride` further on, the last `stride`. With a stride as long
+        as the window, the first token of a window has no context and is not scored. A piece is as long as the longest
+        window that scores in it. Of the longest windows, those that fit without overlap count by position.
 
         >>> [(piece.start, piece.stop, dict(piece.scored)) for piece in Sweep((4, 6), stride=2).pieces(10)]
         ... # doctest: +NORMALIZE_WHITESPACE
@@ -267,74 +293,85 @@ class Sweep:
          (2, 8, {'window 4': range(4, 6), 'window 6': range(6, 8)}),
          (4, 10, {'window 4': range(6, 8), 'window 6': range(8, 10)}), (6, 10, {'window 4': range(8, 10)})]
         """
-        longest, stride = max(self.windows), self.stride
-        apart = -(-longest // stride) * stride
-        for start in (0, *range(stride, length - min(self.windows) + stride, stride)):
+        longest = max(self.windows)
+        # The longest windows that count by position are this many tokens apart, so that they do not overlap.
+        by_position_stride = math.ceil(longest / self.stride) * self.stride
+        starts = range(0, max(1, length - min(self.windows) + self.stride), self.stride)
+        for start in starts:
             scored = {}
             for window in self.windows:
-                first = max(start + window - stride, start + 1) if start else 1
+                first = max(start + window - self.stride, start + 1) if start else 1
                 scored[f"window {window}"] = range(first, min(start + window, length))
-            by_position = self.bins > 0 and start % apart == 0 and start + longest <= length
-            for first, last in pairwise(self.positions if by_position else ()):
-                scored[f"position {first}"] = range(start + first, start + last)
+            by_position = self.bins > 0 and start % by_position_stride == 0 and start + longest <= length
+            if by_position:
+                for first, last in pairwise(self.positions):
+                    scored[f"position {first}"] = range(start + first, start + last)
             scored = {name: tokens for name, tokens in scored.items() if tokens}
             if scored:
                 stop = max(tokens.stop for tokens in scored.values())
-                yield Piece(start, stop, scored, whole=start == 0 or by_position)
+                yield Piece(start, stop, scored, score_all=start == 0 or by_position)
 
 
 def pass_losses(model: Any, document: Sequence[int], pieces: Sequence[Piece]) -> list[LossSum]:
     """Return the losses of some pieces of a document, which go through the model together."""
-    ids = padded(model, [document[piece.start : piece.stop] for piece in pieces])
-    wanted = sorted({token - piece.start for piece in pieces for tokens in piece.scored.values() for token in tokens})
+    ids = pad_rows(model, [document[piece.start : piece.stop] for piece in pieces])
+    needed: set[int] = set()
+    for piece in pieces:
+        for tokens in piece.scored.values():
+            needed.update(token - piece.start for token in tokens)
+    positions = sorted(needed)
     sums = []
-    for piece, losses in zip(pieces, token_losses(model, ids, wanted).double(), strict=True):
+    for piece, losses in zip(pieces, token_losses(model, ids, positions).double(), strict=True):
         for name, tokens in piece.scored.items():
-            # Tokens that follow each other in the document do so here: all between them are wanted too.
-            first = wanted.index(tokens.start - piece.start)
-            sums.append((name, losses[first : first + len(tokens)].sum().item(), len(tokens)))
+            # The positions of a range are adjacent in `positions` too.
+            first = positions.index(tokens.start - piece.start)
+            loss = losses[first : first + len(tokens)].sum().item()
+            sums.append((name, loss, len(tokens)))
     return sums
 
 
-def _measure(
-    model: Model, documents: Sequence[TokenizedDocument], sweep: Sweep, session: Session
+def _measure_documents(
+    model: LoadedModel, documents: Sequence[TokenizedDocument], sweep: Sweep, session: Session
 ) -> list[list[LossSum]]:
-    """Return the sums of losses of the forward passes over each document. Where a model's frequencies follow the length
-    of the input, each piece of each window goes through the model alone.
+    """Return the loss sums of the forward passes over each document. If the rotary frequencies follow the length of the
+    input, each piece of each window goes through the model alone.
     """
-    sweeps, at_once = [sweep], pass_tokens(model.model)
-    if depends_on_length(model.config):
-        sweeps, at_once = [Sweep((window,), sweep.stride) for window in sweep.windows[:-1]], 1
-        sweeps.append(replace(sweep, windows=sweep.windows[-1:]))
-    passes = [
-        (number, pieces)
-        for number, document in enumerate(documents)
-        for each in sweeps
-        for pieces in each.passes(len(document.ids), at_once)
-    ]
+    if depends_on_length(model.source.config):
+        *shorter, longest = sweep.windows
+        sweeps = [Sweep((window,), sweep.stride) for window in shorter]
+        sweeps.append(Sweep((longest,), sweep.stride, sweep.bins))
+        tokens = 1
+    else:
+        sweeps = [sweep]
+        tokens = pass_tokens(model.module)
+    passes: list[tuple[int, list[Piece]]] = []
+    for number, document in enumerate(documents):
+        for part in sweeps:
+            passes += [(number, pieces) for pieces in part.passes(len(document.ids), tokens)]
 
     def measure(index: int) -> list[LossSum]:
-        forget_lengths(model)
+        reset_dynamic_rope(model)
         number, pieces = passes[index]
-        return pass_losses(model.model, documents[number].ids, pieces)
+        return pass_losses(model.module, documents[number].ids, pieces)
 
-    texts = [hashlib.sha256(document.ids).hexdigest() for document in documents]
-    decided_by = {"sweep": asdict(sweep), "texts": texts}
-    sums: list[list[LossSum]] = [[] for _ in documents]
-    for (number, _), own in zip(passes, session.measure(model, decided_by, range(len(passes)), measure), strict=True):
-        sums[number] += own
-    return sums
+    hashes = [hashlib.sha256(document.ids).hexdigest() for document in documents]
+    decided_by = {"sweep": asdict(sweep), "texts": hashes}
+    results = session.measure(model, decided_by, items=range(len(passes)), measure=measure)
+    sums_by_document: list[list[LossSum]] = [[] for _ in documents]
+    for (number, _), sums in zip(passes, results, strict=True):
+        sums_by_document[number] += sums
+    return sums_by_document
 
 
 def mean_loss(sums: Sequence[LossSum], name: str) -> tuple[float, int]:
     """Return the mean loss in nats of the tokens that count for `name`, and their number; `sums` may have any order."""
-    own = [each for each in sums if each[0] == name]
-    tokens = sum(number for _, _, number in own)
-    return math.fsum(loss for _, loss, _ in own) / tokens, tokens
+    losses = [loss for counted, loss, _ in sums if counted == name]
+    tokens = sum(number for counted, _, number in sums if counted == name)
+    return math.fsum(losses) / tokens, tokens
 
 
 def window_scores(sums: Sequence[LossSum], windows: Sequence[int]) -> list[WindowPerplexity]:
-    """Return the perplexities of some forward passes together, every token weighted equally; infinite on overflow."""
+    """Return the perplexities over some forward passes, with every token weighted equally; infinite on overflow."""
     scores = []
     for window in windows:
         loss, tokens = mean_loss(sums, f"window {window}")
@@ -344,6 +381,7 @@ def window_scores(sums: Sequence[LossSum], windows: Sequence[int]) -> list[Windo
 
 
 def _by_position(sums: Sequence[LossSum], sweep: Sweep) -> LossByPosition:
+    """Return the loss by position over some forward passes."""
     bins = []
     for first, last in pairwise(sweep.positions):
         loss, tokens = mean_loss(sums, f"position {first}")

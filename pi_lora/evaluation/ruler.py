@@ -1,5 +1,5 @@
-"""RULER (Hsieh et al. 2024, arXiv 2404.06654) through lm-eval, how much of its window a model uses: needles, chains of
-variables, frequent words and questions in windows of several lengths. Text is generated with a KV cache.
+"""RULER (Hsieh et al. 2024, arXiv 2404.06654) through lm-eval: how much of the window a model uses. Needles, chains of
+variables, frequent words and questions in windows of several lengths are answered with a KV cache.
 """
 
 from collections.abc import Sequence
@@ -17,12 +17,13 @@ from pi_lora.evaluation.measurement import (
     Scores,
     Session,
     Value,
+    header_of,
     longest_passing,
     proportion,
 )
-from pi_lora.models.model import Model
+from pi_lora.models.loaded import LoadedModel
+from pi_lora.models.source import ModelSource
 from pi_lora.recipe.evaluation import RulerOptions, default_windows
-from pi_lora.types import Json
 
 ALL_TASKS = 13
 # Llama-2-7B at 4,096 tokens, over all 13 tasks (Hsieh et al. 2024, section 4).
@@ -30,8 +31,8 @@ PAPERS_THRESHOLD = 0.856
 
 
 class RulerTask(Result):
-    """A task of RULER at one window: the mean of `outcomes`, the share of answers found in each of the prompts made for
-    `length` tokens; `tokens` is the longest with what is written after it.
+    """A task of RULER at one window. The score is the mean of `outcomes`, the share of answers retrieved from each
+    prompt. Prompts are made for `length` tokens; the longest one and the text generated after it have `tokens`.
     """
 
     score: float = Field(ge=0, le=1)
@@ -42,7 +43,7 @@ class RulerTask(Result):
 
 
 class RulerWindow(Result):
-    """The mean over the tasks of RULER at one window (tokens), each of the same weight."""
+    """The unweighted mean over the tasks of RULER at one window (tokens)."""
 
     window: int
     score: float = Field(ge=0, le=1)
@@ -50,8 +51,8 @@ class RulerWindow(Result):
 
 
 class RulerScores(Scores):
-    """RULER at several windows, and its effective length in tokens: up to it every mean reaches the paper's 85.6 %; 0
-    if that of the shortest window does not.
+    """RULER at several windows, and the effective length in tokens: up to it every mean reaches the paper's 85.6 %. It
+    is 0 if the shortest window fails.
     """
 
     measurement = "ruler"
@@ -65,57 +66,92 @@ class RulerScores(Scores):
 class Ruler(Measurement[RulerOptions, RulerScores]):
     """RULER (Hsieh et al. 2024) through lm-eval."""
 
+    options = RulerOptions
     scores = RulerScores
 
-    def prepare(self, options: RulerOptions, models: Sequence[Model]) -> RulerOptions:
+    def prepare(self, options: RulerOptions, models: Sequence[ModelSource]) -> RulerOptions:
         """Fill in the windows, by default L', L'/2, ... down to L, and the tasks."""
         from pi_lora.evaluation.harness import RULER_TASKS
 
-        if unknown := ", ".join(set(options.tasks or ()).difference(RULER_TASKS)):
-            raise DataError(f"--tasks: {unknown}: no such task of RULER; choose from {', '.join(RULER_TASKS)}")
+        unknown = set(options.tasks or ()).difference(RULER_TASKS)
+        if unknown:
+            raise DataError(
+                f"--tasks: {', '.join(unknown)}: no such task of RULER; choose from {', '.join(RULER_TASKS)}"
+            )
         original = min(model.original for model in models)
         windows = options.windows or default_windows(max(model.window for model in models), original)
         return options.changed(windows=windows, tasks=options.tasks or RULER_TASKS)
 
-    def measure(self, model: Model, options: RulerOptions, session: Session) -> Json:
+    def measure(self, model: LoadedModel, options: RulerOptions, session: Session) -> RulerScores:
         """Measure the tasks, the shortest window first. Raise DataError if a window does not hold a prompt of a task,
         and Interrupted on Ctrl-C.
         """
-        from pi_lora.evaluation.harness import ROOM, VERSION, RankedLM, ruler_task, save_tokenizer
+        from pi_lora.evaluation.harness import VERSION, save_tokenizer
 
-        lengths = []
-        with TemporaryDirectory() as tokenizer:
-            save_tokenizer(model.tokenizer, tokenizer)
-            for window in sorted(options.windows or ()):
-                at_once, length = options.batch_size or prompts_at_once(window), window - ROOM
-                lm = RankedLM(model, window, at_once, options, session)
-                tasks = {}
-                for name in options.tasks or ():
-                    task, tokens = ruler_task(name, options, lm, tokenizer)
-                    samples = lm.evaluate(name, task, options.samples)["samples"]
-                    outcomes = [float(sample[str(length)]) for sample in samples]
-                    tasks[name] = RulerTask(
-                        score=fmean(outcomes), samples=len(outcomes), length=length, tokens=tokens, outcomes=outcomes
-                    )
-                lengths.append(
-                    RulerWindow(window=window, score=fmean(task.score for task in tasks.values()), tasks=tasks)
-                )
-        reached = longest_passing({each.window: each.score for each in lengths}, PAPERS_THRESHOLD)
-        return {"lm_eval": VERSION, "lengths": lengths, "effective_length": reached}
+        with TemporaryDirectory() as tokenizer_folder:
+            save_tokenizer(model.tokenizer, tokenizer_folder)
+            lengths = [
+                self._measure_window(model, window, options, session, tokenizer_folder=tokenizer_folder)
+                for window in sorted(options.windows or ())
+            ]
+        score_by_window = {length.window: length.score for length in lengths}
+        return RulerScores(
+            **header_of(model),
+            options=options,
+            lm_eval=VERSION,
+            lengths=lengths,
+            effective_length=longest_passing(score_by_window, PAPERS_THRESHOLD),
+        )
+
+    def _measure_window(
+        self, model: LoadedModel, window: int, options: RulerOptions, session: Session, *, tokenizer_folder: str
+    ) -> RulerWindow:
+        """Measure the tasks at one window, with the tokenizer in a folder."""
+        from pi_lora.evaluation.harness import RESERVED_TOKENS, RankedLM, ruler_task
+
+        length = window - RESERVED_TOKENS
+        batch_size = options.batch_size or prompts_at_once(window)
+        lm = RankedLM(model, window=window, batch_size=batch_size, options=options, session=session)
+        tasks = {}
+        for name in options.tasks or ():
+            task, tokens = ruler_task(name, options, lm, tokenizer_folder=tokenizer_folder)
+            samples = lm.evaluate(name, task, options.samples)["samples"]
+            outcomes = [float(sample[str(length)]) for sample in samples]
+            tasks[name] = RulerTask(
+                score=fmean(outcomes),
+                samples=len(outcomes),
+                length=length,
+                tokens=tokens,
+                outcomes=outcomes,
+            )
+        mean = fmean(task.score for task in tasks.values())
+        return RulerWindow(window=window, score=mean, tasks=tasks)
 
     def metrics(self, scores: RulerScores) -> list[Metric]:
         """Return the mean of the tasks and each task by window, and the effective length."""
-        means, details = [], []
+        means = []
+        details = []
         for length in scores.lengths:
-            values = []
+            values: list[Value] = []
             for name, task in length.tasks.items():
                 prompts = f"{name} {scores.options.seed} of {task.length} tokens"
-                values += [Value(f"{prompts}: {i}", value, group=name) for i, value in enumerate(task.outcomes)]
+                values += [Value(f"{prompts}: {i}", outcome, group=name) for i, outcome in enumerate(task.outcomes)]
                 details.append(proportion(name, task.score, task.samples, at=length.window))
-            samples = sum(task.samples for task in length.tasks.values())
-            data = f"RULER, {len(length.tasks)} tasks at {length.window} tokens"
-            hub: Json = {"at": length.window, "dataset": data, "hub_name": "score"}
-            means.append(proportion("RULER", length.score, samples, values=values, **hub))
-        label = f"effective length ({PAPERS_THRESHOLD:.1%}, {len(scores.lengths[0].tasks)} of {ALL_TASKS} tasks)"
-        reached = Metric(label, scores.effective_length, "tokens", dataset="RULER", hub_name="effective length")
-        return [*means, *details, reached]
+            mean = proportion(
+                label="RULER",
+                mean=length.score,
+                samples=sum(task.samples for task in length.tasks.values()),
+                at=length.window,
+                values=values,
+                dataset=f"RULER, {len(length.tasks)} tasks at {length.window} tokens",
+                hub_name="score",
+            )
+            means.append(mean)
+        effective_length = Metric(
+            label=f"effective length ({PAPERS_THRESHOLD:.1%}, {len(scores.lengths[0].tasks)} of {ALL_TASKS} tasks)",
+            value=scores.effective_length,
+            unit="tokens",
+            dataset="RULER",
+            hub_name="effective length",
+        )
+        return [*means, *details, effective_length]

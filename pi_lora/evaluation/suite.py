@@ -1,7 +1,8 @@
-"""Every measurement, models measured as asked, and the files and tables of their scores."""
+"""All measurements, the evaluation of models, and the files and tables of scores."""
 
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -17,53 +18,62 @@ from pi_lora.evaluation.passkey import Passkey
 from pi_lora.evaluation.perplexity import Perplexity
 from pi_lora.evaluation.ruler import Ruler
 from pi_lora.evaluation.summarization import Summarization
-from pi_lora.models.model import Model
+from pi_lora.models.loaded import LoadedModel, load_model
+from pi_lora.models.source import ModelSource
 from pi_lora.recipe.evaluation import Evaluation, PasskeyOptions, PerplexityOptions
 from pi_lora.recipe.section import Section
 from pi_lora.run import BASE, Run, check_tuned
 from pi_lora.storage import check_can_write, first_problem, read_json, write_json
-from pi_lora.types import How, Progress, silent
+from pi_lora.types import MEASURE_ONCE, SILENT, UI, MeasureOptions, Progress, silent
 
-# Named as the sections of a recipe's `evaluation` and the files in a run's scores; the paper's are first, in its order.
+# By the names of the sections of a recipe's `evaluation` and of the files in a run's scores, the paper's first.
 MEASUREMENTS: Mapping[str, Measurement[Any, Any]] = {
-    each.scores.measurement: each for each in (Perplexity(), Passkey(), Benchmarks(), Ruler(), Summarization(), Chats())
+    measurement.scores.measurement: measurement
+    for measurement in (Perplexity(), Passkey(), Benchmarks(), Ruler(), Summarization(), Chats())
 }
-# Options that change how long a measurement takes, but no metric that is compared.
-CHANGE_NO_NUMBER = {"batch_size"}
+# Options that change the duration of a measurement, but no metric that is compared.
+SPEED_OPTIONS = {"batch_size"}
 # Options by measurement.
-Asked = Mapping[str, Section]
+Requested = Mapping[str, Section]
 
 
 def evaluate(
-    models: Sequence[Model],
-    asked: Asked,
+    models: Sequence[ModelSource | LoadedModel],
+    requested: Requested,
     files: Mapping[str, Path],
-    how: How = How(),
+    *,
+    dtype: str | None = None,
+    ui: UI = SILENT,
 ) -> dict[str, list[Scores]]:
-    """Return the scores of models by measurement, written into `files` by measurement as soon as all models have them.
+    """Return the scores of models by measurement. Each measurement is written to the file in `files` as soon as all
+    models have scores, and journalled until then.
 
-    Defaults of the options are the same for all models. Raise PiLoraError for what shows before weights are read, such
-    as a file that cannot be written. What was measured is kept until it is written.
+    Defaults of the options are the same for all models. Raise PiLoraError before weights are read if a file cannot be
+    written, or if a measurement cannot be prepared.
     """
     check_can_write(*files.values())
-    with how.working("preparing the measurements"):
-        # Scores are named after their measurement: `perplexity`, or `perplexity-text_novels`.
-        kinds = {name: MEASUREMENTS[name.partition("-")[0]] for name in asked}
-        prepared = {name: kinds[name].prepare(options, models) for name, options in asked.items()}
+    sources = [model.source if isinstance(model, LoadedModel) else model for model in models]
+    with ui.working("preparing the measurements"):
+        # The names of scores begin with the measurement: `perplexity`, or `perplexity-text_novels`.
+        measurements = {name: MEASUREMENTS[name.partition("-")[0]] for name in requested}
+        prepared = {name: measurements[name].prepare(options, sources) for name, options in requested.items()}
         for name, options in prepared.items():
-            kinds[name].check(options)
+            measurements[name].check(options)
 
-    scores: dict[str, list[Scores]] = {name: [] for name in asked}
-    loaded: Model | None = None
+    scores: dict[str, list[Scores]] = {name: [] for name in requested}
+    loaded: LoadedModel | None = None
     for name, options in prepared.items():
-        with Session(say=how.say, shared=True) as session:
+        with Session(say=ui.say, shared=True) as session:
             for model in models:
-                if loaded is None or len(models) > 1:
-                    loaded = None  # before the next one is read
-                    with how.working(f"loading {model.name}"):
-                        loaded = model.load(how.dtype)
-                with how.progress(f"{name} {model.name}") as session.progress:
-                    scores[name].append(kinds[name].run(loaded, options, session))
+                if isinstance(model, LoadedModel):
+                    loaded = model
+                elif loaded is None or len(models) > 1:
+                    loaded = None  # frees the memory before the next model is read
+                    with ui.working(f"loading {model.name}"):
+                        loaded = load_model(model, dtype)
+                with ui.progress(f"{name} {model.name}") as session.progress:
+                    result = measurements[name].run(loaded, options, session)
+                scores[name].append(result)
             if is_main_process() and name in files:
                 write_scores(scores[name], files[name])
     return scores
@@ -72,57 +82,71 @@ def evaluate(
 def scores_of(
     run: Run,
     stage: str,
-    asked: Asked,
-    find: Callable[[], Model],
-    how: How = How(),
+    requested: Requested,
+    resolve: Callable[[], ModelSource],
+    *,
+    options: MeasureOptions = MEASURE_ONCE,
+    ui: UI = SILENT,
 ) -> dict[str, Scores]:
-    """Return scores of a run, or of its base, by the names of their files: those that are kept with the options that
-    are `asked`, and the others measured of the model that `find` returns and kept; if measured again, all of them.
+    """Return scores of a run, or of the base of a run, by the names of the score files.
+
+    Files are read if they were measured with the `requested` options. The others are measured, on the model that
+    `resolve` returns, and written; with `options.again`, all of them.
     """
-    files = {name: run.scores_file(name, stage) for name in asked}
-    kept: dict[str, Scores] = {}
-    for name, file in files.items():
-        scores = read_scores(file) if file.is_file() and not how.again else None
-        # Of a run's own scores, options that are not asked for may be anything.
-        if scores and not differences(asked[name], scores, exclude_defaults=stage != BASE):
-            kept[name] = scores
-    missing = {name: options for name, options in asked.items() if name not in kept}
+    files = {name: run.scores_file(name, stage) for name in requested}
+    scores_by_name: dict[str, Scores] = {}
+    if not options.again:
+        for name, file in files.items():
+            scores = read_scores(file) if file.is_file() else None
+            # Options that are not requested may differ in scores of the run itself.
+            if scores and not differences(requested[name], scores, exclude_defaults=stage != BASE):
+                scores_by_name[name] = scores
+    missing = {name: section for name, section in requested.items() if name not in scores_by_name}
     if missing:
-        kept |= {name: scores for name, [scores] in evaluate([find()], missing, files, how).items()}
-    return {name: kept[name] for name in asked}
+        measured = evaluate([resolve()], missing, files, dtype=options.dtype, ui=ui)
+        for name, [scores] in measured.items():
+            scores_by_name[name] = scores
+    return {name: scores_by_name[name] for name in requested}
 
 
-def measure(loaded: Model, evaluation: Evaluation, progress: Progress = silent) -> dict[str, Scores]:
-    """Measure a model that trains, as `evaluation` says in short. `progress` is called after each document or prompt;
-    what it raises ends the measuring.
+def measure(loaded: LoadedModel, evaluation: Evaluation, progress: Progress = silent) -> dict[str, Scores]:
+    """Measure a model during training, with the smaller options of `evaluation`. `progress` is called after each
+    document or prompt, and may raise an exception to stop.
     """
-    asked = requested_measurements(evaluation.in_short())
-    with Session(progress, shared=True) as session:
-        return {name: MEASUREMENTS[name].run(loaded, options, session) for name, options in asked.items()}
+    requested = requested_measurements(evaluation.in_short())
+    with Session(progress, shared=True, journalled=False) as session:
+        return {name: MEASUREMENTS[name].run(loaded, options, session) for name, options in requested.items()}
 
 
 def requested_measurements(evaluation: Evaluation) -> dict[str, Any]:
-    """Return the options by measurement, of those that a recipe asks for."""
-    return {name: options for name in MEASUREMENTS if (options := getattr(evaluation, name))}
+    """Return the options of the measurements that a recipe requests, by measurement."""
+    options_by_name = {name: getattr(evaluation, name) for name in MEASUREMENTS}
+    return {name: options for name, options in options_by_name.items() if options}
 
 
 def requested_of_run(run: Run, data: str | None = None) -> dict[str, Any]:
-    """Return the options that a run's recipe asks for, by the names of their files; perplexity and passkey if it names
-    none. With `data`, perplexity is measured on this text instead, into a file of its own unless it is the run's text.
+    """Return the options that the recipe of a run requests, by the names of the score files. The default measurements
+    are perplexity and passkey. With `data`, perplexity is measured on this text instead. The scores then have a
+    separate file, unless `data` is the text of the recipe.
     """
     check_tuned(run)
-    asked = requested_measurements(run.recipe.evaluation) or {
-        "perplexity": PerplexityOptions(),
-        "passkey": PasskeyOptions(),
-    }
+    requested = requested_measurements(run.recipe.evaluation)
+    if not requested:
+        requested = {"perplexity": PerplexityOptions(), "passkey": PasskeyOptions()}
     if data is None:
-        return asked
-    own = asked.pop("perplexity", PerplexityOptions())
-    if own.data == data:
-        return {"perplexity": own, **asked}
-    other = PerplexityOptions(data=data, windows=own.windows, stride=own.stride, truncate=own.truncate)
-    # A hyphen precedes a stage, and a text may be called `base`.
-    return {"perplexity-text_" + re.sub(r"\W+", "_", Path(data).name).strip("_"): other, **asked}
+        return requested
+    of_recipe = requested.pop("perplexity", PerplexityOptions())
+    if of_recipe.data == data:
+        return {"perplexity": of_recipe, **requested}
+    options = PerplexityOptions(
+        data=data,
+        windows=of_recipe.windows,
+        stride=of_recipe.stride,
+        truncate=of_recipe.truncate,
+    )
+    # `text_`, as a stage follows a hyphen, and a text may have the name of a stage, such as `base`.
+    text = re.sub(r"\W+", "_", Path(data).name).strip("_")
+    return {f"perplexity-text_{text}": options, **requested}
 
 
 def metrics_of(scores: Scores) -> list[Metric]:
@@ -131,32 +155,34 @@ def metrics_of(scores: Scores) -> list[Metric]:
 
 
 def setting_of(scores: Scores) -> str:
-    """Return the options that decided scores, and of how many documents, trials or examples the first metrics are."""
-    options = scores.options.model_dump(mode="json", exclude=CHANGE_NO_NUMBER, exclude_none=True)
+    """Return the options that scores were measured with, and the numbers of documents, trials or examples."""
+    options = scores.options.model_dump(mode="json", exclude=SPEED_OPTIONS, exclude_none=True)
     parts = []
     for key, value in options.items():
-        # Tasks are named in the table.
-        shown = "/".join(str(each) for each in value if isinstance(each, int)) if isinstance(value, list) else value
-        if shown != "" and shown is not False:
-            parts.append(f"{key.replace('_', ' ')} {shown}")
-    numbers = dict.fromkeys(str(len(metric.values)) for metric in metrics_of(scores) if metric.values)
-    return ", ".join([*parts, *(f"n = {number}" for number in numbers)])
+        if isinstance(value, list):
+            # Only numbers: the names of tasks are in the table.
+            value = "/".join(str(item) for item in value if isinstance(item, int))
+        if value != "" and value is not False:
+            parts.append(f"{key.replace('_', ' ')} {value}")
+    numbers = dict.fromkeys(len(metric.values) for metric in metrics_of(scores) if metric.values)
+    parts += [f"n = {number}" for number in numbers]
+    return ", ".join(parts)
 
 
-def differences(asked: Section, scores: Scores, exclude_defaults: bool = False) -> list[str]:
-    """Return the options with which scores were measured otherwise than is asked; they compare where there are none.
-    Options that change no number are left out.
+def differences(requested: Section, scores: Scores, *, exclude_defaults: bool = False) -> list[str]:
+    """Return the options of scores that differ from the requested ones; scores are comparable if there are none.
+    Options that change no number are ignored.
     """
-    wanted = asked.model_dump(exclude=CHANGE_NO_NUMBER, exclude_defaults=exclude_defaults)
-    return [key for key, value in wanted.items() if getattr(scores.options, key) != value]
+    options = requested.model_dump(exclude=SPEED_OPTIONS, exclude_defaults=exclude_defaults)
+    return [key for key, value in options.items() if getattr(scores.options, key) != value]
 
 
 def read_scores(file: Path) -> Scores | None:
-    """Return the scores in a file, or None if it holds none; raise ModelError if it is no JSON or a field is wrong.
-    Files that do not name their measurement are named after it: `perplexity-base.json`.
+    """Return the scores in a file, or None if it holds something else; raise ModelError if it is no JSON or a field is
+    invalid. The measurement is the one in the file, or else in the file's name, such as `perplexity-base.json`.
     """
-    again = "measure again or remove it"
-    content: Any = read_json(file, object, again)
+    remedy = "measure again or remove it"
+    content: Any = read_json(file, object, remedy)
     if not isinstance(content, dict):
         return None
     name = content.pop("measurement", file.stem.partition("-")[0])
@@ -166,31 +192,34 @@ def read_scores(file: Path) -> Scores | None:
         scores: Scores = MEASUREMENTS[name].scores.model_validate(content)
         return scores
     except ValidationError as error:
-        raise ModelError(f"{file}: {first_problem(error)}; {again}") from None
+        raise ModelError(f"{file}: {first_problem(error)}; {remedy}") from None
 
 
 def write_scores(scores: Sequence[Scores], file: Path) -> None:
-    """Write the scores of a model, or those of several as a list."""
-    every = [as_json(each) for each in scores]
-    write_json(file, every if len(every) > 1 else every[0])
+    """Write the scores of one model, or a list with the scores of several."""
+    content = [as_json(result) for result in scores]
+    write_json(file, content if len(content) > 1 else content[0])
 
 
 def metric_rows(columns: Sequence[Mapping[str, Metric]]) -> Iterator[list[str]]:
-    """Yield a row for each heading: the heading, and the text of its metric in every column, if the column has one."""
-    for heading in dict.fromkeys(heading for column in columns for heading in column):
-        yield [heading, *(column[heading].text if heading in column else "" for column in columns)]
+    """Yield a row for each heading: the heading, and in every column the text of the metric, or an empty text."""
+    headings = dict.fromkeys(chain.from_iterable(columns))
+    for heading in headings:
+        cells = [column[heading].text if heading in column else "" for column in columns]
+        yield [heading, *cells]
 
 
 def scores_table(scores: Sequence[Scores]) -> Table:
     """Return a row for each metric and a column for each model; all of one measurement."""
-    columns = [{metric.heading: metric for metric in metrics_of(one)} for one in scores]
+    columns = []
     table = Table("", title=scores[0].measurement, caption_justify="left")
-    for one in scores:
-        table.add_column(one.model, justify="right", overflow="fold")
+    for result in scores:
+        columns.append({metric.heading: metric for metric in metrics_of(result)})
+        table.add_column(result.model, justify="right", overflow="fold")
     for row in metric_rows(columns):
         table.add_row(*row)
-    scales = " / ".join(f"{one.scale:g}" for one in scores)
-    dtypes = ", ".join(dict.fromkeys(str(one.dtype) for one in scores))
+    scales = " / ".join(f"{result.scale:g}" for result in scores)
+    dtypes = ", ".join(dict.fromkeys(str(result.dtype) for result in scores))
     table.caption = f"scale {scales}, {dtypes}, {setting_of(scores[0])}"
     if any(metric.interval for column in columns for metric in column.values()):
         table.caption += "; 95 % intervals"

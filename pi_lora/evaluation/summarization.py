@@ -1,9 +1,10 @@
-"""Summaries of long documents (paper.tex, section 3.5), of the rows that a run was tuned on, of GovReport, or of a
-user's own: scored by ROUGE, and kept batch by batch; and the summary of one document.
+"""Summaries of long documents (paper.tex, section 3.5), scored by ROUGE and journalled batch by batch: of the rows that
+a run was tuned on, of GovReport, or of other rows; and the summary of one document.
 """
 
 from collections import Counter
 from collections.abc import Callable, Sequence
+from itertools import chain
 from statistics import fmean
 
 from pydantic import Field
@@ -13,8 +14,9 @@ from pi_lora.data.sources import SCROLLS, find_table, format_counts
 from pi_lora.errors import DataError
 from pi_lora.evaluation.forward import prompts_at_once
 from pi_lora.evaluation.generation import generate
-from pi_lora.evaluation.measurement import Measurement, Metric, Scores, Session, Value, average
-from pi_lora.models.model import Model
+from pi_lora.evaluation.measurement import Measurement, Metric, Scores, Session, Value, average, header_of
+from pi_lora.models.loaded import LoadedModel
+from pi_lora.models.source import ModelSource
 from pi_lora.recipe.evaluation import Sampling, SummarizationOptions
 from pi_lora.recipe.schema import Data
 from pi_lora.types import Json
@@ -26,7 +28,7 @@ ROUGES = ("rouge1", "rouge2", "rougeL")
 
 
 class SummarizationScores(Scores):
-    """ROUGE F1 in percent over `examples`, the values `per_example`, and the number of documents that were cut."""
+    """ROUGE F1 in percent over `examples`, the values `per_example`, and the number of truncated documents."""
 
     measurement = "summarization"
 
@@ -43,81 +45,108 @@ class SummarizationScores(Scores):
 class Summarization(Measurement[SummarizationOptions, SummarizationScores]):
     """Summaries of long documents, scored by ROUGE (paper, section 3.5)."""
 
+    options = SummarizationOptions
     scores = SummarizationScores
 
-    def prepare(self, options: SummarizationOptions, models: Sequence[Model]) -> SummarizationOptions:
+    def prepare(self, options: SummarizationOptions, models: Sequence[ModelSource]) -> SummarizationOptions:
         """Fill in the rows, by default those that the first model was tuned on, or GovReport."""
-        return complete(options, models[0])[0]
+        completed, _ = complete(options, models[0])
+        return completed
 
     def check(self, options: SummarizationOptions) -> None:
         """Import the package that scores summaries."""
         import rouge_score  # noqa: F401
 
-    def measure(self, model: Model, options: SummarizationOptions, session: Session) -> Json:
-        """Score the summaries of a model. Raise DataError if the data cannot be read, lacks a column or holds nothing,
-        or the window is too short.
+    def measure(self, model: LoadedModel, options: SummarizationOptions, session: Session) -> SummarizationScores:
+        """Score the summaries of a model. Raise DataError if the data cannot be read, lacks a column or is empty, or if
+        the window is too short.
         """
-        _, data = complete(options, model)
+        _, data = complete(options, model.source)
         prompter = Prompter(data, model.tokenizer, model.window)
-        table, counts = find_table(data.source[0]), Counter[str]()
-        examples = list(prompter.examples(table.read(prompter.task.columns, None), counts, options.limit))
+        table = find_table(data.source[0])
+        counts = Counter[str]()
+        rows = table.read(prompter.task.columns, None)
+        examples = list(prompter.examples(rows, counts, options.limit))
         if not examples:
             raise DataError(f"{data.source[0].name}: {NO_EXAMPLE}")
         for line in format_counts(counts):
             session.say(line)
-        size = options.batch_size or prompts_at_once(model.window)
+        prompts = [prompt for _, _, prompt, _ in examples]
+        references = [row[prompter.task.completion] for _, row, _, _ in examples]
+        batch_size = options.batch_size or prompts_at_once(model.window)
 
-        def write(start: int) -> list[str]:
-            """Write a batch of summaries with a seed of its own, so that neither interruptions nor the number of
-            processes change them.
+        def write_batch(start: int) -> list[str]:
+            """Generate a batch of summaries. Every batch has a seed, so that neither interruptions nor the number of
+            processes change the summaries.
             """
-            batch = [prompt.ids for _, _, prompt, _ in examples[start : start + size]]
-            return generate(model, batch, options.changed(seed=(options.seed + start) % 2**32))
+            batch = [prompt.ids for prompt in prompts[start : start + batch_size]]
+            seed = (options.seed + start) % 2**32
+            return generate(model, batch, options.changed(seed=seed))
 
-        decided_by = {**options.model_dump(), "rows": table.identity, "batch_size": size}
-        written = session.measure(model, decided_by, range(0, len(examples), size), write)
-        texts = [text for batch in written for text in batch]
-        references = [row[prompter.task.completion] for _, row, *_ in examples]
-        rouges = rouge(texts, references)
-        return {
-            "examples": len(examples),
-            "left_out": {"empty": counts[EMPTY], "too_long": counts[TOO_LONG]},
-            "documents_cut": sum(prompt.kept < prompt.document_tokens for _, _, prompt, _ in examples),
-            **{name: fmean(values) for name, values in rouges.items()},
-            "per_example": rouges,
-        }
+        decided_by = {**options.model_dump(), "rows": table.identity, "batch_size": batch_size}
+        starts = range(0, len(prompts), batch_size)
+        batches = session.measure(model, decided_by, items=starts, measure=write_batch)
+        summaries = list(chain.from_iterable(batches))
+        rouges = rouge(summaries, references)
+        return SummarizationScores(
+            **header_of(model),
+            options=options,
+            examples=len(examples),
+            left_out={"empty": counts[EMPTY], "too_long": counts[TOO_LONG]},
+            documents_cut=sum(prompt.kept < prompt.document_tokens for prompt in prompts),
+            rouge1=fmean(rouges["rouge1"]),
+            rouge2=fmean(rouges["rouge2"]),
+            rougeL=fmean(rouges["rougeL"]),
+            per_example=rouges,
+        )
 
     def metrics(self, scores: SummarizationScores) -> list[Metric]:
-        """Return ROUGE-1, -2 and -L with their intervals over examples."""
+        """Return ROUGE-1, -2 and -L with intervals over examples."""
         metrics = []
         for name in ROUGES:
-            values = [Value(f"example {index}", value) for index, value in enumerate(scores.per_example.get(name, ()))]
-            mean, data = getattr(scores, name), scores.options.data or ""
-            metrics.append(average(f"ROUGE-{name[-1]}", mean, values, digits=2, dataset=data, hub_name=name))
+            f1_scores = scores.per_example.get(name, ())
+            metric = average(
+                label=f"ROUGE-{name[-1]}",
+                mean=getattr(scores, name),
+                values=[Value(f"example {index}", f1_score) for index, f1_score in enumerate(f1_scores)],
+                digits=2,
+                dataset=scores.options.data or "",
+                hub_name=name,
+            )
+            metrics.append(metric)
         return metrics
 
 
-def complete(options: SummarizationOptions, model: Model) -> tuple[SummarizationOptions, Data]:
-    """Return the options with all that decides the rows and their prompts, so that another model is measured on the
-    same, and the rows and prompts as in a recipe. What is left open is as a run was tuned, or as for GovReport; of a
-    hub data set the validation split. Raise RecipeError if keys do not go together.
+def complete(options: SummarizationOptions, model: ModelSource) -> tuple[SummarizationOptions, Data]:
+    """Return the complete options, and their rows and prompts as the data section of a recipe. Another model is then
+    measured on the same rows and prompts.
+
+    Options that are not set are those that a run was tuned with, or those for GovReport. The default split of a hub
+    data set is `validation`. Raise RecipeError if keys conflict.
     """
-    usual = model.recipe.data if model.recipe and model.recipe.data.has_examples else GOVREPORT
-    defaults = {**usual.model_dump(include=PROMPT_KEYS), "split": "validation"}
+    default_data = model.recipe.data if model.recipe and model.recipe.data.has_examples else GOVREPORT
+    defaults = {
+        **default_data.model_dump(include=PROMPT_KEYS),
+        "max_new_tokens": default_data.completion_tokens,
+        "split": "validation",
+    }
     if options.data is None:
-        defaults |= {"data": usual.source[0].name, "subset": usual.source[0].subset}
+        source = default_data.source[0]
+        defaults |= {"data": source.name, "subset": source.subset}
     if options.template:
         defaults |= {"document": None, "summary": None}
-    given = options.model_dump(exclude_defaults=True)
-    options = options.changed(**{"max_new_tokens": usual.completion_tokens, **defaults, **given})
-    source = {"name": options.data, "subset": options.subset, "split": options.split}
-    prompts = options.model_dump(include=PROMPT_KEYS)
-    return options, GOVREPORT.changed(**prompts, source=source, completion_tokens=options.max_new_tokens)
+    requested = options.model_dump(exclude_defaults=True)
+    completed = options.changed(**{**defaults, **requested})
+    data = GOVREPORT.changed(
+        **completed.model_dump(include=PROMPT_KEYS),
+        source={"name": completed.data, "subset": completed.subset, "split": completed.split},
+        completion_tokens=completed.max_new_tokens,
+    )
+    return completed, data
 
 
 def rouge(predictions: Sequence[str], references: Sequence[str]) -> dict[str, list[float]]:
-    """Return ROUGE-1, -2 and -L (Lin 2004) of predictions against one reference each, in percent, as SCROLLS computes
-    them.
+    """Return ROUGE-1, -2 and -L (Lin 2004) in percent, computed as in SCROLLS, of predictions with one reference each.
 
     >>> rouge(["The cats sat."], ["the cat sat"])["rougeL"]
     [100.0]
@@ -129,13 +158,14 @@ def rouge(predictions: Sequence[str], references: Sequence[str]) -> dict[str, li
     return {name: [100 * score[name].fmeasure for score in scores] for name in ROUGES}
 
 
-def summarize(loaded: Model, name: str, text: str, sampling: Sampling, say: Callable[[str], object]) -> None:
-    """Print a summary of `text` as it is generated, by the prompt that the model was tuned on or the paper's, and `say`
-    how much was cut off. Raise DataError if the prompt needs more than a document, or the window has no room for one.
+def summarize(loaded: LoadedModel, name: str, text: str, sampling: Sampling, say: Callable[[str], object]) -> str:
+    """Print a summary of `text` as it is generated, and return the summary. The prompt is the one that the model was
+    tuned on, or the paper's. `say` reports the truncation of the text. Raise DataError if the prompt has more columns
+    than a document, or the window has no room for a document.
     """
-    # All that fits is read, also where examples of training were cut shorter.
+    # The document may fill the window, also if the documents of the training were truncated to fewer tokens.
     options = SummarizationOptions(**sampling.model_dump(), document_tokens=loaded.window)
-    options, data = complete(options, loaded)
+    options, data = complete(options, loaded.source)
     prompter = Prompter(data, loaded.tokenizer, loaded.window)
     columns = prompter.task.prompt_columns
     if columns != [data.document]:
@@ -154,4 +184,5 @@ def summarize(loaded: Model, name: str, text: str, sampling: Sampling, say: Call
             f"{name}: {prompt.document_tokens:,} tokens are longer than the window of {loaded.name}; "
             f"truncated to the first {prompt.kept:,}"
         )
-    generate(loaded, [prompt.ids], options, stream=True)
+    [summary] = generate(loaded, [prompt.ids], options, stream=True)
+    return summary

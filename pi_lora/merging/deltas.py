@@ -1,13 +1,14 @@
-"""What an adapter changes in its base, and the merged tensors: planned by name, and written a few rows at a time
-(`safetensors` can only write tensors that are all in memory).
+"""The deltas of an adapter, and the merged tensors, which are written a few rows at a time.
+
+`safetensors` can only write tensors that are all in memory.
 """
 
 import json
 import math
 import os
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import torch
@@ -15,25 +16,21 @@ from transformers import PreTrainedModel
 from transformers.utils import SAFE_WEIGHTS_INDEX_NAME, SAFE_WEIGHTS_NAME
 
 from pi_lora.errors import ModelError
-from pi_lora.merging.tensors import DTYPES, StoredTensor, read_header, spans
-from pi_lora.models.files import (
-    ADAPTER_WEIGHTS_FILE,
-    LENGTH_BYTES,
-    METADATA,
-    read_adapter_settings,
-)
-from pi_lora.models.machine import dtype_named
-from pi_lora.models.weights import finite
+from pi_lora.models.device import dtype_named
+from pi_lora.models.files import ADAPTER_WEIGHTS_FILE, AdapterSettings, read_adapter_settings
+from pi_lora.models.weights import DTYPES, LENGTH_BYTES, METADATA, StoredTensor, finite, read_header, spans
 from pi_lora.storage import write_json
 from pi_lora.types import Progress
 
-PREFIX = "base_model.model."
+PEFT_PREFIX = "base_model.model."
 # Initializations that do not change the base; PiSSA, OLoRA, CorDA and LoftQ subtract theirs from it.
-PLAIN_STARTS = (True, False, "gaussian", "orthogonal", "eva")
+UNCHANGED_BASE_INITIALIZATIONS = (True, False, "gaussian", "orthogonal", "eva")
 # Kinds of LoRA whose update is not a single matrix product, or depends on the input.
-NOT_MERGED = ("use_dora", "alora_invocation_tokens", "arrow_config", "target_parameters")
-# Threads that read, compute and write; and bytes, more than those of a block.
-THREADS, RETAINED_BYTES = 2, 2**23
+UNMERGEABLE_SETTINGS = ("use_dora", "alora_invocation_tokens", "arrow_config", "target_parameters")
+# Threads that read, compute and write.
+NUM_THREADS = 2
+# More than the bytes of a block.
+RETAINED_BYTES = 2**23
 DTYPE_NAMES = {dtype: name for name, dtype in DTYPES.items()}
 
 
@@ -48,18 +45,22 @@ class LowRank:
     @property
     def shape(self) -> tuple[int, ...]:
         """The shape of the base's tensor."""
-        return self.b.shape[0], self.a.shape[1]
+        return (self.b.shape[0], self.a.shape[1])
 
     def blocks(self, base: StoredTensor) -> Iterator[torch.Tensor]:
         """Yield the merged tensor in float32, a few rows at a time."""
-        a, b = self.a.whole().float(), self.b.whole().float()
+        a = self.a.whole().float()
+        b = self.b.whole().float()
         for start, stop in spans(self.shape):
             yield base.rows(start, stop).float().addmm_(b[start:stop], a, alpha=self.scaling)
 
 
 @dataclass(frozen=True)
 class Difference:
-    """What a tensor trained in full has more than that of the base `before`, added to that of a sibling."""
+    """The change of a tensor that was trained in full, to be added to the tensor of a sibling.
+
+    `before` is the tensor of the base that the run was tuned on.
+    """
 
     trained: StoredTensor
     before: StoredTensor
@@ -67,7 +68,8 @@ class Difference:
     def blocks(self, base: StoredTensor) -> Iterator[torch.Tensor]:
         """Yield the sum in float32, a few rows at a time."""
         blocks = zip(base.blocks(), self.trained.blocks(), self.before.blocks(), strict=True)
-        return (own.float() + (trained.float() - before.float()) for own, trained, before in blocks)
+        for sibling, trained, before in blocks:
+            yield sibling.float() + (trained.float() - before.float())
 
 
 # A tensor that was trained in full replaces the base's.
@@ -76,8 +78,9 @@ Change = StoredTensor | LowRank
 
 @dataclass(frozen=True)
 class OutputTensor:
-    """A tensor to be written in `dtype`: `source`, of the base or trained in full, with `delta` added. The base has it
-    in `file`, and the merged files are divided likewise.
+    """A tensor to be written in `dtype`: `source`, of the base or trained in full, with `delta` added.
+
+    `file` holds the tensor in the base; the merged files have the same division.
     """
 
     name: str
@@ -93,7 +96,8 @@ class OutputTensor:
 
     def blocks(self) -> Iterator[torch.Tensor]:
         """Yield the merged tensor, a few rows at a time: added in float32, cast once."""
-        for block in self.delta.blocks(self.source) if self.delta else self.source.blocks():
+        blocks = self.delta.blocks(self.source) if self.delta else self.source.blocks()
+        for block in blocks:
             cast = block.to(self.dtype)
             if cast.is_floating_point() and not finite(cast):
                 raise ModelError(
@@ -104,46 +108,69 @@ class OutputTensor:
 
 
 def read_adapter(folder: Path) -> dict[str, Change]:
-    """Return the changes of the adapter in `folder` by the name of the weight in the base; only headers are read. Raise
-    ModelError if the adapter is missing, damaged, incomplete, or of a kind that cannot be merged.
+    """Return the changes of the adapter in `folder` by the name of the weight in the base; only headers are read.
+
+    Raise ModelError if the adapter is missing, damaged, incomplete, or of a kind that cannot be merged.
     """
-    path, settings = folder / ADAPTER_WEIGHTS_FILE, read_adapter_settings(folder)
-    parts = {key.removeprefix(PREFIX).removesuffix(".weight"): tensor for key, tensor in read_header(path).items()}
-    kinds = [key for key in NOT_MERGED if getattr(settings, key, None)]
-    if settings.init_lora_weights not in PLAIN_STARTS:
-        kinds.append(f"init_lora_weights {settings.init_lora_weights}")
-    if any("lora_embedding" in name for name in parts):
-        kinds.append("LoRA on embeddings")
-    if kinds:
-        raise ModelError(
-            f"{folder}: {', '.join(kinds)}: cannot be merged; convert it with PEFT to LoRA on linear layers"
-        )
+    settings = read_adapter_settings(folder)
+    stored = read_header(folder / ADAPTER_WEIGHTS_FILE)
+    parts = {key.removeprefix(PEFT_PREFIX).removesuffix(".weight"): tensor for key, tensor in stored.items()}
+    _check_mergeable(folder, settings, parts)
     changes: dict[str, Change] = {}
-    for first in [name for name in parts if name.endswith(".lora_A")]:
-        module = first.removesuffix(".lora_A")
+    lora_a_names = [name for name in parts if name.endswith(".lora_A")]
+    for lora_a_name in lora_a_names:
+        module = lora_a_name.removesuffix(".lora_A")
+        lora_b_name = f"{module}.lora_B"
         # A part that is left out here is refused: the base has no such tensor.
-        if (second := f"{module}.lora_B") in parts:
-            a, b = parts.pop(first), parts.pop(second)
-            changes[f"{module}.weight"] = LowRank(a, b, settings.scaling(module, a.shape[0]))
-    # A trained bias is saved under the layer that PEFT has wrapped.
-    full = {tensor.name.removeprefix(PREFIX).replace(".base_layer.", "."): tensor for tensor in parts.values()}
-    return changes | full
+        if lora_b_name in parts:
+            a = parts.pop(lora_a_name)
+            b = parts.pop(lora_b_name)
+            rank = a.shape[0]
+            changes[f"{module}.weight"] = LowRank(a, b, settings.scaling(module, rank))
+    for tensor in parts.values():
+        # A trained bias is saved under the layer that PEFT has wrapped.
+        name = tensor.name.removeprefix(PEFT_PREFIX).replace(".base_layer.", ".")
+        changes[name] = tensor
+    return changes
 
 
-def plan_merge(
+def _check_mergeable(folder: Path, settings: AdapterSettings, parts: Iterable[str]) -> None:
+    """Raise ModelError with the properties of an adapter that keep it from being merged."""
+    obstacles = [key for key in UNMERGEABLE_SETTINGS if getattr(settings, key, None)]
+    if settings.init_lora_weights not in UNCHANGED_BASE_INITIALIZATIONS:
+        obstacles.append(f"init_lora_weights {settings.init_lora_weights}")
+    if any("lora_embedding" in name for name in parts):
+        obstacles.append("LoRA on embeddings")
+    if obstacles:
+        raise ModelError(
+            f"{folder}: {', '.join(obstacles)}: cannot be merged; convert it with PEFT to LoRA on linear layers"
+        )
+
+
+def match_tensors(
     model: PreTrainedModel,
     base: Mapping[str, StoredTensor],
     run: Path,
     dtype: str | None = None,
     before: Mapping[str, StoredTensor] | None = None,
 ) -> list[OutputTensor]:
-    """Match the changes of the adapter in the folder `run` with the tensors of the `base`, by name, and return the
-    tensors to write; `model` is on the meta device. `dtype` is what floating tensors are cast to, by default their own.
-    `before` are the tensors of the base that the run was tuned on, if `base` is a sibling, to which the difference is
-    added of what was trained in full. Raise ModelError with all changes that do not fit the base.
+    """Match the changes of an adapter with the tensors of the base, by name, and return the tensors to write.
+
+    Args:
+        model: The model of the run, on the meta device.
+        base: The tensors of the base.
+        run: The folder of the adapter.
+        dtype: The dtype that floating tensors are cast to; by default the stored one.
+        before: The tensors of the base that the run was tuned on, if `base` is a sibling. The difference of a tensor
+            that was trained in full is added to the sibling.
+
+    Raises:
+        ModelError: Changes do not fit the base; the message names all of them.
     """
-    changes, tied = read_adapter(run), model.all_tied_weights_keys
-    sources = {**base, **{name: base[twin] for name, twin in tied.items() if twin in base}}
+    changes = read_adapter(run)
+    tied = model.all_tied_weights_keys
+    tied_sources = {name: base[twin] for name, twin in tied.items() if twin in base}
+    sources = {**base, **tied_sources}
     problems = [
         f"{name} {list(change.shape)}"
         for name, change in changes.items()
@@ -152,90 +179,107 @@ def plan_merge(
     if problems:
         raise ModelError(f"{run / ADAPTER_WEIGHTS_FILE}: does not fit its base, which has no {'; '.join(problems)}")
 
-    def output(name: str) -> OutputTensor:
-        source, change = sources[name], changes.get(name)
-        cast = dtype_named(dtype) if dtype and source.dtype.is_floating_point else source.dtype
+    def output_tensor(name: str) -> OutputTensor:
+        source = sources[name]
+        change = changes.get(name)
+        output_dtype = dtype_named(dtype) if dtype and source.dtype.is_floating_point else source.dtype
+        output = OutputTensor(name, output_dtype, file=source.path, source=source)
         if not isinstance(change, StoredTensor):
-            return OutputTensor(name, cast, source.path, source, change)
+            return replace(output, delta=change)
         if before:
-            own = before[name if name in before else tied[name]]
-            return OutputTensor(name, cast, source.path, source, Difference(change, own))
-        return OutputTensor(name, cast, source.path, change)
+            tensor_before = before[name if name in before else tied[name]]
+            return replace(output, delta=Difference(change, tensor_before))
+        return replace(output, source=change)
 
-    return [
-        output(name)
-        for name in sources
+    outputs = []
+    for name in sources:
         # Old checkpoints store the unscaled frequencies of their rope; every reader computes them from the config.
-        if not name.endswith("rotary_emb.inv_freq")
-        and (name not in tied or _diverged(changes.get(name), changes.get(tied[name])))
-    ]
+        is_computed = name.endswith("rotary_emb.inv_freq")
+        is_copy = name in tied and not _diverged(changes.get(name), changes.get(tied[name]))
+        if not is_computed and not is_copy:
+            outputs.append(output_tensor(name))
+    return outputs
 
 
-def _diverged(own: Change | None, other: Change | None) -> bool:
-    """Whether two tied weights differ after tuning: PEFT trains a copy of embeddings in `modules_to_save`, from which a
-    tied head diverges unless `ensure_weight_tying` was set; then it saves the one tensor under both names.
+def _diverged(change: Change | None, twin_change: Change | None) -> bool:
+    """Whether two tied weights differ after tuning.
+
+    PEFT trains a copy of embeddings in `modules_to_save`, from which a tied head diverges unless `ensure_weight_tying`
+    was set. With `ensure_weight_tying`, PEFT saves the one tensor under both names.
     """
-    if isinstance(own, StoredTensor) and isinstance(other, StoredTensor):
-        return not torch.equal(own.whole(), other.whole())
-    return own is not other
+    if isinstance(change, StoredTensor) and isinstance(twin_change, StoredTensor):
+        return not torch.equal(change.whole(), twin_change.whole())
+    return change is not twin_change
 
 
 def in_threads(
-    work: Callable[[OutputTensor], object], tensors: Sequence[OutputTensor], progress: Progress, note: str
+    work: Callable[[OutputTensor], object], tensors: Sequence[OutputTensor], *, progress: Progress, note: str
 ) -> None:
     """Do `work` for all tensors in threads, where torch and the kernel release Python's lock; `progress` is in bytes.
 
     Blocks are too small to share: on a busy machine, threads of torch that wait for each other took ten times as long.
     """
-    total, done, threads = sum(tensor.size for tensor in tensors), 0, torch.get_num_threads()
+    total = sum(tensor.size for tensor in tensors)
+    done = 0
+    torch_threads = torch.get_num_threads()
     torch.set_num_threads(1)
     # glibc keeps the memory of blocks up to the size of the largest that was freed, and gives larger ones back to the
     # system each time, which took a sixth of a check.
     torch.empty(RETAINED_BYTES, dtype=torch.uint8)
     try:
-        with ThreadPoolExecutor(THREADS) as pool:
+        with ThreadPoolExecutor(NUM_THREADS) as pool:
             for tensor, _ in zip(tensors, pool.map(work, tensors), strict=True):
-                progress(done := done + tensor.size, total, note)
+                done += tensor.size
+                progress(done, total, note)
     finally:
-        torch.set_num_threads(threads)
+        torch.set_num_threads(torch_threads)
 
 
 def write_tensors(tensors: Sequence[OutputTensor], folder: Path, progress: Progress) -> None:
     """Write the tensors to the disk (fsync), and an index if there are several files."""
-    places: dict[str, StoredTensor] = {}
+    stored: dict[str, StoredTensor] = {}
     files = sorted({tensor.file for tensor in tensors})
     for number, file in enumerate(files, start=1):
         name = f"model-{number:05d}-of-{len(files):05d}.safetensors" if len(files) > 1 else SAFE_WEIGHTS_NAME
-        places |= _make_file([tensor for tensor in tensors if tensor.file == file], folder / name)
+        shard = [tensor for tensor in tensors if tensor.file == file]
+        stored |= _write_header(shard, folder / name)
 
     def write(tensor: OutputTensor) -> None:
-        place = places[tensor.name]
-        with place.path.open("r+b") as out:
-            out.seek(place.offset)
+        target = stored[tensor.name]
+        with target.path.open("r+b") as out:
+            out.seek(target.offset)
             for block in tensor.blocks():
-                out.write(block.contiguous().view(-1).view(torch.uint8).numpy().data)
+                block_bytes = block.contiguous().view(-1).view(torch.uint8)
+                out.write(block_bytes.numpy().data)
 
-    in_threads(write, tensors, progress, "storage")
-    weight_map = {name: place.path.name for name, place in places.items()}
+    in_threads(write, tensors, progress=progress, note="writing")
+    weight_map = {name: tensor.path.name for name, tensor in stored.items()}
     for name in set(weight_map.values()):
         with (folder / name).open("r+b") as out:
             os.fsync(out.fileno())
     if len(files) > 1:
-        total = sum(tensor.size for tensor in tensors)
-        write_json(folder / SAFE_WEIGHTS_INDEX_NAME, {"metadata": {"total_size": total}, "weight_map": weight_map})
+        total_size = sum(tensor.size for tensor in tensors)
+        index = {"metadata": {"total_size": total_size}, "weight_map": weight_map}
+        write_json(folder / SAFE_WEIGHTS_INDEX_NAME, index)
 
 
-def _make_file(shard: Sequence[OutputTensor], file: Path) -> dict[str, StoredTensor]:
-    """Write the header of a file, and return the places of its tensors by name."""
+def _write_header(shard: Sequence[OutputTensor], file: Path) -> dict[str, StoredTensor]:
+    """Write the header of a file with room for the data, and return the tensors, still unwritten, by name."""
     entries: dict[str, object] = {METADATA: {"format": "pt"}}
     end = 0
     # Wider dtypes first, as the library does, which aligns what is mapped from the file.
     for tensor in sorted(shard, key=lambda tensor: -tensor.dtype.itemsize):
-        place = (end, end := end + tensor.size)
-        entries[tensor.name] = {"dtype": DTYPE_NAMES[tensor.dtype], "shape": tensor.source.shape, "data_offsets": place}
+        start = end
+        end = start + tensor.size
+        entries[tensor.name] = {
+            "dtype": DTYPE_NAMES[tensor.dtype],
+            "shape": tensor.source.shape,
+            "data_offsets": (start, end),
+        }
     header = json.dumps(entries).encode()
     header += b" " * (-len(header) % LENGTH_BYTES)
+    length = len(header).to_bytes(LENGTH_BYTES, "little")
     with file.open("wb") as out:
-        out.write(len(header).to_bytes(LENGTH_BYTES, "little") + header)
+        out.write(length + header)
         out.truncate(out.tell() + end)
     return read_header(file)

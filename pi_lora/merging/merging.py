@@ -1,42 +1,81 @@
-"""Models with a longer window as folders that every engine loads, whole or not at all: base + adapter as full weights,
-written a few rows at a time and checked; or a base with its own weights beside the config of a longer window.
-"""
+"""Base + adapter as full weights that every engine loads: planned by name, written a few rows at a time, checked."""
 
-import os
-import shutil
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Literal, NamedTuple
 
-from transformers.utils import GENERATION_CONFIG_NAME, SAFE_WEIGHTS_INDEX_NAME
+from transformers import PreTrainedConfig, PreTrainedModel
 
 from pi_lora.errors import ModelError
-from pi_lora.evaluation.suite import write_scores
 from pi_lora.merging.check import check_logits, check_model, check_tensors
-from pi_lora.merging.deltas import plan_merge, write_tensors
-from pi_lora.merging.tensors import read_weights
-from pi_lora.models.files import save_config
-from pi_lora.models.model import Model, adapter_folder, find_adapter, find_base_of
-from pi_lora.models.tokenizer import TOKENIZER_FILES, save_tokenizer
-from pi_lora.models.weights import quiet_loading
-from pi_lora.report.card import CARD, card_of
-from pi_lora.report.probe import Probe
-from pi_lora.report.scores import MeasuredRun, public_name
-from pi_lora.run import BASE, STEP_0, staged
+from pi_lora.merging.deltas import OutputTensor, match_tensors, write_tensors
+from pi_lora.models.files import public_name
+from pi_lora.models.quiet import quiet_loading
+from pi_lora.models.saving import save_without_weights
+from pi_lora.models.source import ModelSource, base_of_adapter
+from pi_lora.models.weights import read_weights
 from pi_lora.scaling.config import ORIGINAL_WINDOW, Config, with_legacy_rope_keys
 from pi_lora.scaling.verify import build_on_meta, config_of
-from pi_lora.serving.commands import serving_lines
-from pi_lora.storage import write_json, write_whole
-from pi_lora.types import NO_PERMISSIONS, Permissions, Progress, silent
+from pi_lora.types import Progress
 
 MERGE_FILE = "merge.json"
+Check = Literal["tensors", "logits", "none"]
 # The entries of a config that a scaling changes.
-POSITIONS = ("rope_parameters", "max_position_embeddings", "original_max_position_embeddings", ORIGINAL_WINDOW)
+POSITION_KEYS = ("rope_parameters", "max_position_embeddings", "original_max_position_embeddings", ORIGINAL_WINDOW)
 
 
-class Merge(NamedTuple):
-    """What was merged into `folder`: `lines` say what a user may not expect and what was checked, `serving` has the
-    commands that serve the folder and check the server.
+@dataclass(frozen=True)
+class Merge:
+    """A merge whose tensors are matched by name, before any weights are read.
+
+    Attributes:
+        source: The model that is written: base, config, tokenizer.
+        run: The folder of the adapter.
+        expected: The module of the run's config on the meta device.
+        tensors: The tensors to write.
+        config: The config to write.
+        lines: Messages for the user; checks add theirs.
+    """
+
+    source: ModelSource
+    run: Path
+    expected: PreTrainedModel
+    tensors: list[OutputTensor]
+    config: Config
+    lines: list[str] = field(default_factory=list)
+
+    @property
+    def typed_config(self) -> PreTrainedConfig:
+        """The config as an object of transformers."""
+        return config_of(type(self.expected.config), self.config)
+
+    def write_small_files(self, folder: Path) -> None:
+        """Write config and tokenizer; raise ModelError if that config does not make the model of the run."""
+        save_without_weights(self.source, self.config, folder)
+        check_model(self.source, self.expected, self.tensors, folder)
+
+    def write_weights(self, folder: Path, check: Check, progress: Progress) -> None:
+        """Write the weights, and compare the written tensors with base + adapter, and on request the logits.
+
+        Raise ModelError if they differ.
+        """
+        write_tensors(self.tensors, folder, progress)
+        if check == "none":
+            self.lines.append("not checked")
+            return
+        self.lines.append(check_tensors(self.run, self.tensors, folder, progress))
+        if check == "logits":
+            progress(0, 0, "comparing logits")
+            self.lines.append(check_logits(self.source, self.run, self.tensors, folder))
+
+
+class Merged(NamedTuple):
+    """A merged model.
+
+    Attributes:
+        folder: The folder of full weights.
+        lines: Messages for the user, and the results of the checks.
+        serving: The commands that serve the folder and check the server.
     """
 
     folder: Path
@@ -44,105 +83,49 @@ class Merge(NamedTuple):
     serving: list[str]
 
 
-def merge(
-    run: Path,
-    output: Path,
-    base: str | None = None,
-    dtype: str | None = None,
-    check: Literal["tensors", "logits", "none"] = "tensors",
-    progress: Progress = silent,
-    permissions: Permissions = NO_PERMISSIONS,
-    sibling: bool = False,
-) -> Merge:
-    """Write base + adapter of `run`, a folder or hub id, as full weights to `output`, checked, whole or not at all.
+def plan_merge(run: ModelSource, *, dtype: str | None = None, sibling: bool = False) -> Merge:
+    """Match the tensors of an adapter with those of the base, and check that they belong together.
 
-    Sums are made in float32, a few rows at a time, and cast once, to `dtype` or what the base stores. Files are divided
-    as the base's are. If `sibling`, `base` is another model of the family of the base that `run` was tuned on, such as
-    its instruct model, and gets the scaling too. `check` compares the written tensors with base and adapter, or their
-    logits too, or nothing.
+    Args:
+        run: The run, on the base that the user names, or on the base that it was tuned on.
+        dtype: The dtype that floating tensors are cast to; by default the stored one.
+        sibling: The base is another model of the family of the base that the run was tuned on, such as the instruct
+            model. The sibling gets the scaling too.
 
-    Raise ModelError if `run` is no adapter, its base is missing, damaged or another one, they do not fit
-    together, or a check failed, after which nothing is kept; RunExistsError if `output` exists.
+    Raises:
+        ModelError: `run` is no adapter, or the base is missing, damaged, quantized or another one.
     """
-    if (folder := adapter_folder(str(run))) is None:
-        raise ModelError(f"{run}: holds no adapter; name a run of lora tuning (full tuning needs no merge)")
-    model, before, lines = find_adapter(folder, base, permissions), None, []
+    if run.adapter is None:
+        raise ModelError(f"{run.name}: holds no adapter; name a run of lora tuning (full tuning needs no merge)")
+    source = run
+    before = None
+    lines = []
     if sibling:
-        model, tuned_on = _onto_sibling(model, base), find_base_of(folder, permissions=permissions)
-        before = read_weights(tuned_on.base, tuned_on.file)
-        lines.append(f"sibling: tuned on {public_name(tuned_on.base)}, and added to {public_name(model.base)}")
+        source = _onto_sibling(run)
+        tuned_on = base_of_adapter(run.adapter, permissions=run.permissions)
+        before = read_weights(tuned_on.name, tuned_on.file)
+        lines.append(f"sibling: tuned on {public_name(tuned_on.name)}, and added to {public_name(source.base.name)}")
     else:
-        model.check_base_fingerprint()
-    if model.base_config.get("quantization_config"):
-        raise ModelError(f"{model.base}: has quantized weights; name the model that it was made from with --base")
-    with staged(output) as staging:
-        with quiet_loading():
-            meta_model = build_on_meta(model.kind, model.config, permissions.trust_remote_code)
-        tensors = plan_merge(meta_model, read_weights(model.base, model.file), folder, dtype, before)
-        stored = str(max(tensors, key=lambda tensor: tensor.size).dtype).removeprefix("torch.")
-        config = {**model.config, "architectures": [type(meta_model).__name__], "dtype": stored}
-        if any(tensor.name in meta_model.all_tied_weights_keys for tensor in tensors):
-            config["tie_word_embeddings"] = False
-            lines.append("head: was tied to the embeddings, but they diverged: it is a tensor of its own now")
-        _save_without_weights(model, config, staging)
-        # What is wrong with the model or the card shows before the weights are written.
-        check_model(model, meta_model, tensors, staging)
-        measured, typed = MeasuredRun(folder, merged=staging, base_name=model.base), config_of(model.kind, config)
-        card_of(measured)
-        write_tensors(tensors, staging, progress)
-        lines.append("not checked" if check == "none" else check_tensors(folder, tensors, staging, progress))
-        if check == "logits":
-            progress(0, 0, "comparing logits")
-            lines.append(check_logits(model, folder, tensors, staging))
-        write_whole(staging / CARD, card_of(measured, lines, serving_lines(typed)))
-        write_json(staging / MERGE_FILE, {"base": model.base, "run": str(run), "checks": lines})
-    return Merge(output, lines, serving_lines(typed, output))
+        run.check_base_fingerprint()
+    base = source.base
+    if base.config.get("quantization_config"):
+        raise ModelError(f"{base.name}: has quantized weights; name the model that it was made from with --base")
+    assert base.config_class, "a shipped config is for plans"
+    with quiet_loading():
+        expected = build_on_meta(base.config_class, source.config, source.permissions.trust_remote_code)
+    base_tensors = read_weights(base.name, base.file)
+    tensors = match_tensors(expected, base_tensors, run.adapter, dtype=dtype, before=before)
+    largest = max(tensors, key=lambda tensor: tensor.size)
+    stored_dtype = str(largest.dtype).removeprefix("torch.")
+    config = {**source.config, "architectures": [type(expected).__name__], "dtype": stored_dtype}
+    if any(tensor.name in expected.all_tied_weights_keys for tensor in tensors):
+        config["tie_word_embeddings"] = False
+        lines.append("head: was tied to the embeddings, but they diverged: it is a tensor of its own now")
+    return Merge(source, run.adapter, expected=expected, tensors=tensors, config=config, lines=lines)
 
 
-def extend(model: Model, output: Path, probe: Probe | None = None, progress: Progress = silent) -> list[str]:
-    """Write a base that was found under an extension to `output`, whole or not at all, and return the commands that
-    serve it. Weights are hard links where the disk allows it, else copies. The scores of a `probe` of this base, target
-    and scaling go to the card and to `scores/`.
-
-    Raise ModelError if a weight file is missing or damaged or the probe is of another model, RunExistsError if `output`
-    exists.
-    """
-    assert model.extension, "the base is extended"
-    scaling, typed = model.extension.scaling, config_of(model.kind, model.config)
-    weights = {tensor.path for tensor in read_weights(model.base, model.file).values()}
-    files = [*weights, *filter(None, [model.file(SAFE_WEIGHTS_INDEX_NAME)])]
-    probed = probe.at(model.extension.target).scalings if probe else {}
-    if probe and (probe.model != model.name or scaling not in probed):
-        of = f"{probe.model} under {', '.join(probed)}"
-        raise ModelError(f"--probe: is of {of}, not of {model.name} under {scaling}; probe it, or leave the option out")
-    with staged(output) as staging:
-        folder = MeasuredRun(staging, untuned=True, base_name=model.base)
-        _save_without_weights(model, model.config, staging)
-        for stage, results in ((BASE, probed["direct"]), (STEP_0, probed[scaling])) if probe else ():
-            for scores in filter(None, (results.perplexity, results.passkey)):
-                write_scores([scores], folder.scores_file(scores.measurement, stage))
-        write_whole(staging / CARD, card_of(folder, serving=serving_lines(typed)))
-        for number, file in enumerate(files, 1):
-            progress(number, len(files), file.name)
-            try:
-                os.link(file.resolve(), staging / file.name)
-            except OSError:  # another disk, or one without hard links
-                shutil.copyfile(file, staging / file.name)
-    return serving_lines(typed, output)
-
-
-def _save_without_weights(model: Model, config: Config, folder: Path) -> None:
-    """Write all files of a model but the weights and the card; it may have no tokenizer."""
-    save_config(config, folder)
-    if any(map(model.file, TOKENIZER_FILES)):
-        save_tokenizer(model.tokenizer, folder)
-    if generation := model.file(GENERATION_CONFIG_NAME):
-        shutil.copyfile(generation, folder / GENERATION_CONFIG_NAME)
-
-
-def _onto_sibling(model: Model, base: str | None) -> Model:
-    """Return the sibling `base` with its own tokenizer, and its own config with the positions of the run."""
-    if base is None:
-        raise ModelError(f"{model.adapter}: --sibling: name the sibling of its base with --base")
-    positions = {key: model.config[key] for key in POSITIONS if key in model.config}
-    return replace(model, adapter=None, config=with_legacy_rope_keys({**model.base_config, **positions}))
+def _onto_sibling(run: ModelSource) -> ModelSource:
+    """Return the sibling with the tokenizer of the sibling, and its config with the positions of the run."""
+    positions = {key: run.config[key] for key in POSITION_KEYS if key in run.config}
+    config = with_legacy_rope_keys({**run.base.config, **positions})
+    return replace(run, adapter=None, config=config)

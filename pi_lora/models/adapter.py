@@ -1,4 +1,4 @@
-"""What trains, and adapter folders; the only home of PEFT."""
+"""Trainable parameters, and adapter folders; the only module that uses PEFT."""
 
 import json
 import math
@@ -7,7 +7,9 @@ import warnings
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from copy import deepcopy
+from functools import partial
 from pathlib import Path
+from typing import Any
 
 import peft
 import torch
@@ -20,26 +22,32 @@ from transformers import PreTrainedModel
 
 from pi_lora.errors import ModelError
 from pi_lora.models import files
-from pi_lora.models.weights import check_finite
+from pi_lora.models.weights import check_finite, read_tensors
 from pi_lora.recipe.schema import Tuning
 
 
 def prepare_for_tuning(
     model: PreTrainedModel, tuning: Tuning, base_name: str, revision: str = "main"
 ) -> PreTrainedModel | PeftModel:
-    """Make trainable what `tuning` names: every weight, or a float32 LoRA adapter of `base_name` at `revision`."""
+    """Make all weights trainable, or a float32 LoRA adapter of `base_name` at `revision`, as `tuning` says."""
     if tuning.method == "full":
-        return model.requires_grad_(True)
+        return model.requires_grad_()
     # LongLoRA finds plain LoRA (Hu et al. 2021) worse at long context without embeddings and norms trained in full.
-    whole = _names_trained_whole(model, tuning)
-    names = _attention_names(model) if tuning.target_modules == "attention" else tuning.target_names
+    modules_to_save = _modules_to_save(model, tuning)
+    target_modules: str | list[str]
+    if tuning.target_modules == "all-linear":
+        target_modules = "all-linear"
+    elif tuning.target_modules == "attention":
+        target_modules = sorted(_attention_names(model))
+    else:
+        target_modules = sorted(tuning.target_names)
     config = LoraConfig(
         r=tuning.rank,
         lora_alpha=tuning.lora_alpha,
         use_rslora=tuning.rank_stabilized,
         lora_dropout=tuning.dropout,
-        target_modules="all-linear" if tuning.target_modules == "all-linear" else sorted(names),
-        modules_to_save=whole or None,
+        target_modules=target_modules,
+        modules_to_save=modules_to_save or None,
         ensure_weight_tying=tuning.with_embeddings and model.config.tie_word_embeddings,
         task_type="CAUSAL_LM",
     )
@@ -54,14 +62,20 @@ def prepare_for_tuning(
 
 def check_shape(folder: Path, tuning: Tuning, base: PreTrainedModel) -> None:
     """Raise ModelError if `tuning` describes another adapter of `base`, on the meta device, than `folder` has."""
-    saved = files.read_adapter_settings(folder)
-    stored = files.read_tensors(folder / files.ADAPTER_WEIGHTS_FILE)[1]
-    weights = prepare_for_tuning(deepcopy(base), tuning, "").named_parameters(remove_duplicate=False)
-    shapes = {_saved_name(name): list(weight.shape) for name, weight in weights if weight.requires_grad}
-    same_scale = (saved.lora_alpha, bool(saved.use_rslora)) == (tuning.lora_alpha, tuning.rank_stabilized)
-    if not same_scale or shapes != {name: entry.shape for name, entry in stored.items()}:
+    settings = files.read_adapter_settings(folder)
+    _, entries = read_tensors(folder / files.ADAPTER_WEIGHTS_FILE)
+    stored_shapes = {name: entry.shape for name, entry in entries.items()}
+    tuned = prepare_for_tuning(deepcopy(base), tuning, "")
+    described_shapes = {}
+    for name, weight in tuned.named_parameters(remove_duplicate=False):
+        if weight.requires_grad:
+            described_shapes[_saved_name(name)] = list(weight.shape)
+    same_alpha = settings.lora_alpha == tuning.lora_alpha
+    same_stabilization = bool(settings.use_rslora) == tuning.rank_stabilized
+    if not same_alpha or not same_stabilization or described_shapes != stored_shapes:
         raise ModelError(
-            f"tuning: describes another adapter than {folder} has, of rank {saved.r} and alpha {saved.lora_alpha:g}; "
+            f"tuning: describes another adapter than {folder} has, "
+            f"of rank {settings.r} and alpha {settings.lora_alpha:g}; "
             "take over the tuning of its recipe.yaml, or merge it first (pi-lora merge "
             f"{shlex.quote(str(folder))}) and tune its weights"
         )
@@ -69,7 +83,8 @@ def check_shape(folder: Path, tuning: Tuning, base: PreTrainedModel) -> None:
 
 def train_in_float32(model: nn.Module) -> None:
     """Cast all trainable parameters to float32; bfloat16 would round most updates at a small learning rate to zero.
-    PEFT 0.21 does so for LoRA's matrices but copies embeddings and norms in the base's dtype.
+
+    PEFT 0.21 does so for the matrices of LoRA, but copies embeddings and norms in the dtype of the base.
     """
     for parameter in model.parameters():
         if parameter.requires_grad:
@@ -78,27 +93,31 @@ def train_in_float32(model: nn.Module) -> None:
 
 @contextmanager
 def kept_values(model: nn.Module) -> Iterator[None]:
-    """Keep the values of what trains, which TRL 1.16 rounds to bfloat16 if the model is quantized."""
-    kept = [(weight, weight.data) for weight in model.parameters() if weight.requires_grad]
+    """Keep the values of trainable parameters, which TRL 1.16 rounds to bfloat16 if the model is quantized."""
+    trainable = [weight for weight in model.parameters() if weight.requires_grad]
+    values_before = [weight.data for weight in trainable]
     yield
-    for weight, values in kept:
+    for weight, values in zip(trainable, values_before, strict=True):
         weight.data = values
 
 
 def keep_ties(model: PeftModel) -> None:
-    """Let `tie_weights` tie again what is tied now, since accelerate 1.15 calls it when FSDP2 has taken tied weights
-    apart; that of transformers 5.23 fails on the wrappers of PEFT 0.21 (`attribute 'weight' already exists`).
+    """Replace `tie_weights` of a model by a function that ties the weights that are tied now.
+
+    accelerate 1.15 calls it when FSDP2 has taken tied weights apart; that of transformers 5.23 fails on the wrappers of
+    PEFT 0.21 (`attribute 'weight' already exists`).
     """
-    names: dict[int, list[str]] = {}
+    names_by_id: dict[int, list[str]] = {}
     for name, weight in model.named_parameters(remove_duplicate=False):
-        names.setdefault(id(weight), []).append(name)
-    tied = [group for group in names.values() if len(group) > 1]
+        names_by_id.setdefault(id(weight), []).append(name)
+    tied_names = [names for names in names_by_id.values() if len(names) > 1]
 
     def tie_weights() -> None:
-        for first, *others in tied:
+        for first, *others in tied_names:
             weight = model.get_parameter(first)
-            for owner, _, name in (other.rpartition(".") for other in others):
-                setattr(model.get_submodule(owner), name, weight)
+            for other in others:
+                module_name, _, attribute = other.rpartition(".")
+                setattr(model.get_submodule(module_name), attribute, weight)
 
     model.tie_weights = tie_weights
 
@@ -107,64 +126,79 @@ def save_adapter(model: PeftModel, folder: Path, weights: Mapping[str, torch.Ten
     """Write the adapter and check that the trained parameters were saved; `weights` are those gathered from FSDP."""
     # Trained embeddings are in modules_to_save; to decide whether to add them PEFT would ask the hub for the base.
     model.save_pretrained(folder, save_embedding_layers=False, state_dict=weights)
-    saved = files.read_tensors(folder / files.ADAPTER_WEIGHTS_FILE)[1].keys()
+    _, saved = read_tensors(folder / files.ADAPTER_WEIGHTS_FILE)
     trained = {_saved_name(name) for name, weight in model.named_parameters() if weight.requires_grad}
-    if missing := sorted(trained - saved):
+    missing = sorted(trained - saved.keys())
+    if missing:
         raise ModelError(f"{folder}: trained but not saved: {', '.join(missing)}")
 
 
 def mark_adapter_extended(folder: Path) -> None:
-    """Keep others from putting the adapter on its base without the scaling, which its settings cannot say: PEFT's
-    `AutoPeftModelForCausalLM` fails for a library that it does not import, and `PeftModel` warns of a key that it does
-    not know (see `WARNING`). transformers' `AutoModelForCausalLM` fails because there are no full weights.
+    """Change the settings of an adapter so that other tools refuse it or warn: they would load the base unscaled.
+
+    `AutoPeftModelForCausalLM` of PEFT fails for a library that it does not import, and `PeftModel` warns of a key that
+    it does not know (see `WARNING`). `AutoModelForCausalLM` of transformers fails because there are no full weights.
     """
     file = folder / files.ADAPTER_CONFIG_FILE
     settings = json.loads(file.read_text(encoding="utf-8"))
-    # Without a task PEFT asks the mapping.
-    settings |= {"task_type": None, "auto_mapping": {"base_model_class": "load", "parent_library": "pi_lora"}}
+    # Without a task PEFT takes the class from the mapping.
+    settings["task_type"] = None
+    settings["auto_mapping"] = {"base_model_class": "load", "parent_library": "pi_lora"}
     settings[files.WARNING] = True
-    file.write_text(json.dumps(settings, indent=2, sort_keys=True) + "\n", encoding="utf-8")
+    text = json.dumps(settings, indent=2, sort_keys=True) + "\n"
+    file.write_text(text, encoding="utf-8")
 
 
 def save_full(model: PreTrainedModel, folder: Path, weights: Mapping[str, torch.Tensor] | None = None) -> None:
-    """Write all weights and count what was saved; transformers 5 stores some under other names than it computes.
+    """Write all weights and compare the count of saved numbers: transformers 5 renames some weights when it saves.
+
     `weights` are those gathered from FSDP, which has taken tied ones apart.
     """
     if weights is not None:
         weights = {name: weight for name, weight in weights.items() if name not in model.all_tied_weights_keys}
     model.save_pretrained(folder, state_dict=weights)
-    entries = (entry for file in folder.glob("*.safetensors") for entry in files.read_tensors(file)[1].values())
-    saved = sum(math.prod(entry.shape) for entry in entries)
-    if saved != (trained := model.num_parameters(only_trainable=True)):
+    saved = 0
+    for file in folder.glob("*.safetensors"):
+        _, entries = read_tensors(file)
+        saved += sum(math.prod(entry.shape) for entry in entries.values())
+    trained = model.num_parameters(only_trainable=True)
+    if saved != trained:
         raise ModelError(f"{folder}: {trained:,} numbers were trained, but {saved:,} saved")
 
 
-def load_adapter(model: PreTrainedModel, folder: Path, dropout: float = 0.0, trainable: bool = False) -> PeftModel:
-    """Load the adapter in `folder` onto its base, whose scaling the caller has restored, to compute as in training.
-    Raises ModelError if it is damaged or does not fit.
+def load_adapter(model: PreTrainedModel, folder: Path, *, dropout: float = 0.0, trainable: bool = False) -> PeftModel:
+    """Load the adapter in `folder` onto `model`, the scaled base, to compute as in training.
+
+    Raise ModelError if the adapter is damaged or does not fit.
     """
-    files.read_adapter_settings(folder)  # which refuses other kinds than LoRA
+    files.read_adapter_settings(folder)  # raises for other kinds than LoRA
     try:
         with without_known_warnings():
             config = peft.LoraConfig.from_pretrained(str(folder))
-            config.task_type, config.lora_dropout = "CAUSAL_LM", dropout
+            config.task_type = "CAUSAL_LM"
+            config.lora_dropout = dropout
             adapted = PeftModel.from_pretrained(model, str(folder), config=config, is_trainable=trainable)
-            _keep_whole_modules_in_float32(adapted, folder)
+            _reload_saved_modules_in_float32(adapted, folder)
     except (OSError, ValueError, KeyError, RuntimeError, SafetensorError) as error:
         reason = (str(error).strip() or repr(error)).splitlines()[-1]
         raise ModelError(f"{folder}: the adapter does not fit its base ({reason})") from error
     _keep_the_dtype_of_activations(adapted)
     expected = peft.get_peft_model_state_dict(adapted, save_embedding_layers=False)
     check_finite(str(folder), expected.items())
-    if missing := sorted(expected.keys() - files.read_tensors(folder / files.ADAPTER_WEIGHTS_FILE)[1].keys()):
-        raise ModelError(f"{folder / files.ADAPTER_WEIGHTS_FILE}: lacks {', '.join(missing)}; tune again")
+    weights_file = folder / files.ADAPTER_WEIGHTS_FILE
+    _, stored = read_tensors(weights_file)
+    missing = sorted(expected.keys() - stored.keys())
+    if missing:
+        raise ModelError(f"{weights_file}: lacks {', '.join(missing)}; tune again")
     return adapted
 
 
 @contextmanager
 def without_known_warnings() -> Iterator[None]:
-    """Ignore warnings of PEFT 0.21: its name for activation checkpointing, as TRL 1.16's, is deprecated in transformers
-    5.23; a checkpoint has no base's config where PEFT looks for it; and our own to users of plain PEFT.
+    """Ignore three warnings of PEFT 0.21.
+
+    The name of activation checkpointing, also in TRL 1.16, is deprecated in transformers 5.23. PEFT looks for the
+    config of the base in a checkpoint. The third warning is ours, to users of plain PEFT.
     """
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", ".*gradient_checkpointing(_kwargs|_enable)?` is deprecated", FutureWarning)
@@ -173,37 +207,50 @@ def without_known_warnings() -> Iterator[None]:
         yield
 
 
-def _keep_whole_modules_in_float32(model: PeftModel, folder: Path) -> None:
+def _reload_saved_modules_in_float32(model: PeftModel, folder: Path) -> None:
     """Read embeddings, norms and the head again in float32: PEFT 0.21 rounds them to the dtype of the base."""
-    wrappers = _trained_whole(model)
-    if any(weight.dtype != torch.float32 for wrapper in wrappers for weight in wrapper.modules_to_save.parameters()):
-        for wrapper in wrappers:
-            wrapper.modules_to_save.float()
-        peft.set_peft_model_state_dict(model, peft.load_peft_weights(str(folder), device="cpu"))
+    wrappers = _saved_module_wrappers(model)
+    dtypes = {weight.dtype for wrapper in wrappers for weight in wrapper.modules_to_save.parameters()}
+    if dtypes <= {torch.float32}:
+        return
+    for wrapper in wrappers:
+        wrapper.modules_to_save.float()
+    weights = peft.load_peft_weights(str(folder), device="cpu")
+    peft.set_peft_model_state_dict(model, weights)
 
 
 def _keep_the_dtype_of_activations(model: PeftModel) -> None:
-    """Make float32 embeddings and norms take and return the base's dtype, since a float32 residual stream doubles the
-    memory of every saved activation. Logits stay in float32.
+    """Make float32 embeddings and norms take and return the dtype of the base. Logits stay in float32.
+
+    A float32 residual stream doubles the memory of every saved activation.
     """
-    for module in _trained_whole(model):
-        # The RMS norms of transformers take any dtype; torch's own modules take only their weight's.
-        if isinstance(module.original_module, (nn.Linear, nn.LayerNorm)):
-            # In float32, or in what FSDP2 has gathered it in.
-            module.register_forward_pre_hook(lambda own, inputs: tuple(each.to(own.weight.dtype) for each in inputs))
-        if not isinstance(module.original_module, nn.Linear):
-            dtype = next(module.original_module.parameters()).dtype
-            module.register_forward_hook(lambda _module, _inputs, output, dtype=dtype: output.to(dtype))
+    for wrapper in _saved_module_wrappers(model):
+        # The RMS norms of transformers take any dtype; torch's modules take the dtype of their weight alone.
+        if isinstance(wrapper.original_module, (nn.Linear, nn.LayerNorm)):
+            wrapper.register_forward_pre_hook(_cast_inputs)
+        if not isinstance(wrapper.original_module, nn.Linear):
+            dtype = next(wrapper.original_module.parameters()).dtype
+            wrapper.register_forward_hook(partial(_cast_output, dtype=dtype))
 
 
-def _trained_whole(model: PeftModel) -> list[ModulesToSaveWrapper]:
-    """Return the embeddings, norms and head that train beside LoRA; adapters made elsewhere may have other modules."""
-    whole = []
+def _cast_inputs(wrapper: Any, inputs: tuple[torch.Tensor, ...]) -> tuple[torch.Tensor, ...]:
+    """Cast inputs to the dtype of the weight: float32, or the dtype in which FSDP2 has gathered it."""
+    return tuple(tensor.to(wrapper.weight.dtype) for tensor in inputs)
+
+
+def _cast_output(_module: nn.Module, _inputs: object, output: torch.Tensor, *, dtype: torch.dtype) -> torch.Tensor:
+    return output.to(dtype)
+
+
+def _saved_module_wrappers(model: PeftModel) -> list[ModulesToSaveWrapper]:
+    """Return the embeddings, norms and head in `modules_to_save`; adapters made elsewhere may have other modules."""
+    wrappers = []
     for module in model.modules():
-        own = module.original_module if isinstance(module, ModulesToSaveWrapper) else None
-        if isinstance(own, (nn.Embedding, nn.Linear)) or "Norm" in type(own).__name__:
-            whole.append(module)
-    return whole
+        if isinstance(module, ModulesToSaveWrapper):
+            original = module.original_module
+            if isinstance(original, (nn.Embedding, nn.Linear)) or "Norm" in type(original).__name__:
+                wrappers.append(module)
+    return wrappers
 
 
 def _saved_name(name: str) -> str:
@@ -212,21 +259,24 @@ def _saved_name(name: str) -> str:
     return name
 
 
-def _names_trained_whole(model: PreTrainedModel, tuning: Tuning) -> list[str]:
-    """Return the last part of the names of the modules that train in full beside LoRA."""
-    names, embeddings = [], model.get_input_embeddings()
+def _modules_to_save(model: PreTrainedModel, tuning: Tuning) -> list[str]:
+    """Return the last part of the names of the modules that train in full, in addition to LoRA."""
+    names = []
+    embeddings = model.get_input_embeddings()
     for name, module in model.named_modules():
         # The norms of OLMo have no parameters.
         is_norm = "Norm" in type(module).__name__ and any(True for _ in module.parameters())
-        if (tuning.with_embeddings and module is embeddings) or (tuning.with_norms and is_norm):
+        trains_as_embedding = tuning.with_embeddings and module is embeddings
+        trains_as_norm = tuning.with_norms and is_norm
+        if trains_as_embedding or trains_as_norm:
             names.append(name)
     return sorted(_last_parts(names))
 
 
 def _attention_names(model: nn.Module) -> set[str]:
     """Return the last part of the names of the linear layers in attention, which differ between architectures."""
-    linear = (name for name, module in model.named_modules() if isinstance(module, nn.Linear))
-    return _last_parts(name for name in linear if "attn." in name or "attention." in name)
+    linear_names = [name for name, module in model.named_modules() if isinstance(module, nn.Linear)]
+    return _last_parts(name for name in linear_names if "attn." in name or "attention." in name)
 
 
 def _last_parts(names: Iterable[str]) -> set[str]:

@@ -1,42 +1,42 @@
-"""The files of models: where they are (a folder, the cache of the hub, or the package itself), one checked reader for
-each small one, and a digest of weights. No torch.
+"""The small files of models: their location (a folder, the cache of the hub, or the package), and checked readers.
+
+This module does not import torch.
 """
 
-import hashlib
 import json
 import math
 import os
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Annotated, NamedTuple
+from typing import Annotated
 
 from huggingface_hub import hf_hub_download
 from huggingface_hub.constants import HF_HUB_OFFLINE
 from huggingface_hub.errors import EntryNotFoundError
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field
-from safetensors import SafetensorError, safe_open
 
 from pi_lora.errors import ModelError, first_line
 from pi_lora.scaling.config import Config, with_legacy_rope_keys
 from pi_lora.storage import read_json
 from pi_lora.types import Json
 
-CONFIG_FILE, WEIGHTS_FILE, INDEX_FILE = "config.json", "model.safetensors", "model.safetensors.index.json"
+CONFIG_FILE = "config.json"
+SETTINGS_FILE = "tokenizer_config.json"
+CHAT_TEMPLATE = "chat_template.jinja"
+TOKENIZER_FILES = (SETTINGS_FILE, "tokenizer.json", "tokenizer.model", CHAT_TEMPLATE)
 # As PEFT names them.
 ADAPTER_CONFIG_FILE = "adapter_config.json"
 ADAPTER_WEIGHTS_FILE = "adapter_model.safetensors"
-# What follows the base's name in the adapters that are released with pi-lora.
+# The ending of the name of the base in the adapters that are released with pi-lora.
 EXTENDED = " (extended by pi-lora: load it with pi_lora.load, or merge it)"
-# A key in the settings of an adapter of an extended base. `PeftModel.from_pretrained` takes any base, and nothing there
-# stops it or scales its positions; but PEFT warns of a key that it does not know, by its name, and ignores it.
+# A key in the settings of an adapter of an extended base. `PeftModel.from_pretrained` takes any base and does not scale
+# its positions, but PEFT warns of a key that it does not know, with the name of the key, and ignores it.
 WARNING = "the base needs the config.json beside this file: load it with pi_lora.load, or merge it"
 BUILTIN = "builtin:"
 BUILTIN_FOLDER = Path(__file__).parents[1] / "builtin"
 REMOTE_CODE = "runs Python code of its own; read that code, and if you trust it give --trust-remote-code"
-# Of each tensor its first, middle and last bytes are read: other weights differ everywhere.
-SAMPLE_BYTES = 4096
 
 
 def locate(name: str) -> str:
@@ -56,10 +56,22 @@ def is_local(name: str) -> bool:
     return name.startswith((".", "/", "~", BUILTIN)) or name.count("/") > 1 or Path(name).exists()
 
 
+def public_name(name: str) -> str:
+    """Return a name as strangers may read it: the last part of a path on this machine, and any other name as it is.
+
+    >>> public_name("/home/me/books/*.txt"), public_name("~/base"), public_name("owner/base")
+    ('*.txt', 'base', 'owner/base')
+    """
+    if name.startswith(("/", "~", ".")) or os.path.exists(name):
+        return Path(name).name or name
+    return name
+
+
 def find_file(path: str, name: str, revision: str = "main") -> Path | None:
     """Return a file of the folder or hub id `path`, downloaded if necessary, or None if there is none."""
     if os.path.isdir(path):
-        return file if (file := Path(path, name)).is_file() else None
+        file = Path(path, name)
+        return file if file.is_file() else None
     try:
         return Path(hf_hub_download(path, name, revision=revision))
     except EntryNotFoundError:  # or not in the cache, without a network
@@ -101,8 +113,9 @@ def save_config(config: Config, folder: Path) -> None:
 
 
 class AdapterSettings(_Stored):
-    """PEFT's settings of an adapter, as far as they are used here; PEFT itself reads the file again. The base's name is
-    without `EXTENDED`.
+    """The settings of an adapter that are used here; PEFT reads the file again.
+
+    The name of the base is without `EXTENDED`.
     """
 
     peft_type: str
@@ -123,79 +136,19 @@ class AdapterSettings(_Stored):
         >>> settings.scaling("model.layers.0.mlp.up_proj", 4)
         0.5
         """
-        patterns = (self.alpha_pattern or {}).items()
-        matching = (alpha for pattern, alpha in patterns if re.match(rf"(.*\.)?({pattern})$", module))
-        return next(matching, self.lora_alpha) / (math.sqrt(rank) if self.use_rslora else rank)
+        alpha = self.lora_alpha
+        for pattern, pattern_alpha in (self.alpha_pattern or {}).items():
+            if re.match(rf"(.*\.)?({pattern})$", module):
+                alpha = pattern_alpha
+                break
+        divisor = math.sqrt(rank) if self.use_rslora else rank
+        return alpha / divisor
 
 
 def read_adapter_settings(folder: Path) -> AdapterSettings:
-    """Read PEFT's settings of the adapter in a folder; raise ModelError if they are missing or wrong."""
+    """Read the settings of the adapter in a folder; raise ModelError if they are missing or wrong."""
     file = folder / ADAPTER_CONFIG_FILE
     settings = read_json(file, AdapterSettings, "tune or download it again")
     if settings.peft_type != "LORA":
         raise ModelError(f"{file}: peft_type {settings.peft_type}: only LoRA adapters can be loaded and merged")
     return settings
-
-
-# Of the format (https://huggingface.co/docs/safetensors): the length of the header before it.
-LENGTH_BYTES, METADATA = 8, "__metadata__"
-
-
-class TensorEntry(NamedTuple):
-    """What the header of a safetensors file says of a tensor."""
-
-    dtype: str
-    shape: list[int]
-    data_offsets: list[int]
-
-
-def read_tensors(file: Path) -> tuple[int, dict[str, TensorEntry]]:
-    """Return where the data of a safetensors file begins, in bytes, and the entries of its header by name; raise
-    ModelError if it is damaged.
-    """
-    try:
-        # The library validates extents, gaps, overlaps and the length of the file.
-        with safe_open(file, framework="numpy"), file.open("rb") as content:
-            size = int.from_bytes(content.read(LENGTH_BYTES), "little")
-            header = json.loads(content.read(size))
-    except (OSError, SafetensorError) as error:
-        raise ModelError(
-            f"{file}: missing, damaged or not safetensors ({first_line(error)}); download it again"
-        ) from None
-    header.pop(METADATA, None)
-    entries = {name: TensorEntry(each["dtype"], each["shape"], each["data_offsets"]) for name, each in header.items()}
-    return LENGTH_BYTES + size, entries
-
-
-class _Index(_Stored):
-    weight_map: dict[str, Annotated[str, Field(pattern=r"^[\w.-]+\.safetensors$")]] = Field(min_length=1)
-
-
-def read_index(file: Path) -> dict[str, str]:
-    """Read which file of a model's folder holds which tensor; raise ModelError if the index is damaged."""
-    return read_json(file, _Index, "download it again").weight_map
-
-
-def weights_digest(find_file: Callable[[str], Path | None]) -> str:
-    """Return a SHA-256 of the names, types, shapes and sampled bytes of all tensors, however they share files;
-    `find_file` gives the file of a name.
-    """
-    index = find_file(INDEX_FILE)
-    files = map(find_file, sorted({*read_index(index).values()}) if index else [WEIGHTS_FILE])
-    digests = dict(tensor for file in files if file for tensor in _tensors(file))
-    return hashlib.sha256(json.dumps(sorted(digests.items())).encode()).hexdigest()
-
-
-def _tensors(file: Path) -> list[tuple[str, list[object]]]:
-    """Return each tensor's name with its type, shape and a digest of sampled bytes."""
-    start_of_data, entries = read_tensors(file)
-    digests: list[tuple[str, list[object]]] = []
-    with file.open("rb", buffering=0) as stream:
-        for name, entry in entries.items():
-            first, last = (start_of_data + offset for offset in entry.data_offsets)
-            digest = hashlib.sha256()
-            for start in sorted({first, max(first, (first + last) // 2), max(first, last - SAMPLE_BYTES)}):
-                stream.seek(start)
-                digest.update(stream.read(min(SAMPLE_BYTES, last - start)))
-            digests.append((name, [entry.dtype, entry.shape, digest.hexdigest()]))
-    return digests

@@ -1,4 +1,4 @@
-"""The host: its memory, and whether its processor has bfloat16 instructions; without torch, which takes seconds."""
+"""Memory and processor of the host, without torch, whose import takes seconds."""
 
 import re
 from collections.abc import Iterator
@@ -10,27 +10,38 @@ import psutil
 
 def has_bfloat16_instructions(root: Path = Path("/")) -> bool:
     """Whether the processor multiplies in bfloat16 (AVX512-BF16 or AMX), as Linux says; False on other systems."""
-    processor = root / "proc/cpuinfo"
-    return processor.is_file() and re.search("avx512_bf16|amx_bf16", processor.read_text()) is not None
+    cpuinfo = root / "proc/cpuinfo"
+    if not cpuinfo.is_file():
+        return False
+    return re.search("avx512_bf16|amx_bf16", cpuinfo.read_text()) is not None
 
 
 def host_memory(root: Path = Path("/")) -> tuple[int, int]:
-    """Return the bytes of memory that this process may use, in all and still free: the machine's, or less where a
-    cgroup limits it, as containers and batch systems do. `root` has the system's files.
+    """Return the bytes of memory that this process may use, and how many of them are free.
+
+    They are those of the machine, or fewer in a cgroup with a limit, as in containers and batch systems. `root` has the
+    files of the system.
     """
     machine = psutil.virtual_memory()
     limits = [(machine.total, machine.available), *_cgroup_limits(root)]
-    return min(total for total, _ in limits), max(0, min(free for _, free in limits))
+    lowest_total = min(total for total, _ in limits)
+    lowest_free = min(free for _, free in limits)
+    return lowest_total, max(0, lowest_free)
 
 
 def _cgroup_limits(root: Path) -> Iterator[tuple[int, int]]:
-    """Yield the limits of the cgroup that this process is in, and what is free of them; the cache of files is free."""
-    groups = root / "proc/self/cgroup"
-    for line in groups.read_text().splitlines() if groups.is_file() else ():
-        own_group = root / "sys/fs/cgroup" / line.split(":", 2)[2].lstrip("/")
-        # A limit may be set above. In a container, the path may be the host's, and the mounted folder its own group.
-        for folder in (own_group, *own_group.parents):
+    """Yield limit and free bytes of the cgroups of this process; the cache of files counts as free."""
+    cgroup_file = root / "proc/self/cgroup"
+    if not cgroup_file.is_file():
+        return
+    for line in cgroup_file.read_text().splitlines():
+        _, _, path = line.split(":", 2)
+        group = root / "sys/fs/cgroup" / path.lstrip("/")
+        # A parent may have the limit. In a container the path may be that on the host, and the mount the group.
+        for folder in (group, *group.parents):
             with suppress(OSError, ValueError, KeyError):  # no such file, or no limit ("max")
-                most = int((folder / "memory.max").read_text())
-                counts = dict(row.split() for row in (folder / "memory.stat").read_text().splitlines())
-                yield most, most - int((folder / "memory.current").read_text()) + int(counts["inactive_file"])
+                limit = int((folder / "memory.max").read_text())
+                used = int((folder / "memory.current").read_text())
+                rows = (folder / "memory.stat").read_text().splitlines()
+                counts = dict(row.split() for row in rows)
+                yield limit, limit - used + int(counts["inactive_file"])

@@ -1,131 +1,222 @@
-"""The weights of a base model, read on the accelerator, quantized, in host memory, or left out."""
+"""Weights in safetensors files: their headers, tensors read a few rows at a time, and a digest of all of them.
 
-import contextlib
+Rows are read by offset: the format is 8 bytes with the length of the header, the header, and the tensors. `safe_open`
+maps the file, and mapped pages count as resident memory (953 MB instead of 385 for a file of 600 MB); opened for each
+block it parses the header as long as it reads the block, and an I/O error on mapped pages kills the process.
+"""
+
+import hashlib
+import json
 import math
-from collections.abc import Iterable, Iterator, Mapping
-from typing import Any, Literal
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated, NamedTuple
 
+import numpy as np
 import torch
-import transformers
-from accelerate import init_empty_weights
-from safetensors import SafetensorError
-from transformers import AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
-from transformers import logging as transformers_logging
+from pydantic import BaseModel, ConfigDict, Field
+from safetensors import SafetensorError, safe_open
+from transformers.utils import SAFE_WEIGHTS_INDEX_NAME, SAFE_WEIGHTS_NAME
 
 from pi_lora.errors import ModelError, first_line
-from pi_lora.models.machine import device
+from pi_lora.storage import read_json
 
-# `device`: the accelerator if there is one. `quantized`: the same, as NF4 with double quantization (QLoRA, Dettmers et
-# al. 2023). `host`: from where FSDP spreads them over several GPUs. `empty`: no weights are read, for the processes
-# that FSDP sends their shards from another one.
-Placement = Literal["device", "quantized", "host", "empty"]
+# The numbers in a block: 2 MB in float32 stay in the cache of a processor.
+BLOCK = 500_000
+# The dtypes by their names in the format.
+DTYPES = {
+    "F64": torch.float64,
+    "F32": torch.float32,
+    "F16": torch.float16,
+    "BF16": torch.bfloat16,
+    "I64": torch.int64,
+    "I32": torch.int32,
+    "U8": torch.uint8,
+    "BOOL": torch.bool,
+}
+# Bytes read of each tensor for a digest, at the start, the middle and the end: other weights differ everywhere.
+SAMPLE_BYTES = 4096
+# Of the format (https://huggingface.co/docs/safetensors): the bytes at the start with the length of the header, and the
+# entry of the header that is no tensor.
+LENGTH_BYTES, METADATA = 8, "__metadata__"
 
-# Weights are read in this dtype to be quantized: read in another one, the same weight may have another NF4 value.
-QUANTIZED_FROM = torch.bfloat16
-# How many names a message shows of many.
-SHOWN = 3
+
+class TensorEntry(NamedTuple):
+    """The entry of a tensor in the header of a safetensors file."""
+
+    dtype: str
+    shape: list[int]
+    data_offsets: list[int]
 
 
-def read_weights(
-    name: str, path: str, config: PreTrainedConfig, dtype: torch.dtype, attention: str, place: Placement, **source: Any
-) -> PreTrainedModel:
-    """Load the model `name` of `config` with the weights in the folder or hub id `path`; `source` holds the options
-    `revision` and `trust_remote_code` of `from_pretrained`. A `quantized` model computes in `dtype`; NF4 is
-    always made from bfloat16, as in training.
+def read_tensors(file: Path) -> tuple[int, dict[str, TensorEntry]]:
+    """Return the offset in bytes of the data of a safetensors file, and the entries of the header by name.
 
-    Raises:
-        ModelError: They cannot be read, are not exactly those of the config, or are infinite or NaN.
+    Raise ModelError if the file is damaged.
     """
-    options: dict[str, Any] = {}
-    on_gpu = device().type == "cuda"
-    if place == "quantized":
-        nf4 = {"bnb_4bit_quant_type": "nf4", "bnb_4bit_use_double_quant": True, "bnb_4bit_compute_dtype": dtype}
-        options["quantization_config"] = transformers.BitsAndBytesConfig(load_in_4bit=True, **nf4)
-    # A GPU gets the weights without a copy of the whole model in host memory.
-    if place == "quantized" or (place == "device" and on_gpu):
-        options["device_map"] = {"": torch.cuda.current_device() if on_gpu else device()}
-    with quiet_loading():
-        try:
-            model, report = AutoModelForCausalLM.from_pretrained(
-                path,
-                config=config,
-                dtype=QUANTIZED_FROM if place == "quantized" else dtype,
-                attn_implementation=attention,
-                use_safetensors=True,
-                # Reported below, with the names.
-                ignore_mismatched_sizes=True,
-                output_loading_info=True,
-                **options,
-                **source,
-            )
-        except (OSError, ValueError, RuntimeError, SafetensorError) as error:
-            raise ModelError(f"{name}: its weights cannot be loaded ({first_line(error)})") from error
-    _check_complete(name, report)
-    if place == "quantized":
-        _compute_in(dtype, model)
-    loaded: PreTrainedModel = model
-    check_finite(name, loaded.named_parameters())
-    return loaded
-
-
-def empty_weights(config: PreTrainedConfig, dtype: torch.dtype, attention: str, trust_remote_code: bool) -> Any:
-    """Build the model of `config` with its own buffers, but weights in memory that is reserved and never touched: the
-    optimizer is made before FSDP, and accelerate 1.15 tells its parameters apart by their addresses.
-    """
-    with quiet_loading(), init_empty_weights():
-        model: PreTrainedModel = AutoModelForCausalLM.from_config(
-            config, trust_remote_code=trust_remote_code, dtype=dtype, attn_implementation=attention
-        )
-    for module in model.modules():
-        for name, weight in list(module.named_parameters(recurse=False)):
-            setattr(module, name, torch.nn.Parameter(torch.empty_like(weight, device="cpu")))
-    model.tie_weights()
-    return model.eval()
-
-
-@contextlib.contextmanager
-def quiet_loading() -> Iterator[None]:
-    """Keep transformers' progress bars and notes off the terminal; errors are exceptions all the same."""
-    verbosity = transformers_logging.get_verbosity()
-    transformers_logging.set_verbosity_error()
-    transformers_logging.disable_progress_bar()
     try:
-        yield
-    finally:
-        transformers_logging.set_verbosity(verbosity)
+        # The library validates extents, gaps, overlaps and the length of the file.
+        with safe_open(file, framework="numpy"), file.open("rb") as content:
+            size = int.from_bytes(content.read(LENGTH_BYTES), "little")
+            header = json.loads(content.read(size))
+    except (OSError, SafetensorError) as error:
+        raise ModelError(
+            f"{file}: missing, damaged or not safetensors ({first_line(error)}); download it again"
+        ) from None
+    header.pop(METADATA, None)
+    entries = {}
+    for name, entry in header.items():
+        entries[name] = TensorEntry(entry["dtype"], entry["shape"], entry["data_offsets"])
+    return LENGTH_BYTES + size, entries
 
 
-def _check_complete(name: str, report: Mapping[str, Any]) -> None:
-    """Raise ModelError if the weights are not exactly those that the config describes: transformers would give what is
-    missing or has another shape random values, and leave out what it does not expect.
+@dataclass(frozen=True)
+class StoredTensor:
+    """A tensor in a file; `offset` is the position of its first byte."""
+
+    name: str
+    dtype: torch.dtype
+    shape: tuple[int, ...]
+    path: Path
+    offset: int
+
+    def rows(self, start: int, stop: int) -> torch.Tensor:
+        """Read rows `start` to `stop` (exclusive) along the first axis; a scalar is one row."""
+        row_shape = self.shape[1:]
+        row_bytes = math.prod(row_shape) * self.dtype.itemsize
+        data = np.fromfile(
+            self.path,
+            dtype=np.uint8,
+            count=(stop - start) * row_bytes,
+            offset=self.offset + start * row_bytes,
+        )
+        return torch.from_numpy(data).view(self.dtype).view(stop - start, *row_shape)
+
+    def blocks(self) -> Iterator[torch.Tensor]:
+        """Yield the tensor, a few rows at a time."""
+        return (self.rows(start, stop) for start, stop in spans(self.shape))
+
+    def whole(self) -> torch.Tensor:
+        """Read the whole tensor."""
+        return self.rows(0, self.shape[0])
+
+
+def spans(shape: tuple[int, ...]) -> Iterator[tuple[int, int]]:
+    """Yield the first and last row (exclusive) of blocks of at most `BLOCK` numbers, or of one row if it has more.
+
+    >>> list(spans((5, 250_000))), list(spans(())), list(spans((0, 3)))
+    ([(0, 2), (2, 4), (4, 5)], [(0, 1)], [])
     """
-    mismatched = [f"{key} is {list(stored)} instead of {list(own)}" for key, stored, own in report["mismatched_keys"]]
-    kinds = {"lack": report["missing_keys"], "have": mismatched, "have beyond its config": report["unexpected_keys"]}
-    if problems := [f"{verb} {', '.join(sorted(keys)[:SHOWN])}" for verb, keys in kinds.items() if keys]:
-        raise ModelError(f"{name}: its weights {', and '.join(problems)}; download all of its files")
+    rows = shape[0] if shape else 1
+    row_numbers = max(1, math.prod(shape[1:]))
+    step = max(1, BLOCK // row_numbers)
+    for start in range(0, rows, step):
+        yield start, min(rows, start + step)
 
 
-def _compute_in(dtype: torch.dtype, model: PreTrainedModel) -> None:
-    """Let a quantized model compute in `dtype`, from the weights as they were quantized, on every processor.
+def read_header(path: Path) -> dict[str, StoredTensor]:
+    """Return the tensors of a safetensors file by name; raise ModelError if it is damaged."""
+    start, entries = read_tensors(path)
+    other_dtypes = {entry.dtype for entry in entries.values()} - DTYPES.keys()
+    if other_dtypes:
+        names = ", ".join(other_dtypes)
+        raise ModelError(f"{path}: stores tensors as {names}, which cannot be merged; use the model itself")
+    tensors = {}
+    for name, entry in entries.items():
+        first_byte, _ = entry.data_offsets
+        tensors[name] = StoredTensor(
+            name=name,
+            dtype=DTYPES[entry.dtype],
+            shape=tuple(entry.shape),
+            path=path,
+            offset=start + first_byte,
+        )
+    return tensors
 
-    On processors with AVX512-BF16, bitsandbytes 0.50 repacks a layer at its first forward in evaluation mode, and then
-    computes in bfloat16. It fails where the inner size is no multiple of the block size of 64 or the outer one of 32,
-    rounds the scales of the blocks to bfloat16, and does not undo it for training, whose gradients then do not pass.
+
+def read_weights(model: str, find: Callable[[str], Path | None]) -> dict[str, StoredTensor]:
+    """Return the tensors of `model` by name, in the order of the files; only headers are read.
+
+    `find` returns the path of a file by name, or None. Raise ModelError if a file is missing or damaged, or lacks a
+    tensor that the index places there.
     """
-    from bitsandbytes.nn.modules import Linear4bit  # an optional package
+    index = find(SAFE_WEIGHTS_INDEX_NAME)
+    single_file = None if index else find(SAFE_WEIGHTS_NAME)
+    if index:
+        file_of_tensor = read_index(index)
+    elif single_file:
+        file_of_tensor = dict.fromkeys(read_header(single_file), SAFE_WEIGHTS_NAME)
+    else:
+        raise ModelError(
+            f"{model}: has no {SAFE_WEIGHTS_NAME} (pickle can run code and is not read); name another base"
+        )
+    weights: dict[str, StoredTensor] = {}
+    for file in sorted(set(file_of_tensor.values())):
+        names = {name for name, holder in file_of_tensor.items() if holder == file}
+        path = find(file)
+        if path is None:
+            raise ModelError(f"{model}: {file}: is missing (it holds {min(names)}); download it again")
+        tensors = read_header(path)
+        lacking = names - tensors.keys()
+        if lacking:
+            raise ModelError(f"{path}: lacks {min(lacking)}, which the index places there; download it again")
+        # Tensors that the index leaves out are not read, as in transformers.
+        weights |= {name: tensor for name, tensor in tensors.items() if name in names}
+    return weights
 
-    for layer in model.modules():
-        if isinstance(layer, Linear4bit):
-            layer.support_avx512bf16_for_cpu = False
-    for weight in model.parameters():
-        if weight.is_floating_point():
-            weight.data = weight.data.to(dtype)
-    model.config.dtype = dtype
+
+class _Index(BaseModel):
+    """The fields of an index that are read; there are others."""
+
+    model_config = ConfigDict(strict=True, extra="allow", frozen=True)
+
+    weight_map: dict[str, Annotated[str, Field(pattern=r"^[\w.-]+\.safetensors$")]] = Field(min_length=1)
+
+
+def read_index(file: Path) -> dict[str, str]:
+    """Return the file of every tensor of a model, by name; raise ModelError if the index is damaged."""
+    return read_json(file, _Index, "download it again").weight_map
+
+
+def weights_digest(find_file: Callable[[str], Path | None]) -> str:
+    """Return a SHA-256 of the names, types, shapes and sampled bytes of all tensors, independent of their files.
+
+    `find_file` returns the path of a file by name, or None.
+    """
+    index = find_file(SAFE_WEIGHTS_INDEX_NAME)
+    names = sorted({*read_index(index).values()}) if index else [SAFE_WEIGHTS_NAME]
+    digests: dict[str, list[object]] = {}
+    for name in names:
+        file = find_file(name)
+        if file:
+            digests |= _tensor_digests(file)
+    content = json.dumps(sorted(digests.items()))
+    return hashlib.sha256(content.encode()).hexdigest()
+
+
+def _tensor_digests(file: Path) -> dict[str, list[object]]:
+    """Return type, shape and a digest of sampled bytes of every tensor of a file, by name."""
+    start_of_data, entries = read_tensors(file)
+    digests: dict[str, list[object]] = {}
+    with file.open("rb", buffering=0) as stream:
+        for name, entry in entries.items():
+            first, last = (start_of_data + offset for offset in entry.data_offsets)
+            middle = max(first, (first + last) // 2)
+            end = max(first, last - SAMPLE_BYTES)
+            digest = hashlib.sha256()
+            for start in sorted({first, middle, end}):
+                stream.seek(start)
+                digest.update(stream.read(min(SAMPLE_BYTES, last - start)))
+            digests[name] = [entry.dtype, entry.shape, digest.hexdigest()]
+    return digests
 
 
 def finite(values: torch.Tensor) -> bool:
-    """Return whether all numbers are finite; their sum tells in one pass, unless it overflows itself."""
-    total = values.sum(dtype=torch.float32 if values.dtype == torch.float16 else None)
+    """Return whether all numbers are finite."""
+    # A finite sum tells in one pass, but the sum may overflow.
+    sum_dtype = torch.float32 if values.dtype == torch.float16 else None
+    total = values.sum(dtype=sum_dtype)
     return math.isfinite(total.item()) or bool(values.isfinite().all())
 
 

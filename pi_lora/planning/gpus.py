@@ -1,4 +1,4 @@
-"""The devices that can be planned for: their memory and arithmetic."""
+"""The devices that can be planned for, with memory and peak FLOP/s."""
 
 import os
 import re
@@ -10,16 +10,18 @@ from pi_lora.models.host import has_bfloat16_instructions, host_memory
 from pi_lora.recipe.schema import Recipe
 
 CPU = "cpu"
-MIB, GIB = 2**20, 2**30
-# What NVIDIA's and AMD's drivers, and Windows' for Linux, show of their GPUs.
+MIB = 2**20
+GIB = 2**30
+# Device files of GPUs under the drivers of NVIDIA and AMD, and under WSL.
 GPU_NODES = ("/dev/nvidiactl", "/dev/kfd", "/dev/dxg")
 
 
 @dataclass(frozen=True)
 class Gpu:
-    """A device by name: its memory in bytes, and its dense peak in FLOP/s, if it is known, in bfloat16 with float32
-    accumulation, in float16 where a GPU has no bfloat16, in float32 on a CPU. `host` is the memory of its host in
-    bytes, which is known of this machine's device alone.
+    """A device with its memory in bytes and, if known, its dense peak in FLOP/s.
+
+    The peak is for bfloat16 with float32 accumulation, for float16 on a GPU without bfloat16, and for float32 on a CPU.
+    `host` is the memory of the host in bytes, known for the device of this machine only.
     """
 
     name: str
@@ -49,16 +51,16 @@ GPUS = {
         Gpu("A100-80", 81920 * MIB, 312e12),
         Gpu("H200", 143771 * MIB, 989.4e12),  # SXM
         Gpu("B200", 183359 * MIB, 2250e12),  # one of the eight of an HGX
-        # A modest machine rather than this one, so that a plan says the same everywhere: two cores at 3 GHz with 64
-        # float32 operations a cycle (AVX-512).
+        # A modest machine instead of this one, so that a plan is the same everywhere: two cores at 3 GHz with 64
+        # float32 operations per cycle (AVX-512).
         Gpu(CPU, 16 * GIB, 0.384e12, bfloat16=False),
     )
 }
 
 
 def find_gpu(name: str, where: str = "--gpu") -> Gpu:
-    """Return a device of the table by its name in any case, or any by its memory in GB (10^9 bytes); raise PiLoraError
-    if it is neither. `where` is the option or key that names it.
+    """Return the device of that name, in any case, or a device with that memory in GB (10^9 bytes). Raise PiLoraError
+    for any other name; `where` is the option or key that the error mentions.
 
     >>> find_gpu("h100").name, find_gpu("48GB").memory
     ('H100', 48000000000)
@@ -72,34 +74,36 @@ def find_gpu(name: str, where: str = "--gpu") -> Gpu:
 
 
 def gpu_of_device(device_name: str, memory: int) -> Gpu:
-    """Return the device that torch calls `device_name` and gives `memory` bytes, under a name that a recipe may give:
-    that of the table, where the memory is its own within 5 %; else the memory in GB.
+    """Return the device that torch calls `device_name`, with `memory` bytes. It is a device of the table if the memory
+    agrees within 5 %. Otherwise the name is the memory in GB, which a recipe accepts too.
 
     >>> gpu_of_device("NVIDIA A100-SXM4-80GB", 85_100_000_000).name, gpu_of_device("AMD X", 48_200_000_000).name
     ('A100-80', '48GB')
     """
-    known = [
-        gpu
-        for gpu in GPUS.values()
-        # Slower kinds, as of laptops, have other sizes.
-        if all(part in device_name for part in gpu.name.split("-")) and abs(gpu.memory / memory - 1) < 0.05
-    ]
-    # The longest name: an H100 PCIe is not the H100.
-    return max(known, key=lambda gpu: len(gpu.name), default=Gpu(f"{memory // 10**9}GB", memory, None))
+    matches = []
+    for gpu in GPUS.values():
+        same_name = all(part in device_name for part in gpu.name.split("-"))
+        # Slower GPUs of the same name, as in laptops, have other sizes.
+        if same_name and abs(gpu.memory / memory - 1) < 0.05:
+            matches.append(gpu)
+    if matches:
+        # The longest name: an H100 PCIe also matches the H100.
+        return max(matches, key=lambda gpu: len(gpu.name))
+    return Gpu(f"{memory // 10**9}GB", memory, None)
 
 
 def device_here() -> Gpu:
-    """Return this machine's accelerator, or its CPU with the memory that this process may use. torch, which takes
-    seconds, is imported where there may be a GPU, or a CPU whose arithmetic in bfloat16 is measured.
+    """Return this machine's GPU, or the CPU with the memory that this process may use. The import of torch takes
+    seconds, so it is left out if there is no GPU, and no CPU whose speed in bfloat16 must be measured.
     """
     host = host_memory()[0]
     here = replace(GPUS[CPU], memory=host)
-    # Only Linux tells without torch whether a driver shows a GPU.
+    # Only Linux shows without torch whether a GPU has a driver.
     may_have_gpu = sys.platform != "linux" or any(map(os.path.exists, GPU_NODES))
     if may_have_gpu or has_bfloat16_instructions():
         import torch
 
-        from pi_lora.models.machine import has_fast_bfloat16
+        from pi_lora.models.device import has_fast_bfloat16
 
         if torch.cuda.is_available():
             gpu = torch.cuda.get_device_properties(0)
@@ -109,8 +113,9 @@ def device_here() -> Gpu:
 
 
 def device_for(recipe: Recipe, option: str | None = None) -> Gpu:
-    """Return the device that `--gpu` names, else that of `hardware.gpu`, else this machine's."""
+    """Return the device of `--gpu`, else that of `hardware.gpu`, else that of this machine."""
     if option:
         return find_gpu(option)
-    named = recipe.hardware.gpu
-    return find_gpu(named, "hardware.gpu") if named else device_here()
+    if recipe.hardware.gpu:
+        return find_gpu(recipe.hardware.gpu, "hardware.gpu")
+    return device_here()

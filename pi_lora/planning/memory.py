@@ -1,226 +1,382 @@
-"""Memory of one device under a recipe, by component and at the moment of a training step when it is highest.
+"""Memory of one device in training, by component, and at the moment of a training step when the sum is highest.
 
 The coefficients of activations were counted by running one layer of transformers 5.23 and PEFT 0.21 under a dispatch
-mode that follows every allocation (torch 2.13); tests/planning/test_plan_memory.py counts them again. They are those of
-attention with a gated MLP; other layers are taken for one of their widths.
+mode that follows every allocation (torch 2.13). tests/planning/test_plan_memory.py counts them again. They hold for
+attention with a gated MLP; other layers are treated as such a layer of the same widths.
 
-Left out: fragmentation of the allocator, sequences shorter than the longest, what saving needs on top, the attention
-weights that the `eager` kernel alone makes whole; and what is about one percent or less: the log-sum-exp of attention,
-the norms' inverse deviations, cosines and sines, the linear layer that NF4 has unpacked at the moment.
+Left out: fragmentation of the allocator, shorter sequences, memory for saving, and the attention weights that only the
+`eager` kernel stores. Also left out is about one percent or less: the log-sum-exp of attention, the norms' inverse
+deviations, cosines and sines, and the linear layer that NF4 is unpacking.
 """
 
 from collections.abc import Mapping
 from typing import Literal, NamedTuple
 
+from pi_lora.models.shape import Shape
+from pi_lora.planning.flops import trained_parameters
 from pi_lora.planning.gpus import CPU, GIB, Gpu
-from pi_lora.planning.shape import Shape, trained_parameters
 from pi_lora.recipe.schema import Recipe, Tuning
 
-FLOAT32, BFLOAT16 = 4, 2
+# Bytes per number.
+FLOAT32 = 4
+BFLOAT16 = 2
 # Bytes per weight in NF4 with double quantization (Dettmers et al. 2023, section 3): 4 bits, an 8-bit scale for each 64
 # weights, and a float32 scale for each 256 of those: 0.5 + 1/64 + 4/(64 * 256) bytes, or 4.127 bits.
 NF4 = 0.5 + 1 / 64 + 4 / (64 * 256)
 # Assumed: the device's context, cuBLAS and NCCL workspaces.
 OVERHEAD = round(1.5 * GIB)
-# Measured (benchmarks/plan_memory.py) on a CPU: the interpreter with its libraries; and what the C library holds of
-# freed tensors, per layer, token and hidden number, up to a GiB in float32 and half of it in bfloat16, since it gives
-# larger tensors back.
+# Measured on a CPU (benchmarks/plan_memory.py): the interpreter with its libraries.
 OVERHEAD_ON_CPU = round(0.6 * GIB)
+# Measured on a CPU: bytes of freed tensors that the C library holds, per layer, token and hidden number. It returns
+# larger tensors to the system, so the sum is limited: to a GiB in float32, to half of it in bfloat16.
 FREED_ON_CPU = 55
-COMPONENTS = ("weights", "gradients", "optimizer", "activations", "logits")
-# AdamW's two moments have the precision of what they are of; bitsandbytes' take a byte each, and a float32 scale for
-# each 256; those of embeddings stay in 32 bits (transformers 5.23). Paged ones may leave a full device, which is not
-# counted on.
+# AdamW's two moments have the precision of their weights. Those of bitsandbytes take a byte each, and a float32 scale
+# for 256 of them; moments of embeddings stay in 32 bits (transformers 5.23). Paged moments may leave a full device;
+# the plan does not count on it.
 ADAMW_MOMENTS = 2
 ADAMW_8BIT = 2 * (1 + 4 / 256)
 # The chunked loss of TRL 1.16 works on tiles of the logits (trl/kernels/chunked_logprob.py, trl/trainer/utils.py).
-LOSS_TILE_TOKENS, LOSS_TILE_VOCABULARY = 4096, 32768
-# Its kernels fuse what they do to a tile; without Triton, as on a CPU, the backward holds seven float32 tensors of the
-# tile's size and a mask of bytes.
+LOSS_TILE_TOKENS = 4096
+LOSS_TILE_VOCABULARY = 32768
+# Its Triton kernels fuse the operations on a tile. Without Triton, as on a CPU, the backward holds seven float32
+# tensors of the tile's size and a mask of bytes.
 LOSS_TILE_UNFUSED = 7 * FLOAT32 + 1
 # With offloading, saved inputs on the device at once: one on its way out, one in use, two on their way in
 # (measured in TRL's long-context guide: "only 4 are ever resident at once").
 RESIDENT_WHEN_OFFLOADED = 4
 # The plain loss has all logits in float32 at its peak, as log-probabilities and twice as gradients (torch 2.13).
 PLAIN_LOSS = 3 * FLOAT32
-# How far a measured peak may lie above the planned one; room is what is left beyond it.
+# A measured peak may be this many times the planned one.
 MARGIN = 1.15
-# Logits that a measurement holds at a time, in bfloat16 and twice in float32 (evaluation/forward.py).
-MEASURED_LOGITS, MEASURED_LOGITS_ON_CPU = 10 * 2**28, 10 * 2**25
+# Bytes of logits that a measurement holds at a time, in bfloat16 and twice in float32 (evaluation/forward.py).
+MEASURED_LOGITS = 10 * 2**28
+MEASURED_LOGITS_ON_CPU = 10 * 2**25
 
 
-# bfloat16: of weights and hidden states; autocast: bfloat16 from float32 weights and hidden states; float32: of both;
-# casts: PEFT's, from a bfloat16 base to its float32 adapter, where no autocast does that, or dropout forbids it.
+# The dtypes of weights and hidden states.
+# - bfloat16, float32: of both;
+# - autocast: products in bfloat16, of float32 weights and hidden states;
+# - casts: PEFT's, from a bfloat16 base to its float32 adapter, without autocast or where dropout forbids it.
 Arithmetic = Literal["bfloat16", "autocast", "float32", "casts"]
+# With float32 hidden states.
 WIDE_STREAM = ("autocast", "float32")
-# What a layer keeps for its backward outside attention, in tensors of bfloat16 of the hidden and of the intermediate
-# width: a float32 one counts as two. The MLP keeps four tensors of its width; linear layers that train keep their
-# inputs, for each a cast of its own under autocast. LoRA's frozen norms keep their input as float32. LoRA on attention
-# alone takes up to a fifth less.
+# Tensors that a layer keeps for its backward outside attention: (of the hidden width, of the intermediate width), in
+# bfloat16; a float32 tensor counts as two. The MLP keeps four tensors of the intermediate width. Linear layers that
+# train keep their inputs, under autocast also a cast of them. Frozen norms under LoRA keep their input as float32. LoRA
+# on attention alone takes up to a fifth less.
 _FULL = {"bfloat16": (8, 4), "autocast": (11, 4), "float32": (10, 8)}
 _LORA = {"bfloat16": (6, 4), "autocast": (7, 4), "float32": (6, 8), "casts": (16, 5)}
-# What the backward of the MLP adds.
+# Tensors that the backward of the MLP adds.
 _BACKWARD = {"bfloat16": (2, 2), "autocast": (2, 2), "float32": (4, 4), "casts": (6, 1.75)}
-# LoRA on experts adds its product to their weights: bytes per number of one layer's experts at the peak; 2.0 of them
+# LoRA on experts adds its product to their weights: bytes per number of one layer's experts at the peak, of which 2.0
 # are kept.
 ADAPTED_EXPERTS = 2.7
-# Hidden widths at the peak of a chunked MLP, beyond those that are kept and those of a chunk; full tuning takes 8.
+# Tensors of the hidden width at the peak of a chunked MLP, beyond kept ones and those of a chunk; full tuning takes 8.
 _AROUND_CHUNKS = 12
 
 
+# The model's own loss, from all logits at once; or TRL's, which computes the logits in chunks, and twice.
+LossKernel = Literal["plain", "chunked"]
+
+
+class Moment(NamedTuple):
+    """Bytes on one device at a moment of a training step, by component."""
+
+    weights: int
+    gradients: int
+    optimizer: int
+    activations: int
+    logits: int
+
+
+class States(NamedTuple):
+    """Bytes on one device that a step does not change: weights, gradients, AdamW's moments. The gradients include the
+    buckets of DistributedDataParallel, which stay when gradients are freed.
+    """
+
+    weights: int
+    gradients: int
+    optimizer: int
+    buckets: int
+
+
 class DeviceMemory(NamedTuple):
-    """Bytes on one device: the most of each component, and of their sum, which need not coincide; the `peak`, which has
-    the process on top; and `host`, what the device pins in the memory of its host. `plain_loss`: whether the loss is
-    the model's own, from all logits at once, and not TRL's in chunks, which computes them twice.
+    """The highest use of memory in bytes on one device.
+
+    `components` has the maximum of each component and `highest` that of their sum, at possibly different moments.
+    `peak` includes the process itself. `host` is the memory that the device pins in the host.
     """
 
     components: Mapping[str, int]
     highest: int
     peak: int
     host: int
-    plain_loss: bool
 
 
-def memory(shape: Shape, recipe: Recipe, original: int, gpu: Gpu) -> DeviceMemory:
-    """Return bytes on one device over a training step of a model whose own window has `original` tokens.
+class _Step(NamedTuple):
+    """A training step on one device: tokens of a forward pass, arithmetic, states, and the moments but for the loss."""
 
-    These moments are compared: the loss, the backward through the last layer (every saved input is still there) and
-    through the first (every gradient already is), and measuring between two steps.
-    """
-    training, tuning, hardware = recipe.training, recipe.tuning, recipe.hardware
-    on_cpu, full = gpu.name == CPU, tuning.method == "full"
-    length = recipe.data.tokens_per_sequence(original, recipe.context.target)
-    # Of a forward pass on one device.
-    tokens = training.per_device_batch_size * length // hardware.context_parallel
-    # FSDP2 shards the weights of a full or LoRA run over all GPUs; NF4 weights and CPUs hold plain copies.
-    shards = hardware.processes if recipe.sharded else 1
-    number = FLOAT32 if recipe.dtype_of_base(on_cpu, gpu.bfloat16) == "float32" else BFLOAT16
-    arithmetic = _arithmetic(recipe, gpu, number == FLOAT32, gathered=shards > 1)
-    weights, gradients, optimizer = _states(shape, recipe, number, shards)
-    # DistributedDataParallel's buckets, which stay when gradients go.
-    buckets = gradients if shards == 1 and hardware.processes > 1 else 0
-    gradients += buckets
-    # Autocast keeps bfloat16 copies of float32 weights for the backward; of layers that are checkpointed, those that
-    # train alone, and until the forward pass ends.
-    casts = (shape.linear_weights + shape.experts) * BFLOAT16 if arithmetic == "autocast" else 0
-    casts_of_kept = casts * (shape.layers - training.checkpointed_layers(shape.layers)) // shape.layers
-    accumulated = gradients if training.global_batch_size > recipe.sequences_at_once else 0
-    of_head = shape.embedding * FLOAT32 * (full or (shape.tied and tuning.with_embeddings))
-    kept, working = _activations(shape, recipe, tokens, arithmetic)
-    at_moments = [
-        (weights + casts_of_kept, accumulated or of_head // shards, optimizer, kept + working, 0),
-        (weights, gradients, optimizer, working + kept // shape.layers, 0),
-    ]
-    if recipe.evaluation.every:
-        # Without activations and gradients; a layer takes no more than at the peak of its backward.
-        forward = round(max(original, recipe.context.target) * layer_bytes(shape, tuning, arithmetic)[1])
-        logits = MEASURED_LOGITS_ON_CPU if on_cpu else MEASURED_LOGITS
-        at_moments.append((weights, buckets, optimizer, forward, logits))
-    freed = FREED_ON_CPU * shape.layers * tokens * shape.hidden
-    most = GIB >> (arithmetic != "float32")
-    overhead = OVERHEAD_ON_CPU + min(most, freed) if on_cpu else OVERHEAD
-    before_loss = (weights + (casts if full else casts_of_kept), accumulated, optimizer, kept)
-    plain, chunked = loss_bytes(shape, tokens, arithmetic, on_cpu)
-    # On a GPU, reading float32 logits takes longer than computing them twice. TRL's loss alone balances experts over
-    # accumulated batches.
-    plain_loss = on_cpu and not shape.experts and (sum(before_loss) + plain + overhead) * MARGIN <= gpu.memory
-    at_moments.append((*before_loss, of_head + (plain if plain_loss else chunked)))
-    highest = max(map(sum, at_moments))
-    # Each pinned tensor takes a power of two (torch 2.13).
-    pinned = shape.layers * 2 ** (hidden_states(shape, tokens, arithmetic) - 1).bit_length()
-    return DeviceMemory(
-        components=dict(zip(COMPONENTS, map(max, *at_moments), strict=True)),
-        highest=highest,
-        peak=highest + overhead,
-        host=pinned if hardware.offload_activations else 0,
-        plain_loss=plain_loss,
+    tokens: int
+    arithmetic: Arithmetic
+    states: States
+    overhead: int
+    before_loss: Moment
+    last_layer: Moment
+    first_layer: Moment
+
+
+def _step(shape: Shape, recipe: Recipe, original: int, gpu: Gpu) -> _Step:
+    on_cpu = gpu.name == CPU
+    sequence_tokens = recipe.data.tokens_per_sequence(original, recipe.context.target)
+    tokens = recipe.training.per_device_batch_size * sequence_tokens // recipe.hardware.context_parallel
+    float32_weights = recipe.dtype_of_base(on_cpu, gpu.bfloat16) == "float32"
+    arithmetic = _arithmetic(recipe, gpu, float32_weights)
+    states = _states(shape, recipe, FLOAT32 if float32_weights else BFLOAT16)
+    overhead = _overhead(shape, tokens, arithmetic, on_cpu)
+    before_loss, last_layer, first_layer = _moments_of_step(shape, recipe, states, tokens, arithmetic)
+    return _Step(
+        tokens=tokens,
+        arithmetic=arithmetic,
+        states=states,
+        overhead=overhead,
+        before_loss=before_loss,
+        last_layer=last_layer,
+        first_layer=first_layer,
     )
 
 
-def _arithmetic(recipe: Recipe, gpu: Gpu, wide: bool, gathered: bool) -> Arithmetic:
-    """Return how a step computes with float32 weights, if `wide`, or bfloat16 ones; FSDP2 gathers them in the dtype in
-    which it computes, float32 on a GPU that has no bfloat16.
+def choose_loss(shape: Shape, recipe: Recipe, original: int, gpu: Gpu) -> LossKernel:
+    """Return the loss that is faster on a device: on a CPU the plain one, if all logits fit into memory.
+
+    On a GPU, reading float32 logits takes longer than computing them twice. Only TRL's loss balances experts over
+    accumulated batches.
     """
-    in_bfloat16, tuning = recipe.computes_in(gpu.name == CPU, gpu.bfloat16) != "float32", recipe.tuning
-    if wide or gathered:
-        return "float32" if not in_bfloat16 else "bfloat16" if gathered else "autocast"
-    return "casts" if tuning.method != "full" and (not in_bfloat16 or tuning.dropout) else "bfloat16"
+    if gpu.name != CPU or shape.experts:
+        return "chunked"
+    step = _step(shape, recipe, original, gpu)
+    plain, _ = loss_bytes(shape, step.tokens, step.arithmetic, on_cpu=True)
+    fits = (sum(step.before_loss) + plain + step.overhead) * MARGIN <= gpu.memory
+    return "plain" if fits else "chunked"
 
 
-def _states(shape: Shape, recipe: Recipe, number: int, shards: int) -> tuple[int, int, int]:
-    """Return bytes on one of `shards` devices of weights, gradients and AdamW's moments; of weights that are not
-    quantized, `number` bytes each.
+def memory(shape: Shape, recipe: Recipe, original: int, gpu: Gpu, *, loss_kernel: LossKernel) -> DeviceMemory:
+    """Return bytes on one device over a training step of a model with an original window of `original` tokens.
+
+    These moments are compared: the loss, the backward through the last layer (all activations are still there), the
+    backward through the first layer (all gradients are there), and measuring between two steps.
     """
+    on_cpu = gpu.name == CPU
+    step = _step(shape, recipe, original, gpu)
+    plain, chunked = loss_bytes(shape, step.tokens, step.arithmetic, on_cpu)
+    logits = plain if loss_kernel == "plain" else chunked
+    loss = step.before_loss._replace(logits=logits + _head_gradient(shape, recipe.tuning))
+    moments = [loss, step.last_layer, step.first_layer]
+    if recipe.evaluation.every:
+        longest = max(original, recipe.context.target)
+        measuring = _measuring(shape, recipe.tuning, step.states, longest, step.arithmetic, on_cpu=on_cpu)
+        moments.append(measuring)
+    maxima = Moment(*map(max, *moments))
+    highest = max(map(sum, moments))
+    host = 0
+    if recipe.hardware.offload_activations:
+        # A pinned tensor takes a power of two (torch 2.13).
+        host = shape.layers * 2 ** (hidden_states(shape, step.tokens, step.arithmetic) - 1).bit_length()
+    return DeviceMemory(
+        components=maxima._asdict(),
+        highest=highest,
+        peak=highest + step.overhead,
+        host=host,
+    )
+
+
+def _moments_of_step(
+    shape: Shape, recipe: Recipe, states: States, tokens: int, arithmetic: Arithmetic
+) -> tuple[Moment, Moment, Moment]:
+    """Return the moments before the loss, and at the backward through the last and the first layer."""
+    full = recipe.tuning.method == "full"
+    accumulates = recipe.training.global_batch_size > recipe.sequences_at_once
+    accumulated = states.gradients if accumulates else 0
+    all_casts, kept_casts = _autocast_copies(shape, recipe, arithmetic)
+    kept, working = _activations(shape, recipe, tokens, arithmetic)
+    before_loss = Moment(
+        weights=states.weights + (all_casts if full else kept_casts),
+        gradients=accumulated,
+        optimizer=states.optimizer,
+        activations=kept,
+        logits=0,
+    )
+    last_layer = Moment(
+        weights=states.weights + kept_casts,
+        gradients=accumulated or _head_gradient(shape, recipe.tuning) // _shards(recipe),
+        optimizer=states.optimizer,
+        activations=kept + working,
+        logits=0,
+    )
+    first_layer = Moment(
+        weights=states.weights,
+        gradients=states.gradients,
+        optimizer=states.optimizer,
+        activations=working + kept // shape.layers,
+        logits=0,
+    )
+    return before_loss, last_layer, first_layer
+
+
+def _measuring(
+    shape: Shape, tuning: Tuning, states: States, longest: int, arithmetic: Arithmetic, *, on_cpu: bool
+) -> Moment:
+    """Return the moment of a measurement of `longest` tokens, which has no gradients and keeps no activations."""
+    # A layer takes no more than at the peak of its backward.
+    _, peak_per_token = layer_bytes(shape, tuning, arithmetic)
+    return Moment(
+        weights=states.weights,
+        gradients=states.buckets,
+        optimizer=states.optimizer,
+        activations=round(longest * peak_per_token),
+        logits=MEASURED_LOGITS_ON_CPU if on_cpu else MEASURED_LOGITS,
+    )
+
+
+def _shards(recipe: Recipe) -> int:
+    """Return the devices that share the weights. FSDP2 shards full and LoRA runs; NF4 weights and CPUs hold copies."""
+    return recipe.hardware.processes if recipe.sharded else 1
+
+
+def _head_gradient(shape: Shape, tuning: Tuning) -> int:
+    """Return bytes of the gradient of the head, which is 0 if the head does not train."""
+    if tuning.method == "full" or (shape.tied and tuning.with_embeddings):
+        return shape.embedding * FLOAT32
+    return 0
+
+
+def _arithmetic(recipe: Recipe, gpu: Gpu, float32_weights: bool) -> Arithmetic:
+    """Return how a step computes. Weights that FSDP2 gathers have the dtype of the computation."""
+    in_bfloat16 = recipe.computes_in(gpu.name == CPU, gpu.bfloat16) != "float32"
+    if _shards(recipe) > 1:
+        return "bfloat16" if in_bfloat16 else "float32"
+    if float32_weights:
+        return "autocast" if in_bfloat16 else "float32"
+    if recipe.tuning.method != "full" and (recipe.tuning.dropout or not in_bfloat16):
+        return "casts"
+    return "bfloat16"
+
+
+def _overhead(shape: Shape, tokens: int, arithmetic: Arithmetic, on_cpu: bool) -> int:
+    """Return bytes of the process itself, and on a CPU of the freed tensors that it holds."""
+    if not on_cpu:
+        return OVERHEAD
+    freed = FREED_ON_CPU * shape.layers * tokens * shape.hidden
+    limit = GIB if arithmetic == "float32" else GIB // 2
+    return OVERHEAD_ON_CPU + min(limit, freed)
+
+
+def _autocast_copies(shape: Shape, recipe: Recipe, arithmetic: Arithmetic) -> tuple[int, int]:
+    """Return bytes of autocast's bfloat16 copies of float32 weights: of all layers, and of those without checkpointing.
+
+    The backward needs the copies. Checkpointed layers have copies only of weights that train, until the forward pass
+    ends.
+    """
+    if arithmetic != "autocast":
+        return 0, 0
+    copies = (shape.linear_weights + shape.experts) * BFLOAT16
+    checkpointed = recipe.training.checkpointed_layers(shape.layers)
+    return copies, copies * (shape.layers - checkpointed) // shape.layers
+
+
+def _states(shape: Shape, recipe: Recipe, weight_bytes: int) -> States:
+    """Return the states of a step. A weight of the base that is not quantized takes `weight_bytes`."""
     tuning = recipe.tuning
+    shards = _shards(recipe)
     full = tuning.method == "full"
-    # NF4 applies to linear layers alone, without head or biases.
-    in_nf4 = shape.linear_weights if tuning.method == "qlora" else 0
-    base = round(in_nf4 * NF4 + (shape.parameters - in_nf4) * number)
-    # The base itself trains in its own precision; what an adapter trains is float32 (rule 4 of docs/design.md).
-    trained_number = number if full else FLOAT32
-    trained = trained_parameters(shape, tuning) * trained_number
+    # NF4 quantizes linear layers only, without head or biases.
+    quantized = shape.linear_weights if tuning.method == "qlora" else 0
+    base = round(quantized * NF4 + (shape.parameters - quantized) * weight_bytes)
+    # Full tuning trains the base in the precision of the base; an adapter is float32 (rule 4 of docs/design.md).
+    trained_bytes = weight_bytes if full else FLOAT32
+    trained = trained_parameters(shape, tuning) * trained_bytes
     moments = trained * ADAMW_MOMENTS
     if recipe.training.optimizer == "paged_adamw_8bit":
-        in_32_bits = shape.embedding * trained_number if full or tuning.with_embeddings else 0
-        moments = round(in_32_bits * ADAMW_MOMENTS + (trained - in_32_bits) / trained_number * ADAMW_8BIT)
-    weights, gradients = (base + (0 if full else trained)) // shards, trained // shards
+        in_32_bits = shape.embedding * trained_bytes if full or tuning.with_embeddings else 0
+        moments = round(in_32_bits * ADAMW_MOMENTS + (trained - in_32_bits) / trained_bytes * ADAMW_8BIT)
+    weights = base // shards if full else (base + trained) // shards
+    gradients = trained // shards
     if shards > 1:
-        # FSDP2 gathers in bfloat16 the layer at work, the next one, and the head (accelerate 1.15); two layers'
-        # gradients are whole before they are scattered.
+        # FSDP2 gathers in bfloat16 the current layer, the next one, and the head (accelerate 1.15). Gradients of two
+        # layers are whole before they are scattered.
         weights += (2 * shape.layer + shape.embedding) * BFLOAT16
-        gradients += 2 * shape.layer * BFLOAT16 if full else 0
-    return weights, gradients, moments // shards
+        if full:
+            gradients += 2 * shape.layer * BFLOAT16
+    buckets = gradients if shards == 1 and recipe.hardware.processes > 1 else 0
+    return States(weights, gradients + buckets, moments // shards, buckets)
 
 
 def hidden_states(shape: Shape, tokens: int, arithmetic: Arithmetic) -> int:
     """Return bytes of a layer's input, which checkpointing saves."""
-    return tokens * shape.hidden * (FLOAT32 if arithmetic in WIDE_STREAM else BFLOAT16)
+    number_bytes = FLOAT32 if arithmetic in WIDE_STREAM else BFLOAT16
+    return tokens * shape.hidden * number_bytes
 
 
 def loss_bytes(shape: Shape, tokens: int, arithmetic: Arithmetic, on_cpu: bool) -> tuple[int, int]:
-    """Return bytes of the plain loss and of TRL's in chunks: logits, all or a tile, and the final hidden states with
-    gradient. In chunks, gradients of the hidden states are summed in float32 once more.
+    """Return bytes of the plain loss, and of TRL's loss in chunks: logits, and the final hidden states with gradient.
+
+    The plain loss has all logits, the loss in chunks a tile of them. In chunks, gradients of the hidden states are also
+    summed in float32.
     """
-    per_logit = (FLOAT32 if arithmetic == "float32" else BFLOAT16) + (LOSS_TILE_UNFUSED if on_cpu else 0)
-    tile = min(tokens, LOSS_TILE_TOKENS) * min(shape.vocabulary, LOSS_TILE_VOCABULARY) * per_logit
-    common = 2 * hidden_states(shape, tokens, arithmetic)
-    return tokens * shape.vocabulary * PLAIN_LOSS + common, tile + tokens * shape.hidden * FLOAT32 + common
+    logit_bytes = FLOAT32 if arithmetic == "float32" else BFLOAT16
+    if on_cpu:
+        logit_bytes += LOSS_TILE_UNFUSED
+    tile = min(tokens, LOSS_TILE_TOKENS) * min(shape.vocabulary, LOSS_TILE_VOCABULARY) * logit_bytes
+    states_and_gradient = 2 * hidden_states(shape, tokens, arithmetic)
+    plain = tokens * shape.vocabulary * PLAIN_LOSS + states_and_gradient
+    chunked = tile + tokens * shape.hidden * FLOAT32 + states_and_gradient
+    return plain, chunked
 
 
 def _activations(shape: Shape, recipe: Recipe, tokens: int, arithmetic: Arithmetic) -> tuple[int, int]:
-    """Return bytes kept from the forward pass, and bytes at work on top of them inside one layer."""
-    training, tuning, hardware = recipe.training, recipe.tuning, recipe.hardware
+    """Return bytes kept from the forward pass, and bytes used on top of them inside one layer."""
+    training = recipe.training
+    tuning = recipe.tuning
     mlp_share = min(1.0, (training.mlp_chunk_tokens or tokens) / tokens)
-    kept, peak = layer_bytes(shape, tuning, arithmetic, hardware.context_parallel, mlp_share)
-    adapts_experts = tuning.method != "full" and tuning.target_modules == "all-linear"
-    of_experts = ADAPTED_EXPERTS * shape.experts / shape.layers * adapts_experts
-    kept, peak = kept * tokens + of_experts, peak * tokens + of_experts
-    checkpointed = training.checkpointed_layers(shape.layers)
-    resident = RESIDENT_WHEN_OFFLOADED if hardware.offload_activations else checkpointed
-    of_checkpointed = hidden_states(shape, tokens, arithmetic)
+    kept_per_token, peak_per_token = layer_bytes(
+        shape, tuning, arithmetic, context_parallel=recipe.hardware.context_parallel, mlp_share=mlp_share
+    )
+    adapted_experts = 0.0
+    if tuning.method != "full" and tuning.target_modules == "all-linear":
+        adapted_experts = ADAPTED_EXPERTS * shape.experts / shape.layers
+    kept = kept_per_token * tokens + adapted_experts
+    peak = peak_per_token * tokens + adapted_experts
+    checkpoint = hidden_states(shape, tokens, arithmetic)
     if training.activation_checkpointing == "selective":
-        of_checkpointed += tokens * shape.queries * (FLOAT32 if arithmetic == "float32" else BFLOAT16)
-    in_all = resident * of_checkpointed + (shape.layers - checkpointed) * kept
-    return round(in_all), round(peak if checkpointed else peak - kept)
+        number_bytes = FLOAT32 if arithmetic == "float32" else BFLOAT16
+        checkpoint += tokens * shape.queries * number_bytes
+    checkpointed = training.checkpointed_layers(shape.layers)
+    resident = RESIDENT_WHEN_OFFLOADED if recipe.hardware.offload_activations else checkpointed
+    kept_in_all = resident * checkpoint + (shape.layers - checkpointed) * kept
+    working = peak if checkpointed else peak - kept
+    return round(kept_in_all), round(working)
 
 
 def layer_bytes(
     shape: Shape, tuning: Tuning, arithmetic: Arithmetic, context_parallel: int = 1, mlp_share: float = 1.0
 ) -> tuple[float, float]:
-    """Return bytes per token of one layer: kept for the backward, and at the peak of its recomputation and backward.
+    """Return bytes per token of one layer: kept for the backward, and at the peak of recomputation and backward.
 
-    The peak is in the backward of the MLP, or in that of attention where context parallelism gathers the keys and
-    values of the whole sequence. `mlp_share` is the share of the tokens that an MLP takes at a time.
+    The peak is in the backward of the MLP; or in that of attention, where context parallelism gathers the keys and
+    values of the whole sequence. `mlp_share` is the share of the tokens that the MLP takes at a time.
     """
     full = tuning.method == "full"
-    hidden, intermediate = (_FULL if full else _LORA)[arithmetic]
-    # Attention keeps q and its output, k and v.
+    tensors = _FULL if full else _LORA
+    hidden, intermediate = tensors[arithmetic]
+    # Tensors of bfloat16 per tensor of attention, which keeps q and the output, k and v.
     width = 2 if arithmetic == "float32" else 1
-    # What norms keep beyond that: one of q and k a float32 copy, a third or fourth one of hidden states (Gemma) its
-    # float32 values as well, and one that trains with LoRA the normalized values.
-    normalized = 4 if arithmetic in WIDE_STREAM else 2
-    norms = 4 * max(0, shape.norms - 2) + (normalized if tuning.with_norms and not full else 0)
-    common = _bytes(shape, norms, heads=2 * width + (3 if shape.head_normed else 0))
+    heads = 2 * width
+    if shape.head_normed:
+        heads += 3  # norms of q and k keep a float32 copy
+    # A third and fourth norm of hidden states (Gemma) also keep their float32 values.
+    norms = 4 * max(0, shape.norms - 2)
+    if tuning.with_norms and not full:
+        norms += 4 if arithmetic in WIDE_STREAM else 2  # the normalized values, of norms that train with LoRA
+    common = _bytes(shape, norms, heads=heads)
     kept = _bytes(shape, hidden, intermediate)
     peak = kept + _bytes(shape, *_BACKWARD[arithmetic])
     if mlp_share < 1:
@@ -228,10 +384,11 @@ def layer_bytes(
         peak = min(peak, kept + _bytes(shape, _AROUND_CHUNKS) + mlp_share * peak)
     # The gradients of q, k and v; the k and v of all devices, and their gradients (torch's all-gather rotation).
     gathered = width * (shape.queries + (2 + 4 * context_parallel) * shape.keys) * BFLOAT16
-    return kept + common, max(peak, _bytes(shape, hidden) + gathered) + common
+    attention_peak = _bytes(shape, hidden) + gathered
+    return kept + common, max(peak, attention_peak) + common
 
 
 def _bytes(shape: Shape, hidden: float, intermediate: float = 0, heads: float = 0) -> float:
-    """Return bytes per token of bfloat16 tensors, so many of each width; `heads` are of queries and of keys."""
-    of_mlp = hidden * shape.hidden + intermediate * shape.intermediate
-    return (of_mlp + heads * (shape.queries + shape.keys)) * BFLOAT16
+    """Return bytes per token of bfloat16 tensors: so many of the hidden and the intermediate width, and of q and k."""
+    numbers = hidden * shape.hidden + intermediate * shape.intermediate + heads * (shape.queries + shape.keys)
+    return numbers * BFLOAT16

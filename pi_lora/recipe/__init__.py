@@ -1,1 +1,1 @@
-"""What a recipe may say (`schema`) and how its files are read (`files`)."""
+"""Recipes: the schema of their keys (`schema`), and reading their files (`files`)."""

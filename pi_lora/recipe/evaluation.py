@@ -1,4 +1,4 @@
-"""Options of every measurement: a section of a recipe, the options of its command, and kept whole in its scores."""
+"""Options of every measurement. They are a section of a recipe, options of a command, and a part of the scores."""
 
 from collections.abc import Iterator
 from typing import Annotated
@@ -7,8 +7,10 @@ from pydantic import Field, PositiveInt
 
 from pi_lora.recipe.section import LIST, Section, Seed, Texts, Tokens, Windows
 
-# The paper's stride, and the shortest window that is measured unless --windows says otherwise; both in tokens.
-STRIDE = SHORTEST_WINDOW = 256
+# The paper's stride in tokens.
+STRIDE = 256
+# The shortest window of the default windows, in tokens.
+SHORTEST_WINDOW = 256
 
 
 def default_windows(window: int, shortest: int | None = None) -> tuple[int, ...]:
@@ -17,64 +19,66 @@ def default_windows(window: int, shortest: int | None = None) -> tuple[int, ...]
     >>> default_windows(1024), default_windows(1024, 512)
     ((256, 512, 1024), (512, 1024))
     """
-    halves = [window]
-    while halves[0] // 2 >= max(SHORTEST_WINDOW, shortest or 0):
-        halves.insert(0, halves[0] // 2)
-    return tuple(halves)
+    limit = max(SHORTEST_WINDOW, shortest or 0)
+    windows = [window]
+    while windows[0] // 2 >= limit:
+        windows.insert(0, windows[0] // 2)
+    return tuple(windows)
 
 
 class PerplexityOptions(Section):
     """Sliding-window perplexity (paper, section 3.2)."""
 
     data: str | None = None
-    """a file, folder, glob or hub id; `pg19` or `proof-pile`; of the built-in model builtin:stdlib"""
+    """File, folder, glob or hub id, `pg19` or `proof-pile`. By default builtin:stdlib for the built-in model."""
     windows: Windows = None
-    """in tokens; by default L', L'/2, ... while the stride fits"""
+    """Windows to measure, in tokens. By default L', L'/2, ... while the stride fits."""
     stride: Tokens | None = None
-    """tokens; by default 256, or half the shortest window"""
+    """Tokens by which the window slides. By default 256, or half the shortest window if that is less."""
     documents: PositiveInt | None = None
-    """how many; by default all, of builtin:stdlib 12"""
+    """Number of documents. By default all; 12 of builtin:stdlib."""
     truncate: Tokens | None = None
-    """tokens of each document that are measured; by default all"""
+    """Tokens of each document that are measured. By default all."""
     min_tokens: Tokens | None = None
-    """shorter documents are left out"""
+    """Leave out documents with fewer tokens."""
     seed: Seed | None = None
-    """draw documents at random; by default the first"""
+    """Draw the documents at random with this seed. By default the first ones are taken."""
     split: str = "test"
-    """of a hub data set or builtin:stdlib"""
+    """Split of a hub data set or of builtin:stdlib."""
     column: str = "text"
-    """of rows: the one that holds the text"""
+    """Column that holds the text, if documents are rows."""
     subset: str | None = None
-    """of a hub data set that has several"""
+    """Subset of a hub data set that has several."""
     hold_out: float | None = Field(None, gt=0, lt=1)
-    """only the share that a source with the same `hold_out` keeps out of training"""
+    """Measure only the share of the text that a data source with the same `hold_out` keeps out of training."""
 
     def conflicts(self) -> Iterator[str]:
-        """Yield what no window fits."""
+        """Yield a stride or truncation that does not fit the windows."""
         if self.windows and self.stride and self.stride > min(self.windows):
             yield f"stride: {self.stride} is longer than the shortest window, {min(self.windows)}; lower it"
         if self.windows and self.truncate and self.truncate < max(self.windows):
             yield f"truncate: {self.truncate} tokens do not hold a window of {max(self.windows)}; raise it"
 
     def sweep(self, window: int) -> tuple[tuple[int, ...], int]:
-        """Return windows, the shortest first, and stride in tokens, for a model that reads `window` tokens."""
+        """Return the windows, the shortest first, and the stride in tokens, for a model with this `window`."""
         windows = tuple(sorted(self.windows or default_windows(window, self.stride)))
-        return windows, self.stride or min(STRIDE, max(1, windows[0] // 2))
+        default_stride = min(STRIDE, max(1, windows[0] // 2))
+        return windows, self.stride or default_stride
 
 
 class PasskeyOptions(Section):
     """Passkey retrieval (paper, section 3.3)."""
 
     target: Tokens | None = None
-    """tokens of context; by default L'"""
+    """Tokens of context. By default L'."""
     targets: Windows = None
-    """several lengths of context instead of `target`"""
+    """Several context lengths in tokens, instead of `target`."""
     depths: PositiveInt = 32
-    """number of distances, uniformly spaced up to the target"""
+    """Number of distances, uniformly spaced up to the target."""
     trials: PositiveInt = 10
-    """random keys at each distance"""
+    """Random keys at each distance."""
     seed: Seed = 0
-    """of the random keys"""
+    """Seed of the random keys."""
 
     @property
     def longest(self) -> int | None:
@@ -83,131 +87,135 @@ class PasskeyOptions(Section):
 
 
 class ProbeOptions(Section):
-    """What a probe of untuned scalings measures; no part of a recipe."""
+    """Options of a probe of untuned scalings. They are no part of a recipe."""
 
     target: Annotated[tuple[Tokens, ...], LIST, Field(min_length=1)]
-    """L', the window to extend to; several to see how far"""
+    """L', the window to extend to. Give several to compare how far the model extends."""
     scalings: Texts | None = None
-    """by default those of pi, yarn, theta that suit, and the model's own"""
+    """Scalings to compare. By default those of pi, yarn and theta that suit the model, and the model's own."""
     data: str | None = None
-    """a file, folder, glob or hub id; `pg19` or `proof-pile`; of the built-in model builtin:stdlib"""
+    """File, folder, glob or hub id, `pg19` or `proof-pile`. By default builtin:stdlib for the built-in model."""
     column: str = "text"
-    """of rows: the one that holds the text"""
+    """Column that holds the text, if documents are rows."""
     documents: PositiveInt | None = None
-    """how many; by default 1 to 12, by the target"""
+    """Number of documents. By default 1 to 12, depending on the target."""
     trials: PositiveInt | None = None
-    """passkeys at each distance; by default 1 to 10, by the target"""
+    """Random passkeys at each distance. By default 1 to 10, depending on the target."""
     seed: Seed = 0
-    """of the passkeys"""
+    """Seed of the random passkeys."""
 
 
 class BenchmarksOptions(Section):
-    """Short-context benchmarks (paper, table 5), of the finished run only."""
+    """Short-context benchmarks (paper, table 5). They run on the finished run only."""
 
     tasks: Annotated[Texts, Field(min_length=1)] = ("boolq", "piqa", "race_middle", "race_high", "winogrande")
-    """tasks or groups of lm-eval"""
+    """Tasks or task groups of lm-eval."""
     window: int | None = Field(None, gt=1)
-    """tokens that an input is cut to; by default the shortest L of the models"""
+    """Truncate inputs to this number of tokens. By default the shortest L of the models."""
     limit: PositiveInt | None = None
-    """examples of each task; by default all"""
+    """Examples of each task. By default all."""
     batch_size: PositiveInt = 8
-    """inputs per forward pass"""
+    """Inputs per forward pass."""
     data: Texts = ()
-    """local data in the schema of a task's own data set: `boolq=FILE`"""
+    """Local files in the schema of a task's own data set, as `boolq=FILE`."""
 
 
 class RulerOptions(Section):
-    """RULER (Hsieh et al. 2024) through lm-eval, of the finished run only."""
+    """RULER (Hsieh et al. 2024) through lm-eval. It runs on the finished run only."""
 
     windows: Windows = None
-    """in tokens; by default L', L'/2, ... down to L"""
+    """Windows to measure, in tokens. By default L', L'/2, ... down to L."""
     tasks: Texts | None = None
-    """of lm-eval's 13; by default all"""
+    """RULER tasks of lm-eval. By default all 13."""
     samples: int = Field(100, gt=0, le=500)
-    """prompts of each task and window"""
+    """Prompts of each task and window."""
     seed: Seed = 0
-    """of the prompts"""
+    """Seed of the prompts."""
     batch_size: PositiveInt | None = None
-    """prompts at once; by default as many as 16,384 tokens hold"""
+    """Prompts per batch. By default as many as fit into 16,384 tokens."""
 
 
 class Sampling(Section):
-    """How text is generated."""
+    """Options of text generation."""
 
     temperature: float = Field(0.5, ge=0)
-    """of sampling; 0 takes the likeliest token"""
+    """Sampling temperature; 0 always takes the most probable token (greedy decoding)."""
     top_p: float = Field(0.95, gt=0, le=1)
-    """sample among the likeliest tokens of this share"""
+    """Sample from the most probable tokens that together have this probability (nucleus sampling)."""
     max_new_tokens: PositiveInt | None = None
-    """the longest summary; as tuned, or 1000"""
+    """Maximum length of a summary in tokens. By default as in tuning, or 1000."""
     seed: Seed = 0
-    """of sampling"""
+    """Seed of the sampling."""
 
 
 class SummarizationOptions(Sampling):
-    """Summaries of long documents, scored by ROUGE (paper, section 3.5), of the finished run only."""
+    """Summaries of long documents, scored by ROUGE (paper, section 3.5). They run on the finished run only."""
 
     data: str | None = None
-    """files, a folder, a glob or a hub id; what was tuned on, or GovReport"""
+    """Files, folder, glob or hub id of the examples. By default the data of the tuning, or GovReport."""
     subset: str | None = None
-    """of a hub data set"""
+    """Subset of a hub data set that has several."""
     split: str | None = None
-    """of a hub data set; validation by default"""
+    """Split of a hub data set. By default validation."""
     document: str | None = None
-    """the column to summarize"""
+    """Column of the document to summarize."""
     summary: str | None = None
-    """the column it is compared with"""
+    """Column of the reference summary."""
     template: str | None = None
-    """another prompt than the paper's, with {column} for a column"""
+    """Prompt to use instead of the paper's, with {column} for the value of a column."""
     completion: str | None = None
-    """with `template`: the column that holds the answer"""
+    """Column of the reference answer, with `template`."""
     document_tokens: Tokens | None = None
-    """cut documents to them; as tuned, or 15000"""
+    """Truncate documents to this number of tokens. By default as in tuning, or 15000."""
     special_tokens: bool = False
-    """read `</s>` and its like in texts as special tokens, not as text"""
+    """Read `</s>` and other special tokens in texts as special tokens, not as plain text."""
     limit: PositiveInt | None = None
-    """only the first examples; by default all"""
+    """Use only this number of examples, from the first. By default all."""
     batch_size: PositiveInt | None = None
-    """summaries at once; by default as many as 16,384 tokens hold"""
+    """Summaries per batch. By default as many as fit into 16,384 tokens."""
 
 
 class ChatOptions(Section):
-    """The assistant's turns of chats: perplexity, and what changed against a base, of the finished run only."""
+    """Perplexity of the assistant's turns in chats, also against a base. It runs on the finished run only."""
 
     data: str
-    """chats: a file, folder, glob or hub id"""
+    """File, folder, glob or hub id of the chats."""
     column: str = "messages"
-    """of rows: the one that holds the messages, or `conversations`"""
+    """Column that holds the messages: `messages`, or `conversations` of ShareGPT."""
     split: str = "train"
-    """of a hub data set"""
+    """Split of a hub data set."""
     base: str | None = None
-    """the model to compare with, as the one that was tuned; by default none"""
+    """Model to compare with, for example the model that was tuned. By default none."""
     window: int | None = Field(None, gt=1)
-    """tokens; longer chats are left out; by default the shortest window of the models"""
+    """Window in tokens; longer chats are left out. By default the shortest window of the models."""
     limit: PositiveInt | None = None
-    """only the first chats; by default all"""
+    """Use only this number of chats, from the first. By default all."""
+
+
+# The keys of `while_training` that concern passkeys.
+PASSKEY_KEYS = {"depths", "trials"}
 
 
 class ShortEvaluation(Section):
-    """What is smaller in the measurements during training; what is left out is as in those of the finished run."""
+    """Smaller values for the measurements during training. Other values are those of the finished run."""
 
     documents: PositiveInt | None = None
-    """of perplexity; dealt out over processes, as depths are"""
+    """Number of documents for perplexity. Processes share the documents, as they share the depths."""
     truncate: Tokens | None = None
-    """of perplexity"""
+    """Tokens of each document that are measured for perplexity."""
     stride: Tokens | None = None
-    """of perplexity"""
+    """Tokens by which the window of perplexity slides."""
     depths: PositiveInt | None = None
-    """of passkey"""
+    """Number of distances of passkeys."""
     trials: PositiveInt | None = None
-    """of passkey"""
+    """Random passkeys at each distance."""
 
 
 class Evaluation(Section):
-    """What is measured of a run, and how often during training."""
+    """The measurements of a run, and how often they are made during training."""
 
     every: PositiveInt | None = None
-    """steps between measurements, beginning at step 0"""
+    """Training steps between measurements, starting at step 0. By default none during training."""
     perplexity: PerplexityOptions | None = None
     passkey: PasskeyOptions | None = None
     benchmarks: BenchmarksOptions | None = None
@@ -217,13 +225,14 @@ class Evaluation(Section):
     while_training: ShortEvaluation | None = None
 
     def in_short(self) -> "Evaluation":
-        """Return what is measured every so many steps: smaller where `while_training` says so, and no benchmarks. Raise
+        """Return the measurements during training: perplexity and passkeys, with the values of `while_training`. Raise
         RecipeError if a smaller value does not fit the others.
         """
         smaller = self.while_training or ShortEvaluation()
-        of_perplexity = smaller.model_dump(exclude_none=True, exclude={"depths", "trials"})
-        of_passkey = smaller.model_dump(exclude_none=True, include={"depths", "trials"})
-        return Evaluation(
-            perplexity=self.perplexity and self.perplexity.changed(**of_perplexity),
-            passkey=self.passkey and self.passkey.changed(**of_passkey),
-        )
+        perplexity = self.perplexity
+        if perplexity:
+            perplexity = perplexity.changed(**smaller.model_dump(exclude_none=True, exclude=PASSKEY_KEYS))
+        passkey = self.passkey
+        if passkey:
+            passkey = passkey.changed(**smaller.model_dump(exclude_none=True, include=PASSKEY_KEYS))
+        return Evaluation(perplexity=perplexity, passkey=passkey)

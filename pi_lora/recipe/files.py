@@ -1,4 +1,6 @@
-"""Recipe files: YAML with one `extends:` one level deep, overrides from the command line, and every mistake at once."""
+"""Recipe files: YAML with an `extends:` one level deep, and overrides from the command line. All mistakes are reported
+together.
+"""
 
 import difflib
 import re
@@ -31,59 +33,82 @@ _Loader.add_implicit_resolver("tag:yaml.org,2002:float", _exponent, list("-+0123
 
 
 class ResolvedRecipe(NamedTuple):
-    """A recipe, and for every dotted key the origin of its value: `file:line`, the command line, or the default."""
+    """A recipe, and the origin of the value of every dotted key: `file:line`, the command line, or the default."""
 
     recipe: Recipe
     origins: Mapping[str, str]
 
 
 def load_recipe(path: Path, overrides: Sequence[str] = ()) -> ResolvedRecipe:
-    """Read `path`, or the shipped recipe of that name, over what it extends, apply `key=value` overrides, and check;
-    RecipeError has all mistakes.
+    """Read the recipe `path`, or the shipped recipe of that name, and apply `key=value` overrides. Raise RecipeError
+    with all mistakes.
     """
     path = find_recipe(path)
-    tree, origins = _read(path)
+    tree, origins = _read_tree(path)
     if parent := tree.pop(EXTENDS, None):
         origins.pop((EXTENDS,))
-        base, base_origins = _read(path.parent / str(parent))
-        tree, origins = _merge(base, tree), {**base_origins, **origins}
+        base, base_origins = _read_tree(path.parent / str(parent))
+        tree = _merge(base, tree)
+        origins = {**base_origins, **origins}
     for override in overrides:
         key, value = _parsed_override(override)
-        origins = {key[:1]: COMMAND_LINE, **origins, key: COMMAND_LINE}  # an unknown section is blamed by its name
-        for name in reversed(key):
-            value = {name: value}
-        tree = _merge(tree, value)
+        tree = _merge(tree, _nested(key, value))
+        section = key[:1]
+        origins.setdefault(section, COMMAND_LINE)  # an unknown section is reported by its name
+        origins[key] = COMMAND_LINE
     try:
         recipe = Recipe.model_validate(tree, strict=True)
     except ValidationError as error:
-        raise RecipeError([_problem(path, each, origins) for each in error.errors()]) from None
-    sections = recipe.model_dump().items()
-    places = [(name, *key) for name, keys in sections for key in (zip(keys) if isinstance(keys, dict) else [()])]
-    return ResolvedRecipe(recipe, {".".join(place): origins.get(place, DEFAULT) for place in places})
+        raise RecipeError([_problem(path, problem, origins) for problem in error.errors()]) from None
+    return ResolvedRecipe(recipe, _origins_by_key(recipe, origins))
+
+
+def _nested(key: Sequence[str], value: Any) -> Any:
+    """Return a tree with `value` at `key`."""
+    for name in reversed(key):
+        value = {name: value}
+    return value
+
+
+def _origins_by_key(recipe: Recipe, origins: Mapping[KeyPath, str]) -> dict[str, str]:
+    """Return the origin of every value of a recipe, by the dotted key."""
+    keys: list[KeyPath] = []
+    for name, value in recipe.model_dump().items():
+        if isinstance(value, dict):
+            keys += [(name, key) for key in value]
+        else:
+            keys.append((name,))
+    return {".".join(map(str, key)): origins.get(key, DEFAULT) for key in keys}
 
 
 def dump_recipe(recipe: Recipe) -> str:
-    """Return the recipe as YAML with every value spelled out; `load_recipe` of it returns an equal recipe."""
+    """Return the recipe as YAML with every value. `load_recipe` of this YAML returns an equal recipe."""
     text: str = yaml.safe_dump(recipe.model_dump(mode="json"), sort_keys=False, allow_unicode=True)
     return text
 
 
 def shipped_recipes() -> Path:
-    """Return the folder of the recipes that come with the package: in it when installed, beside it in a checkout."""
+    """Return the folder of the shipped recipes: inside an installed package, next to the package in a checkout."""
     package = Path(__file__).parents[1]
     installed = package / "recipes"
-    return installed if installed.is_dir() else package.parent / "recipes"
+    if installed.is_dir():
+        return installed
+    return package.parent / "recipes"
 
 
 def find_recipe(name: Path) -> Path:
-    """Return the recipe file that a user means: `name`, or `name` with `.yaml`, in the current folder; else the shipped
-    recipe that is called so; else `name` itself, which does not exist.
+    """Return the recipe file of that name, with or without `.yaml`: first below the current folder, then a shipped
+    recipe. If there is none, return `name` itself.
 
     >>> find_recipe(Path("paper/7b_8k")).relative_to(shipped_recipes()).as_posix()
     'paper/7b_8k.yaml'
     """
-    candidates = (folder / file for folder in (Path(), shipped_recipes()) for file in (name, Path(f"{name}.yaml")))
-    return next((file for file in candidates if file.is_file()), name)
+    for folder in (Path(), shipped_recipes()):
+        for file_name in (name, Path(f"{name}.yaml")):
+            file = folder / file_name
+            if file.is_file():
+                return file
+    return name
 
 
 def recipe_paths(folder: Path) -> list[Path]:
@@ -92,15 +117,17 @@ def recipe_paths(folder: Path) -> list[Path]:
 
 
 def recipe_summary(path: Path) -> str:
-    """Return the first line of a recipe file, a comment: what it makes and what it needs."""
-    return path.read_text(encoding="utf-8").partition("\n")[0].lstrip("# ")
+    """Return the comment on the first line of a recipe file, which says what the recipe makes and needs."""
+    first_line = path.read_text(encoding="utf-8").partition("\n")[0]
+    return first_line.lstrip("# ")
 
 
-def _read(path: Path) -> tuple[dict[str, Any], dict[KeyPath, str]]:
-    """Return the tree of a file, and the `file:line` of each of its keys."""
+def _read_tree(path: Path) -> tuple[dict[str, Any], dict[KeyPath, str]]:
+    """Return the tree of a YAML file, and the `file:line` of every key."""
     try:
         content = path.read_bytes()
-        node, tree = yaml.compose(content, _Loader), yaml.load(content, _Loader)
+        node = yaml.compose(content, _Loader)
+        tree = yaml.load(content, _Loader)
     except (FileNotFoundError, IsADirectoryError):
         raise RecipeError([f"{path}: no such recipe; pi-lora recipes lists what is there"]) from None
     except yaml.MarkedYAMLError as error:
@@ -111,25 +138,30 @@ def _read(path: Path) -> tuple[dict[str, Any], dict[KeyPath, str]]:
     if not isinstance(tree, dict):
         raise RecipeError([f"{path}: holds no keys; write `key: value` lines, at least of model, context and data"])
     origins: dict[KeyPath, str] = {}
-    for key, where in _lines(node, path):
+    for key, origin in _key_lines(node, path):
         if key in origins:
-            raise RecipeError([f"{where}: {'.'.join(map(str, key))}: given twice; keep one"])
-        origins[key] = where
+            dotted = ".".join(map(str, key))
+            raise RecipeError([f"{origin}: {dotted}: given twice; keep one"])
+        origins[key] = origin
     return tree, origins
 
 
-def _lines(node: yaml.Node | None, path: Path, at: KeyPath = ()) -> Iterator[tuple[KeyPath, str]]:
-    """Yield each key and list entry below a node, with the line where it stands."""
-    entries = node.value if isinstance(node, yaml.CollectionNode) else []
-    for index, entry in enumerate(entries):
-        key, value = entry if isinstance(entry, tuple) else (entry, entry)
-        inner = (*at, key.value if isinstance(entry, tuple) else index)
-        yield inner, f"{path}:{key.start_mark.line + 1}"
-        yield from _lines(value, path, inner)
+def _key_lines(node: yaml.Node | None, path: Path, prefix: KeyPath = ()) -> Iterator[tuple[KeyPath, str]]:
+    """Yield the path of every key and list entry below a node, with `file:line`."""
+    if isinstance(node, yaml.MappingNode):
+        children = [(key.value, key, value) for key, value in node.value]
+    elif isinstance(node, yaml.SequenceNode):
+        children = [(index, entry, entry) for index, entry in enumerate(node.value)]
+    else:
+        return
+    for name, marked, value in children:
+        key_path = (*prefix, name)
+        yield key_path, f"{path}:{marked.start_mark.line + 1}"
+        yield from _key_lines(value, path, key_path)
 
 
 def _merge(base: Mapping[str, Any], over: Mapping[str, Any]) -> dict[str, Any]:
-    """Put `over` on `base`: sections key by key, everything else (lists too) as a whole."""
+    """Merge `over` into `base`: sections key by key, every other value (also a list) as a whole."""
     merged = {**base, **over}
     for key, value in over.items():
         if isinstance(value, dict) and isinstance(base.get(key), dict):
@@ -149,21 +181,38 @@ def _parsed_override(override: str) -> tuple[tuple[str, ...], Any]:
 
 
 def _problem(path: Path, error: Any, origins: Mapping[KeyPath, str]) -> str:
+    """Return one of pydantic's errors as a line with the origin and the key of the value."""
     location: KeyPath = tuple(error["loc"])
-    known = next((origins[location[:n]] for n in range(len(location), 0, -1) if location[:n] in origins), str(path))
-    key = ".".join(map(str, location))
     if error["type"] == "extra_forbidden":
-        fields = _fields_at(location[:-1])
-        near = difflib.get_close_matches(str(location[-1]), fields, n=1)
-        what = f"unknown key; did you mean {near[0]}?" if near else f"unknown key; choose from {', '.join(fields)}"
+        problem = f"unknown key; {_known_keys(location)}"
     elif error["type"] == "missing":
-        what = "missing; add it"
+        problem = "missing; add it"
     else:
-        what = problem_text(error)
-    return f"{known}: {key}: {what}" if key else f"{known}: {what}"
+        problem = problem_text(error)
+    origin = _origin_of(location, origins) or str(path)
+    key = ".".join(map(str, location))
+    return f"{origin}: {key}: {problem}" if key else f"{origin}: {problem}"
+
+
+def _origin_of(location: KeyPath, origins: Mapping[KeyPath, str]) -> str | None:
+    """Return the origin of a key, or of the innermost section around it that has one."""
+    for length in range(len(location), 0, -1):
+        if location[:length] in origins:
+            return origins[location[:length]]
+    return None
+
+
+def _known_keys(location: KeyPath) -> str:
+    """Suggest the key that an unknown one resembles, or list all keys of its section."""
+    fields = _fields_at(location[:-1])
+    near = difflib.get_close_matches(str(location[-1]), fields, n=1)
+    if near:
+        return f"did you mean {near[0]}?"
+    return f"choose from {', '.join(fields)}"
 
 
 def _fields_at(location: KeyPath) -> list[str]:
+    """Return the keys of the section at `location`."""
     section: type[Section] = Recipe
     for name in location:
         if isinstance(name, str):

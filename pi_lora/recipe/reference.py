@@ -1,4 +1,4 @@
-"""The reference page of a recipe's keys, from its schema."""
+"""The reference page of all recipe keys, generated from the schema."""
 
 import json
 from collections.abc import Iterator
@@ -29,26 +29,33 @@ def reference_page() -> str:
 
 
 def _rows(prefix: str, section: type[Section]) -> Iterator[str]:
+    """Yield the table rows of a section and of the sections inside it; those of the recipe itself have their own."""
     for name, field in section.model_fields.items():
-        key, inner = f"{prefix}{name}", next(sections_in(field.annotation), None)
-        if inner is None:
-            yield f"| `{key}` | {_values(field.annotation)} | {_default(field)} | {field.description or ''} |\n"
+        key = f"{prefix}{name}"
+        subsection = next(sections_in(field.annotation), None)
+        if subsection is None:
+            values = _values(field.annotation)
+            yield f"| `{key}` | {values} | {_default(field)} | {field.description or ''} |\n"
         elif prefix:
-            yield f"| `{key}` | section | {_default(field)} | {_summary(inner)} |\n"
-            yield from _rows(f"{key}.", inner)
+            yield f"| `{key}` | section | {_default(field)} | {_summary(subsection)} |\n"
+            yield from _rows(f"{key}.", subsection)
 
 
 def _values(annotation: Any) -> str:
-    kind, arguments = get_origin(annotation), [each for each in get_args(annotation) if each not in (NoneType, ...)]
-    if kind is Literal:
+    """Describe the values that a type accepts."""
+    origin = get_origin(annotation)
+    arguments = [argument for argument in get_args(annotation) if argument not in (NoneType, ...)]
+    if origin is Literal:
         return ", ".join(f"`{value}`" for value in arguments)
-    if kind is dict:
+    if origin is dict:
         return "keys with numbers"
-    if kind is tuple:
+    if origin is tuple:
         return "list of " + _values(arguments[0])
-    if kind is Annotated:
+    if origin is Annotated:
         return _values(arguments[0])
-    return " or ".join(map(_values, arguments)) if arguments else NAMES[annotation]
+    if arguments:
+        return " or ".join(map(_values, arguments))
+    return NAMES[annotation]
 
 
 def _default(field: FieldInfo) -> str:

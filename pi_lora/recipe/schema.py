@@ -1,5 +1,6 @@
 """The schema of a recipe, checked once, and the only home of each default."""
 
+import math
 from collections.abc import Iterator
 from typing import Annotated, Literal
 
@@ -17,7 +18,7 @@ Method = Literal["lora", "qlora", "full"]
 Scaling = Literal["pi", "yarn", "theta", "llama3", "dynamic", "direct", "keep"]
 
 
-# What TRL and ShareGPT call the column of chats.
+# The column of chats in TRL and in ShareGPT.
 CHAT_COLUMNS = ("messages", "conversations")
 
 
@@ -27,29 +28,29 @@ def _as_sources(value: object) -> object:
 
 
 class Model(Section):
-    """The base model to stretch, or an extended one to tune further."""
+    """The base model to extend, or an extended model to tune further."""
 
     name: str = Field(min_length=1)
-    """hub id, folder of weights, run or adapter, or builtin:tiny"""
+    """Hub id, folder of weights, run or adapter, or builtin:tiny."""
     revision: str = "main"
-    """branch, tag or commit on the hub"""
+    """Branch, tag or commit on the hub."""
     dtype: Dtype | None = None
-    """of the loaded weights; by default what the tuning method needs"""
+    """Dtype of the loaded weights. By default chosen by the tuning method."""
     attention: Literal["auto", "sdpa", "flash_attention_2", "flash_attention_3", "flash_attention_4", "eager"] = "auto"
-    """auto: torch's (sdpa)"""
+    """Attention implementation of transformers; auto is torch's (sdpa)."""
     kernels: Literal["transformers", "liger"] = "transformers"
-    """of the other parts of layers"""
+    """Kernels of norms, MLPs and rotary embeddings: transformers' own, or Liger Kernel."""
 
 
 class Context(Section):
     """The windows in tokens: `original` is L, `target` is L'."""
 
     target: Tokens
-    """16384, or 16k: the window after tuning; with `scaling: keep` the longest example"""
+    """Window after tuning, as 16384 or 16k. With `scaling: keep`, the length of the longest example."""
     original: Tokens | None = None
-    """the model's own window; by default read from its config"""
+    """Original window of the model. By default read from its config."""
     theta: float | None = Field(None, gt=1)
-    """of `scaling: theta`: the new rope_theta; by default NTK-aware"""
+    """New rope_theta of `scaling: theta`. By default computed by the NTK-aware rule."""
 
     def conflicts(self) -> Iterator[str]:
         """Yield that there is nothing to extend."""
@@ -61,66 +62,66 @@ class Tuning(Section):
     """Which weights train, and the shape of the adapter."""
 
     method: Method = "lora"
-    """an adapter, an adapter on a 4-bit (NF4) base, or all weights"""
+    """Train an adapter (lora), an adapter on a 4-bit NF4 base (qlora), or all weights (full)."""
     rank: PositiveInt = 16
-    """of the adapter's matrices"""
+    """Rank of the adapter's matrices."""
     alpha: PositiveFloat | None = None
-    """by default twice the rank"""
+    """LoRA's alpha. By default twice the rank."""
     rank_stabilized: bool = False
-    """scale by alpha / sqrt(rank) (Kalajdzievski 2023)"""
+    """Scale the update by alpha / sqrt(rank) (Kalajdzievski 2023) instead of alpha / rank."""
     dropout: float = Field(0.0, ge=0, lt=1)
-    """probability, on the adapter's inputs"""
+    """Dropout probability on the adapter's inputs."""
     target_modules: Literal["attention", "all-linear"] | Texts = "all-linear"
-    """linear layers that get an adapter; or the names of modules, as [q_proj, v_proj]"""
+    """Linear layers that get an adapter. May also be names of modules, as [q_proj, v_proj]."""
     modules_to_save: Literal["embeddings_and_norms", "norms", "nothing"] = "embeddings_and_norms"
-    """in full, with the adapter (LongLoRA)"""
+    """Modules that train in full and are saved with the adapter (LongLoRA)."""
 
     @property
     def target_names(self) -> set[str]:
-        """`attention`, `all-linear`, or names of modules."""
+        """The set of `attention`, of `all-linear`, or of the names of modules."""
         if isinstance(self.target_modules, str):
             return {self.target_modules}
         return set(self.target_modules)
 
     @property
     def lora_alpha(self) -> float:
-        """Alpha in PEFT's sense: the update is scaled by alpha / rank."""
+        """The `lora_alpha` of PEFT, which scales the update by alpha / rank."""
         return 2.0 * self.rank if self.alpha is None else self.alpha
 
     @property
     def with_embeddings(self) -> bool:
-        """Whether embeddings train in full beside the adapter."""
+        """Whether embeddings train in full with the adapter."""
         return self.modules_to_save == "embeddings_and_norms"
 
     @property
     def with_norms(self) -> bool:
-        """Whether norms train in full beside the adapter."""
+        """Whether norms train in full with the adapter."""
         return self.modules_to_save != "nothing"
 
 
 class Source(Section):
-    """A source of documents, and its share of the training tokens; or a list of them."""
+    """A source of training documents, or a list of several."""
 
     name: str = Field(min_length=1)
-    """hub id, file, folder, glob, builtin:stdlib or builtin:recall"""
+    """Hub id, file, folder, glob, builtin:stdlib or builtin:recall."""
     weight: PositiveFloat = 1.0
-    """its share of the sequences, relative to the other sources"""
+    """Share of the training sequences, relative to the other sources."""
     column: str = "text"
-    """of a hub data set, .jsonl, .parquet or .csv: the column of text; `messages` or `conversations`: of chats"""
+    """Column of text in a hub data set, .jsonl, .parquet or .csv; or `messages` or `conversations` for chats."""
     subset: str | None = None
-    """of a hub data set that has several (`datasets` calls it `name`)"""
+    """Subset of a hub data set that has several (`datasets` calls it `name`)."""
     split: str = "train"
-    """of a hub data set"""
+    """Split of a hub data set."""
     revision: str = "main"
-    """of a hub data set: branch, tag or commit"""
+    """Branch, tag or commit of a hub data set."""
     streaming: bool = False
-    """read a hub data set as it is needed, without downloading all of it"""
+    """Stream a hub data set instead of downloading it completely."""
     hold_out: float | None = Field(None, gt=0, lt=1)
-    """share of its documents, or of its one text, that does not train: text for `evaluation.perplexity`"""
+    """Share of the documents, or of a single text, kept out of training for `evaluation.perplexity`."""
 
     @property
     def has_chats(self) -> bool:
-        """Whether its rows are chats."""
+        """Whether the rows are chats."""
         return self.column in CHAT_COLUMNS
 
 
@@ -129,37 +130,37 @@ class Data(Section):
 
     source: Annotated[tuple[Source, ...], BeforeValidator(_as_sources), Field(min_length=1)]
     packing: Literal["wrapped"] = "wrapped"
-    """documents are one stream, which is cut"""
+    """How documents become sequences: wrapped joins them into one stream and cuts it."""
     positions: Literal["contiguous", "pose"] = "contiguous"
-    """pose: PoSE, few tokens spread over L'"""
+    """Positions of the tokens. pose is PoSE: few tokens with positions spread over L'."""
     sequence_tokens: Tokens | None = Field(None, gt=1)
-    """PoSE: tokens of a sequence, at most L'; by default L, of `scaling: keep` none"""
+    """Tokens of a PoSE sequence, at most L'. By default L; with `scaling: keep` there is no default."""
     chunks: int = Field(2, ge=2)
-    """PoSE (Zhu et al. 2023): runs of consecutive positions in a sequence"""
+    """Runs of consecutive positions in a PoSE sequence (Zhu et al. 2023)."""
     min_document_tokens: PositiveInt = 1
-    """shorter documents are left out"""
+    """Leave out documents with fewer tokens."""
     document: str | None = None
-    """examples: the column to summarize, or that is cut to fit"""
+    """Column of the document of an example, which is summarized, or truncated to fit."""
     summary: str | None = None
-    """examples under the paper's prompt: the column of summaries"""
+    """Column of the summary of an example, with the paper's prompt."""
     template: str | None = None
-    """examples of any task: a prompt with {column} for a column"""
+    """Prompt of an example, with {column} for the value of a column."""
     completion: str | None = None
-    """with `template`: the column that holds the answer"""
+    """Column of the answer of an example, with `template`."""
     document_tokens: PositiveInt = 15000
-    """a longer `document` is cut, or to what fits"""
+    """Truncate a longer `document` to this number of tokens, or to fewer that fit."""
     completion_tokens: PositiveInt = 1000
-    """the longest summary or completion; a longer one is cut"""
+    """Truncate a longer summary or completion to this number of tokens."""
     loss: Literal["completion", "all"] = "completion"
-    """which tokens of examples and chats count: completions and the assistant's turns; `all`: prompts too"""
+    """Tokens of examples and chats in the loss. completion: completions and assistant turns. all: prompts too."""
     keep_short: float = Field(0.0, ge=0, lt=1)
-    """share of the sequences that are short chats at their own lengths, against forgetting"""
+    """Share of the sequences that are short chats at their own lengths, against forgetting."""
     epochs: PositiveInt = 1
-    """how often the same text may be used"""
+    """Maximum number of times that a text is used."""
     special_tokens: bool = False
-    """read `</s>` and its like in texts as special tokens, not as text"""
+    """Read `</s>` and other special tokens in texts as special tokens, not as plain text."""
     seed: Seed = 0
-    """of the order of documents, the mixture and PoSE"""
+    """Seed of the order of documents, the mixture and PoSE."""
 
     @property
     def has_examples(self) -> bool:
@@ -168,21 +169,27 @@ class Data(Section):
 
     @property
     def has_chats(self) -> bool:
-        """Whether some of what is packed are chats."""
+        """Whether a source of packed text has chats."""
         return not self.has_examples and any(source.has_chats for source in self.source)
 
     def tokens_per_sequence(self, original: int, target: int) -> int:
-        """Return the tokens of a packed sequence: `target` (L'), under PoSE `sequence_tokens` or `original` (L)."""
-        return target if self.positions == "contiguous" else self.sequence_tokens or original
+        """Return the tokens of a packed sequence: `target` (L'); with PoSE `sequence_tokens`, or `original` (L)."""
+        if self.positions == "contiguous":
+            return target
+        return self.sequence_tokens or original
 
     def conflicts(self) -> Iterator[str]:
-        """Yield keys of packed text with those of examples, and of text with those of chats."""
+        """Yield keys that are for another kind of data: packed text, examples or chats."""
         if self.sequence_tokens is not None and self.positions != "pose":
             yield "sequence_tokens: is the length of PoSE sequences; set positions: pose, or leave it out"
         columns = {"document", "summary", "template", "completion"}
         given = self.model_dump(include=columns, exclude_none=True).keys()
-        own = {"template", "completion"}
-        if given and given not in ({"document", "summary"}, own, own | {"document"}):
+        complete = (
+            {"document", "summary"},
+            {"template", "completion"},
+            {"template", "completion", "document"},
+        )
+        if given and given not in complete:
             kinds = "document and summary, or template and completion, with a document if one may be cut"
             yield f"{', '.join(given)}: examples have {kinds}; give one of the two"
         if self.has_examples and self.positions == "pose":
@@ -199,69 +206,73 @@ class Training(Section):
     """Steps, optimizer and schedule; the defaults are the paper's (section 3.1)."""
 
     steps: PositiveInt = 1000
-    """optimizer steps"""
+    """Optimizer steps."""
     learning_rate: PositiveFloat = 2e-5
-    """the maximum of the schedule"""
+    """Maximum learning rate of the schedule."""
     global_batch_size: PositiveInt = 64
-    """sequences per step, over all processes"""
+    """Sequences per optimizer step, over all processes."""
     per_device_batch_size: PositiveInt = 1
-    """sequences per forward pass"""
+    """Sequences per forward pass of a process."""
     schedule: Schedule = "constant"
-    """of the learning rate after the warm-up, by transformers' names"""
+    """Learning rate schedule after the warm-up, by the names of transformers."""
     schedule_options: dict[str, float | int] = Field({})
-    """for example min_lr_rate or num_decay_steps"""
+    """Options of the schedule, for example min_lr_rate or num_decay_steps."""
     warmup_steps: NonNegativeInt = 20
-    """steps over which the rate rises linearly"""
+    """Steps over which the learning rate rises linearly."""
     warmup_start: float = Field(0.1, ge=0, le=1)
-    """the rate at step 0, as a share of the maximum"""
+    """Learning rate at step 0, as a share of the maximum."""
     optimizer: Literal["adamw", "paged_adamw_8bit"] = "adamw"
-    """paged_adamw_8bit needs a GPU"""
+    """Optimizer; paged_adamw_8bit needs a GPU."""
     weight_decay: NonNegativeFloat = 0.0
-    """of AdamW"""
+    """Weight decay of AdamW."""
     betas: Annotated[tuple[float, float], LIST] = (0.9, 0.95)
-    """of AdamW"""
+    """Betas of AdamW."""
     max_grad_norm: PositiveFloat = 1.0
-    """gradients are clipped to this norm"""
+    """Gradients are clipped to this norm."""
     precision: Literal["auto", "float32", "bfloat16", "float16"] = "auto"
-    """auto: bfloat16 where it is faster; float16 for adapters on a GPU without it"""
+    """Dtype of the computation. auto: bfloat16 where it is faster; float16 for adapters on GPUs without bfloat16."""
     activation_checkpointing: bool | Literal["selective"] | Annotated[int, Field(ge=2)] = True
-    """recompute layers in the backward pass, to save memory: n every n-th layer only, selective all but attention"""
+    """Recompute layers in the backward pass to save memory. n: every n-th layer; selective: all but attention."""
     mlp_chunk_tokens: PositiveInt | None = None
-    """tokens per piece of an MLP's input; by default all"""
+    """Tokens per chunk of an MLP's input. By default all tokens at once."""
     save_every: PositiveInt = 100
-    """steps between checkpoints; a complete run keeps none"""
+    """Steps between checkpoints. A complete run keeps none."""
     log_every: PositiveInt = 10
-    """steps between lines of training.jsonl"""
+    """Steps between lines of training.jsonl."""
     tracking: Annotated[tuple[Literal["tensorboard", "wandb", "trackio"], ...], LIST] = ()
-    """also log to these"""
+    """Experiment trackers to log to as well."""
     seed: Seed = 0
-    """of the adapter's initial values, dropout and the order of sequences"""
+    """Seed of the adapter's initial values, dropout and the order of sequences."""
 
     def checkpointed_layers(self, layers: int) -> int:
-        """Return how many of `layers` are computed again in the backward pass: of every n-th the first one, as well."""
+        """Return how many of `layers` are recomputed in the backward pass. Every n-th layer includes the first."""
         every = self.activation_checkpointing
-        return layers if every == "selective" else -(-layers // every) if every else 0
+        if every is False:
+            return 0
+        if every is True or every == "selective":
+            return layers
+        return math.ceil(layers / every)
 
 
 class Hardware(Section):
     """The GPUs, processes and machines of a run."""
 
     gpus: PositiveInt | None = None
-    """per machine; by default one process on what there is"""
+    """GPUs per machine. By default one process on the device of the machine."""
     gpu: Annotated[str | None, BeforeValidator(lambda name: name if name is None else str(name))] = None
-    """what it is planned for, as H100 or 48GB; by default this machine's"""
+    """GPU to plan for, as H100 or 48GB. By default that of this machine."""
     cpu_processes: PositiveInt | None = None
-    """per machine, if gpus is left out"""
+    """Processes per machine on CPUs, if gpus is left out."""
     machines: PositiveInt = 1
-    """each is started with its own --machine-rank"""
+    """Number of machines. Each is started with its own --machine-rank."""
     context_parallel: PositiveInt = 1
-    """GPUs that share one sequence"""
+    """GPUs that share one sequence."""
     offload_activations: bool = False
-    """keep checkpointed activations in host memory"""
+    """Keep checkpointed activations in host memory."""
 
     @property
     def processes_per_machine(self) -> int:
-        """One per GPU, or as many as asked for on CPUs."""
+        """One per GPU, or `cpu_processes`."""
         return self.gpus or self.cpu_processes or 1
 
     @property
@@ -281,18 +292,18 @@ class Recipe(Section):
     model: Model
     context: Context
     scaling: Scaling = "pi"
-    """of the rotary frequencies; keep: that of an extended model"""
+    """Scaling of the rotary frequencies; keep keeps that of an extended model."""
     tuning: Tuning = Tuning()
     data: Data
     training: Training = Training()
     hardware: Hardware = Hardware()
     evaluation: Evaluation = Evaluation()
     paper: str | None = None
-    """the row of the paper's tables that this recipe reproduces"""
+    """Row of the paper's tables that this recipe reproduces."""
 
     @property
     def sharded(self) -> bool:
-        """Whether FSDP2 shards the model over the GPUs, layer by layer; each holds the whole of a quantized one."""
+        """Whether FSDP2 shards the model over the GPUs. With a quantized base, every GPU holds the whole model."""
         return self.hardware.gpus is not None and self.tuning.method != "qlora"
 
     @property
@@ -302,60 +313,96 @@ class Recipe(Section):
 
     @property
     def _takes_float16(self) -> bool:
-        """Whether its gradients can be scaled, as float16 needs: accelerate 1.15 does not for sharded weights."""
+        """Whether gradients can be scaled, as float16 needs. accelerate 1.15 cannot scale those of sharded weights."""
         return self.tuning.method != "full" and not (self.sharded and self.hardware.processes > 1)
 
     def computes_in(self, on_cpu: bool, has_bfloat16: bool) -> str:
-        """Return the dtype in which a training step computes; weights that train are float32 all the same."""
+        """Return the dtype in which a training step computes. Weights that train are float32 in any case."""
         if self.training.precision != "auto":
             return self.training.precision
         if has_bfloat16:
             return "bfloat16"
-        return "float32" if on_cpu or not self._takes_float16 else "float16"
+        if on_cpu or not self._takes_float16:
+            return "float32"
+        return "float16"
 
     def dtype_of_base(self, on_cpu: bool, has_bfloat16: bool) -> str:
-        """Return the dtype of the base: float32 master weights where every weight trains, else bfloat16 under a float32
-        adapter; float16 or float32, as it computes, on a GPU that has no bfloat16. On a CPU a LoRA base is float32 as
-        well, which is faster where bfloat16 is not.
+        """Return the dtype of the base model.
+
+        It is float32 for full tuning, which trains these weights, and bfloat16 below a float32 adapter. On a GPU
+        without bfloat16 it is the dtype of the computation. On a CPU, LoRA keeps float32, which may be faster there.
         """
-        method, in_float16 = self.tuning.method, self.computes_in(on_cpu, has_bfloat16) == "float16"
-        in_float32 = method == "full" or (method == "lora" if on_cpu else not (has_bfloat16 or in_float16))
-        return self.model.dtype or ("float32" if in_float32 else "float16" if in_float16 else "bfloat16")
+        if self.model.dtype:
+            return self.model.dtype
+        computed_in = self.computes_in(on_cpu, has_bfloat16)
+        if self.tuning.method == "full":
+            return "float32"
+        if on_cpu and self.tuning.method == "lora":
+            return "float32"
+        if computed_in == "float16":
+            return "float16"
+        if on_cpu or has_bfloat16:
+            return "bfloat16"
+        return "float32"
 
     def conflicts(self) -> Iterator[str]:
         """Yield keys of different sections that do not fit together."""
-        data, training, hardware = self.data, self.training, self.hardware
-        target, at_once, parallel = self.context.target, training.per_device_batch_size, hardware.context_parallel
+        yield from self._tuning_conflicts()
+        yield from self._batch_conflicts()
+        if self.hardware.context_parallel > 1:
+            yield from self._context_parallel_conflicts()
+        if self.context.theta is not None and self.scaling != "theta":
+            yield f"context.theta: has no effect under scaling: {self.scaling}; use theta, or leave it out"
+        measured = self.evaluation.perplexity
+        if measured and any(
+            source.name == measured.data and source.hold_out != measured.hold_out for source in self.data.source
+        ):
+            yield "evaluation.perplexity.hold_out: data.source has another of the same text; make them equal"
+        if self.scaling == "keep" and self.data.positions == "pose" and self.data.sequence_tokens is None:
+            yield "data.positions: pose: with scaling: keep name the tokens of a sequence, sequence_tokens"
+
+    def _tuning_conflicts(self) -> Iterator[str]:
+        """Yield keys that do not fit the tuning method or the adapter, and offloading without checkpointing."""
+        training = self.training
         if self.tuning.method == "full" and self.model.dtype not in (None, "float32"):
             yield f"model.dtype: {self.model.dtype} weights would round most updates of full tuning away; leave it out"
-        if hardware.offload_activations and training.activation_checkpointing is not True:
+        if self.hardware.offload_activations and training.activation_checkpointing is not True:
             yield "hardware.offload_activations: needs training.activation_checkpointing: true"
         if training.mlp_chunk_tokens and self.tuning.dropout:
             yield "training.mlp_chunk_tokens: cannot repeat dropout; leave it or tuning.dropout out"
         if training.precision == "float16" and not self._takes_float16:
             yield "training.precision: float16 is for lora on one GPU and for qlora; use bfloat16 or float32"
-        if hardware.processes % parallel:
-            yield f"hardware.context_parallel: {parallel} does not divide {hardware.processes} processes"
-        if training.global_batch_size % self.sequences_at_once:
-            multiple = (
-                f"{self.sequences_at_once} (per_device_batch_size {at_once} on {hardware.data_parallel} processes)"
+
+    def _batch_conflicts(self) -> Iterator[str]:
+        """Yield numbers of sequences, tokens and processes that do not fit together."""
+        data = self.data
+        hardware = self.hardware
+        batch_size = self.training.per_device_batch_size
+        global_batch_size = self.training.global_batch_size
+        if hardware.processes % hardware.context_parallel:
+            yield (
+                f"hardware.context_parallel: {hardware.context_parallel} does not divide {hardware.processes} processes"
             )
-            yield f"training.global_batch_size: {training.global_batch_size} is not a multiple of {multiple}"
-        if data.keep_short and at_once > 1:
+        if global_batch_size % self.sequences_at_once:
+            yield (
+                f"training.global_batch_size: {global_batch_size} is not a multiple of {self.sequences_at_once} "
+                f"(per_device_batch_size {batch_size} on {hardware.data_parallel} processes)"
+            )
+        if data.keep_short and batch_size > 1:
             yield "data.keep_short: its sequences have other lengths; set training.per_device_batch_size: 1"
-        if (data.sequence_tokens or 0) > target:
+        target = self.context.target
+        if data.sequence_tokens is not None and data.sequence_tokens > target:
             yield f"data.sequence_tokens: {data.sequence_tokens} is more than context.target, {target}; lower it"
-        if parallel > 1 and (data.has_examples or data.positions == "pose" or data.keep_short):
-            what = "examples differ in length, and positions: pose and keep_short have short sequences"
-            yield f"hardware.context_parallel: {what}; set it to 1"
-        if parallel > 1 and self.evaluation.every:
+
+    def _context_parallel_conflicts(self) -> Iterator[str]:
+        """Yield keys that do not fit GPUs that share a sequence."""
+        data = self.data
+        if data.has_examples or data.positions == "pose" or data.keep_short:
+            lengths = "examples differ in length, and positions: pose and keep_short have short sequences"
+            yield f"hardware.context_parallel: {lengths}; set it to 1"
+        if self.evaluation.every:
             yield "evaluation.every: cannot measure while GPUs share a sequence; measure the finished run"
-        if parallel > 1 and target % (2 * parallel):
-            yield f"context.target: {target} is not a multiple of {2 * parallel}, twice hardware.context_parallel"
-        if self.context.theta is not None and self.scaling != "theta":
-            yield f"context.theta: has no effect under scaling: {self.scaling}; use theta, or leave it out"
-        measured = self.evaluation.perplexity
-        if measured and any(each.name == measured.data and each.hold_out != measured.hold_out for each in data.source):
-            yield "evaluation.perplexity.hold_out: data.source has another of the same text; make them equal"
-        if self.scaling == "keep" and data.positions == "pose" and data.sequence_tokens is None:
-            yield "data.positions: pose: with scaling: keep name the tokens of a sequence, sequence_tokens"
+        target = self.context.target
+        divisor = 2 * self.hardware.context_parallel
+        if target % divisor:
+            yield f"context.target: {target} is not a multiple of {divisor}, twice hardware.context_parallel"

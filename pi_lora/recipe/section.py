@@ -1,4 +1,4 @@
-"""What every part of a recipe is made of: a frozen pydantic model, and the types that several parts share."""
+"""The base class of the sections of a recipe, a frozen pydantic model, and the types that several sections share."""
 
 from collections.abc import Iterator
 from typing import Annotated, Any, Self, get_args
@@ -12,40 +12,51 @@ Seed = Annotated[int, Field(ge=0, lt=2**32)]
 
 
 def as_tokens(value: Any) -> Any:
-    """Return a length as people write it in tokens; what is no such length as it is.
+    """Return a length such as `16k` or `512` in tokens. Return any other value unchanged.
 
     >>> as_tokens("16k"), as_tokens("512"), as_tokens(512), as_tokens("far")
     (16384, 512, 512, 'far')
     """
-    digits = str(value).lower().removesuffix("k")
-    if not isinstance(value, str) or not digits.isdecimal():
+    if not isinstance(value, str):
         return value
-    return int(digits) * (1 if digits == value else 1024)
+    digits = value.lower().removesuffix("k")
+    if not digits.isdecimal():
+        return value
+    unit = 1 if digits == value else 1024
+    return int(digits) * unit
 
 
 def _as_tuple(value: Any) -> Any:
     """Return a list as a tuple, and `a,b` of a command line as two values."""
     if not isinstance(value, list):
         return value
-    return tuple(part for each in value for part in (each.split(",") if isinstance(each, str) else [each]))
+    parts: list[Any] = []
+    for entry in value:
+        if isinstance(entry, str):
+            parts += entry.split(",")
+        else:
+            parts.append(entry)
+    return tuple(parts)
 
 
 LIST = BeforeValidator(_as_tuple)
 Texts = Annotated[tuple[str, ...], LIST]
-# A number of tokens, or as `16k`, which is 16,384.
+# A number of tokens, also as `16k`, which is 16,384.
 Tokens = Annotated[PositiveInt, BeforeValidator(as_tokens)]
 Windows = Annotated[tuple[Annotated[Tokens, Field(gt=1)], ...] | None, LIST]
 
 
 class Section(BaseModel):
-    """A part of a recipe: unknown keys and wrong values are errors, and values cannot be changed. The string below a
-    field describes it. Recipes are read strictly, options of a command from text.
+    """A section of a recipe. Unknown keys and wrong values are errors, and the values are frozen.
+
+    The string below a field is the description of the field. Recipes are validated strictly; options of a command are
+    parsed from text.
     """
 
     model_config = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False, use_attribute_docstrings=True)
 
     def conflicts(self) -> Iterator[str]:
-        """Yield how values do not fit together."""
+        """Yield a message for every conflict between values."""
         yield from ()
 
     @model_validator(mode="after")
@@ -55,7 +66,7 @@ class Section(BaseModel):
         return self
 
     def changed(self, **values: Any) -> Self:
-        """Return the section with other values; raise RecipeError for the first that is wrong."""
+        """Return a copy of the section with these values. Raise RecipeError for the first wrong value."""
         try:
             return type(self).model_validate({**self.model_dump(), **values})
         except ValidationError as error:
@@ -63,7 +74,7 @@ class Section(BaseModel):
 
 
 def sections_in(annotation: Any) -> Iterator[type[Section]]:
-    """Yield the sections that a field holds, whether alone, optional or in a tuple."""
+    """Yield the section classes in the annotation of a field: alone, optional or in a tuple."""
     if isinstance(annotation, type) and issubclass(annotation, Section):
         yield annotation
     for inner in get_args(annotation):

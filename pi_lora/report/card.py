@@ -17,15 +17,9 @@ from pi_lora.drawing import VERMILION, figure_of, save
 from pi_lora.errors import ModelError
 from pi_lora.evaluation.measurement import Scores
 from pi_lora.evaluation.suite import MEASUREMENTS
+from pi_lora.models.files import public_name
 from pi_lora.recipe.schema import Recipe
-from pi_lora.report.scores import (
-    MeasuredRun,
-    eval_results,
-    literal,
-    public_name,
-    public_setting,
-    scores_sections,
-)
+from pi_lora.report.scores import MeasuredRun, eval_results, literal, public_setting, scores_sections
 from pi_lora.run import check_tuned
 from pi_lora.scaling.config import full_attention_rope, method_of, scale_of, window_of
 from pi_lora.storage import write_whole
@@ -34,16 +28,18 @@ CARD, PICTURES = "README.md", "pictures"
 PAGE = Path(__file__).with_name("page.html")
 SCORES_BEGIN, SCORES_END = "<!-- scores -->", "<!-- end of scores -->"
 METADATA_OR_COMMENT = re.compile(r"\A---\n.*?\n---\n|<!--.*?-->", re.DOTALL)
-# What Markdown makes of an image of the card where images are disabled.
+# The HTML of an image of the card, rendered with images disabled.
 PICTURE = re.compile(rf'!<a href="{PICTURES}/(?P<file>[\w-]+\.png)">(?P<caption>[^<"]*)</a>')
 
 
-def write_report(path: Path, html: bool = False) -> list[Path]:
-    """Write the card of a run into its folder, with pictures, and as an HTML page if asked; return the files. Raise
-    ModelError if the folder is no run that was measured, if a result cannot be read, or if pi-lora did not write the
-    card that is there; OSError if nothing can be written.
+def write_report(path: Path, *, html: bool = False) -> list[Path]:
+    """Write the card of a run into the folder of the run, with pictures and on request an HTML page; return the files.
+
+    Raise ModelError if the folder is no run that was measured, if a result cannot be read, or if pi-lora did not write
+    the card that is there; OSError if nothing can be written.
     """
-    run, card, page = MeasuredRun(path), path / CARD, path / "report.html"
+    run = MeasuredRun(path)
+    card = path / CARD
     check_tuned(run)
     if not run.last_scores:
         raise ModelError(f"{path}: was not measured yet; measure it with: pi-lora eval all {shlex.quote(str(path))}")
@@ -55,7 +51,9 @@ def write_report(path: Path, html: bool = False) -> list[Path]:
     else:
         write_card(path)
     if html:
-        write_whole(page, html_page(card.read_text(encoding="utf-8"), path, run.name))
+        page = path / "report.html"
+        content = html_page(card.read_text(encoding="utf-8"), path, run.name)
+        write_whole(page, content)
         files.append(page)
     return files
 
@@ -66,8 +64,15 @@ def write_card(folder: Path) -> None:
 
 
 def card_of(run: MeasuredRun, merged: Sequence[str] = (), serving: Sequence[str] = ()) -> str:
-    """Return the card of a run with its pictures. Of merged weights, `merged` says what was added and checked, and
-    `serving` has the commands that serve them. Raise ModelError if a file is damaged.
+    """Return the card of a run with the pictures of the run.
+
+    Args:
+        run: The run, or a model that was merged or extended.
+        merged: For merged weights, the lines on the merge and on the checks.
+        serving: For merged weights, the commands that serve them.
+
+    Raises:
+        ModelError: A file is damaged.
     """
     recipe = run.recipe if run.has_recipe else None
     full = run.untuned or run.merged is not None or run.recipe.tuning.method == "full"
@@ -91,30 +96,34 @@ def card_of(run: MeasuredRun, merged: Sequence[str] = (), serving: Sequence[str]
 
 
 def refresh_scores(run: MeasuredRun) -> None:
-    """Bring the scores in a card and its metadata up to date and keep the rest; raise ModelError as `card_of`."""
+    """Update the scores in a card and in the metadata, and keep the rest; raise ModelError as `card_of`."""
     if not run.scores:
         return
     file = run.path / CARD
     before = file.read_text(encoding="utf-8")
     section = re.compile(f"{SCORES_BEGIN}.*?{SCORES_END}", re.DOTALL)
     after = section.sub(lambda _: _scores_section(run), before)
-    if results := eval_results(run.last_scores):
+    results = eval_results(run.last_scores)
+    if results:
         card = ModelCard(after)
-        card.data["model_name"], card.data["eval_results"] = run.name, results
+        card.data["model_name"] = run.name
+        card.data["eval_results"] = results
         after = str(card)
     if after != before:
         write_whole(file, after)
 
 
 def is_hub_id(name: str) -> bool:
-    """Whether a name can be that of a model or data set on the hub, which rejects cards that link to anything else; a
-    file or folder here is none.
+    """Whether a name can be that of a model or data set on the hub, and not of a file or folder here.
+
+    The hub rejects cards that link to anything else.
 
     >>> is_hub_id("huggyllama/llama-7b"), is_hub_id("builtin:tiny"), is_hub_id("data/*.jsonl")
     (True, False, False)
     """
-    public = public_name(name) == name and not Path(name).exists()
-    return public and re.fullmatch(r"\w[\w.-]*(/\w[\w.-]*)?", name) is not None
+    if public_name(name) != name or Path(name).exists():
+        return False
+    return re.fullmatch(r"\w[\w.-]*(/\w[\w.-]*)?", name) is not None
 
 
 def _metadata(run: MeasuredRun, full: bool, recipe: Recipe | None) -> ModelCardData:
@@ -124,13 +133,18 @@ def _metadata(run: MeasuredRun, full: bool, recipe: Recipe | None) -> ModelCardD
     if not run.untuned:
         tags.append(recipe.tuning.method if recipe else "lora")
     sources = recipe.data.source if recipe else ()
+    datasets = [source.name for source in sources if is_hub_id(source.name)]
     results = eval_results(run.last_scores)
     name = public_name(run.base.name) if run.untuned else run.name
-    base = run.base.name if is_hub_id(run.base.name) else None
+    base = None
+    relation = None
+    if is_hub_id(run.base.name):
+        base = run.base.name
+        relation = "finetune" if full else "adapter"
     return ModelCardData(
         base_model=base,
-        base_model_relation=("finetune" if full else "adapter") if base else None,
-        datasets=[source.name for source in sources if is_hub_id(source.name)] or None,
+        base_model_relation=relation,
+        datasets=datasets or None,
         eval_results=results or None,
         library_name="transformers" if full else "peft",
         model_name=name if results else None,
@@ -140,44 +154,54 @@ def _metadata(run: MeasuredRun, full: bool, recipe: Recipe | None) -> ModelCardD
 
 
 def _scores_section(run: MeasuredRun) -> str:
-    """The scores of a run and its pictures, between the comments by which they are found again."""
-    lines = list(scores_sections(run)) or ["Not measured yet."]
+    """The scores and pictures of a run, between the comments that `refresh_scores` searches for."""
+    paragraphs = list(scores_sections(run)) or ["Not measured yet."]
     if run.merged and run.scores:
-        lines.insert(0, "With the adapter, before it was merged:")
-    for file in () if run.merged else sorted((run.path / PICTURES).glob("*.png")):
-        lines.append(f"![{literal(file.stem)}]({PICTURES}/{quote(file.name)})")
-    return f"{SCORES_BEGIN}\n" + "\n\n".join(lines) + f"\n{SCORES_END}"
+        paragraphs.insert(0, "With the adapter, before it was merged:")
+    if not run.merged:
+        for file in sorted((run.path / PICTURES).glob("*.png")):
+            paragraphs.append(f"![{literal(file.stem)}]({PICTURES}/{quote(file.name)})")
+    content = "\n\n".join(paragraphs)
+    return f"{SCORES_BEGIN}\n{content}\n{SCORES_END}"
 
 
 def draw_run(run: MeasuredRun) -> Iterator[Path]:
-    """Draw the scores of a run and its base, and the loss of its training, into its folder; yield each file."""
+    """Draw the scores of base and run, and the training loss, into the folder of the run; yield the files."""
     for name in run.scores:
-        alike, _ = run.side_by_side(name)  # what was measured otherwise is not drawn on the same axis
+        # Scores with other options are not drawn on the same axis.
+        alike, _ = run.side_by_side(name)
         *_, last = alike.values()
-        if panels := MEASUREMENTS[last.measurement].panels(alike):
+        panels = MEASUREMENTS[last.measurement].panels(alike)
+        if panels:
             figure = figure_of(*panels, title=public_setting(last), window=run.metadata.original)
             yield save(figure, run.path / PICTURES / f"{name}.png")
-    if run.log:
-        yield save(figure_of(partial(_loss, run.log)), run.path / PICTURES / "loss.png")
+    log = run.log
+    if log:
+        figure = figure_of(partial(_draw_loss, log))
+        yield save(figure, run.path / PICTURES / "loss.png")
 
 
 def comparison_picture(measurements: Sequence[Mapping[str, Scores]], original: int, file: Path) -> None:
-    """Draw several models, the panels of each measurement."""
+    """Draw the scores of several models: a panel or more for every measurement."""
     panels = []
     for scores in measurements:
-        panels += MEASUREMENTS[next(iter(scores.values())).measurement].panels(scores)
+        first = next(iter(scores.values()))
+        panels += MEASUREMENTS[first.measurement].panels(scores)
     save(figure_of(*panels, window=original), file)
 
 
-def _loss(log: Sequence[Mapping[str, Any]], axes: Any) -> None:
-    axes.plot([line["step"] for line in log], [line["loss"] for line in log], color=VERMILION)
+def _draw_loss(log: Sequence[Mapping[str, Any]], axes: Any) -> None:
+    steps = [line["step"] for line in log]
+    losses = [line["loss"] for line in log]
+    axes.plot(steps, losses, color=VERMILION)
     axes.set(xlabel="step", ylabel="training loss (nats per token)")
 
 
 def html_page(card: str, folder: Path, title: str) -> str:
-    """Return a card as one HTML page that needs no other file: the pictures in `folder` are inside. Names in a card
-    come from elsewhere: its HTML is shown as text, and an image from another place, whose server would learn who reads
-    the page, is a link.
+    """Return a card as one HTML page that contains the pictures in `folder` and needs no other file.
+
+    Names in a card come from elsewhere: HTML is shown as text. An image from another place is a link, since its server
+    would learn who reads the page.
     """
     from markdown_it import MarkdownIt
 
@@ -189,5 +213,7 @@ def html_page(card: str, folder: Path, title: str) -> str:
         return f'<img src="data:image/png;base64,{encoded}" alt="{link["caption"]}">'
 
     markdown = MarkdownIt("commonmark", {"html": False}).enable("table").disable("image")
-    body = PICTURE.sub(picture, markdown.render(METADATA_OR_COMMENT.sub("", card)))
-    return Template(PAGE.read_text(encoding="utf-8")).substitute(title=escape(title), body=body)
+    rendered = markdown.render(METADATA_OR_COMMENT.sub("", card))
+    body = PICTURE.sub(picture, rendered)
+    template = Template(PAGE.read_text(encoding="utf-8"))
+    return template.substitute(title=escape(title), body=body)

@@ -1,6 +1,5 @@
 """A run with its scores, and scores as tables in Markdown and as the hub's `model-index`."""
 
-import os
 import re
 import shlex
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -13,7 +12,7 @@ from huggingface_hub import EvalResult
 
 from pi_lora.evaluation.measurement import Metric, Scores
 from pi_lora.evaluation.suite import differences, metric_rows, metrics_of, read_scores, setting_of
-from pi_lora.models.files import ADAPTER_CONFIG_FILE, read_adapter_settings, read_config
+from pi_lora.models.files import ADAPTER_CONFIG_FILE, public_name, read_adapter_settings, read_config
 from pi_lora.recipe.schema import Model
 from pi_lora.run import BASE, STEP_0, Run
 
@@ -22,8 +21,10 @@ from pi_lora.run import BASE, STEP_0, Run
 class MeasuredRun(Run):
     """A run with its scores, or an adapter folder of other origin.
 
-    If it was merged, `merged` is the folder of the full weights. A base that was extended without tuning is `untuned`.
-    `base_name` is the name of the base, where no adapter names it.
+    Attributes:
+        merged: The folder of the full weights, if the run was merged.
+        untuned: Whether the model is a base that was extended without tuning.
+        base_name: The name of the base, where no adapter names it.
     """
 
     merged: Path | None = None
@@ -40,33 +41,51 @@ class MeasuredRun(Run):
         """The base of the adapter, or of full tuning."""
         if (self.path / ADAPTER_CONFIG_FILE).is_file():
             adapter = read_adapter_settings(self.path)
-            return Model(name=adapter.base_model_name_or_path or self.base_name, revision=adapter.revision or "main")
-        return Model(name=self.base_name) if self.untuned else self.recipe.model
+            name = adapter.base_model_name_or_path or self.base_name
+            return Model(name=name, revision=adapter.revision or "main")
+        if self.untuned:
+            return Model(name=self.base_name)
+        return self.recipe.model
 
     @cached_property
     def scores(self) -> dict[str, dict[str, Scores]]:
         """Scores by measurement and stage; the stages in order: base, step 0, step 200, ..., tuned."""
         measured: dict[str, dict[str, Scores]] = {}
         for stage, name, file in self.score_files():
-            if scores := read_scores(file):
+            scores = read_scores(file)
+            if scores:
                 measured.setdefault(name, {})[stage] = scores
         return dict(sorted(measured.items()))
 
     @property
     def last_scores(self) -> dict[str, Scores]:
         """The scores of the finished run, or else of the last step, by measurement."""
-        stages = [(name, stage) for name in self.scores for stage in self.scores[name] if stage != BASE]
-        return {name: self.scores[name][stage] for name, stage in stages}
+        last = {}
+        for name, stages in self.scores.items():
+            for stage, scores in stages.items():
+                if stage != BASE:
+                    last[name] = scores
+        return last
 
     def side_by_side(self, name: str) -> tuple[dict[str, Scores], dict[str, Scores]]:
-        """Return the scores of base, step 0, and the last stage of a measurement: those that were measured like the
-        last, which tables and pictures show, and the others.
+        """Return the scores of base, step 0 and the last stage of a measurement, in two groups.
+
+        The first group was measured with the options of the last stage; tables and pictures show it. The second was
+        measured with other options.
         """
         stages = self.scores[name]
         *_, last = stages
-        shown = {stage: stages[stage] for stage in (BASE, STEP_0, last) if stage in stages}
-        others = {stage: scores for stage, scores in shown.items() if differences(scores.options, stages[last])}
-        return {stage: scores for stage, scores in shown.items() if stage not in others}, others
+        alike = {}
+        others = {}
+        for stage in (BASE, STEP_0, last):
+            if stage not in stages:
+                continue
+            scores = stages[stage]
+            if differences(scores.options, stages[last]):
+                others[stage] = scores
+            else:
+                alike[stage] = scores
+        return alike, others
 
 
 def shown_metrics(scores: Scores) -> dict[str, Metric]:
@@ -75,16 +94,18 @@ def shown_metrics(scores: Scores) -> dict[str, Metric]:
 
 
 def scores_sections(run: MeasuredRun) -> Iterator[str]:
-    """Yield Markdown for the scores of a run: for each measurement its text and settings, and a table of the metrics of
-    base, step 0 and run. What was measured otherwise is named and not shown. If the base is not in the table, the
-    command that measures it like the run follows.
+    """Yield Markdown for the scores of a run.
+
+    For each measurement there are text and settings, and a table of the metrics of base, step 0 and run. Scores with
+    other options are named and not shown. If the base is not in the table, the command that measures it follows.
     """
     for name in run.scores:
         alike, others = run.side_by_side(name)
         *_, last = alike.values()
         yield f"**{literal(name)}**: {literal(public_setting(last))}"
         rows = metric_rows([shown_metrics(scores) for scores in alike.values()])
-        yield markdown_table(["metric", *alike], rows).rstrip("\n")
+        table = markdown_table(["metric", *alike], rows)
+        yield table.rstrip("\n")
         for stage, scores in others.items():
             keys = ", ".join(differences(scores.options, last)).replace("_", " ")
             yield f"Not shown: {stage}, measured with other {keys} ({literal(public_setting(scores))})."
@@ -94,35 +115,33 @@ def scores_sections(run: MeasuredRun) -> Iterator[str]:
 
 
 def public_setting(scores: Scores) -> str:
-    """Return on which text and how a model was measured, without paths of this machine."""
+    """Return the text and settings of a measurement, without paths of this machine."""
     data = str(scores.options.model_dump().get("data"))
     return setting_of(scores).replace(data, public_name(data))
 
 
 def eval_results(results: Mapping[str, Scores]) -> list[EvalResult]:
-    """Return the metrics in the scores of a model, by measurement, as the hub takes them."""
+    """Return the metrics in the scores of a model as entries of the hub's `model-index`."""
     entries = []
     for scores in results.values():
         for heading, metric in shown_metrics(scores).items():
-            name = public_name(metric.dataset)
-            data = re.sub(r"[^\w./-]+", "-", name).strip("-")  # as the hub spells its own
-            title = f"{heading}, {metric.unit}" if metric.unit else heading
-            entries.append(EvalResult("text-generation", data, name, metric.hub_name, metric.value, metric_name=title))
+            dataset_name = public_name(metric.dataset)
+            # As the hub spells the types of data sets.
+            dataset_type = re.sub(r"[^\w./-]+", "-", dataset_name).strip("-")
+            result = EvalResult(
+                task_type="text-generation",
+                dataset_type=dataset_type,
+                dataset_name=dataset_name,
+                metric_type=metric.hub_name,
+                metric_value=metric.value,
+                metric_name=f"{heading}, {metric.unit}" if metric.unit else heading,
+            )
+            entries.append(result)
     return entries
 
 
-def public_name(name: str) -> str:
-    """Return a name as strangers may read it: the last part of a path on this machine, and any other name as it is.
-
-    >>> public_name("/home/me/books/*.txt"), public_name("~/base"), public_name("owner/base")
-    ('*.txt', 'base', 'owner/base')
-    """
-    local = name.startswith(("/", "~", ".")) or os.path.exists(name)
-    return Path(name).name or name if local else name
-
-
 def literal(text: str) -> str:
-    r"""Return a text, which may come from elsewhere, as Markdown that shows it: no images, links, HTML or cells in it.
+    r"""Return Markdown that shows a text, which may come from elsewhere, without images, links, HTML or cells.
 
     >>> print(literal("![](http://x/y.png) <b> a|b"))
     \!\[\](http://x/y.png) \<b> a\|b
@@ -138,5 +157,11 @@ def markdown_table(head: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
     |---|---|
     | 1 | 2 |
     """
-    first, *others = (f"| {' | '.join(map(literal, cells))} |\n" for cells in (head, *rows))
-    return first + "|---" * len(head) + "|\n" + "".join(others)
+    lines = [_markdown_row(head), "|---" * len(head) + "|\n"]
+    lines += [_markdown_row(cells) for cells in rows]
+    return "".join(lines)
+
+
+def _markdown_row(cells: Sequence[str]) -> str:
+    content = " | ".join(literal(cell) for cell in cells)
+    return f"| {content} |\n"

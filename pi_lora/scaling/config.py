@@ -1,4 +1,4 @@
-"""Scalings of rotary frequencies in model configs, read, extended or refused: numbers and dictionaries, no torch.
+"""Scalings of rotary frequencies in model configs: they are read, extended or refused. No torch is needed.
 
 A model trained on positions `[0, L)` reads `L' > L` tokens when position `m` is replaced by `m L / L'`
 (paper.tex, Eqn. 4), or when its rotary frequencies change in another way. Configs call `L' / L` the `factor`.
@@ -24,8 +24,8 @@ from pi_lora.errors import ScalingError
 Config = Mapping[str, Any]
 Method = Literal["pi", "yarn", "theta", "llama3", "dynamic", "direct"]
 
-# The scalings of each rope type. A model that was extended before goes on from its own frequencies: its `linear` or
-# `yarn` factor is multiplied. A larger theta would leave the window that vLLM reads of `yarn` as it is.
+# The scalings of each rope type. The frequencies of an extended model are extended further: a `linear` or `yarn` factor
+# is multiplied. `yarn` allows no larger theta, because vLLM would read the old window.
 METHODS_OF: Mapping[str, tuple[Method, ...]] = {
     "default": get_args(Method),
     "linear": ("pi", "theta", "direct"),
@@ -34,36 +34,35 @@ METHODS_OF: Mapping[str, tuple[Method, ...]] = {
     "longrope": ("pi",),
     "proportional": ("pi", "theta", "direct"),
 }
-# The wavelengths that `llama3` keeps and divides, in parts of the original window, as Llama 3.1 has them.
+# The wavelengths that `llama3` keeps and divides, in parts of the original window, as in Llama 3.1.
 LLAMA3_BANDS = {"low_freq_factor": 1.0, "high_freq_factor": 4.0}
-# The key of configs extended by `theta`, or by `pi` under a `longrope`, which no rope records: the window before, in
-# tokens.
+# The config key of the original window in tokens, if the model was extended by `theta`, or by `pi` under a `longrope`.
+# Ropes do not record these extensions.
 ORIGINAL_WINDOW = "original_context_window"
 
 FULL_ATTENTION = "full_attention"
 SLIDING_ATTENTION = "sliding_attention"
-# With ropes per layer type, for which transformers 4 has one `rope_scaling` that applies to full-attention layers.
+# Models with a rope per layer type. Their `rope_scaling` in transformers 4 applies to full-attention layers.
 LAYERED_IN_4 = {"gemma3_text", "gemma3n_text", "olmo3"}
-# Their configs in transformers 4 reject a `rope_scaling` with fields other than `type` and `factor`.
+# Models whose configs in transformers 4 reject a `rope_scaling` with fields other than `type` and `factor`.
 TWO_FIELDS_IN_4 = {"olmo", "olmo2"}
-# Whose names for theta and the rotary share of a head are others in transformers 4 (and the `rope_scaling` path of 5).
+# Models with other names for theta and the rotary share of a head in transformers 4 (and the `rope_scaling` path of 5).
 GPT_NEOX = {"gpt_neox", "gpt_neox_japanese"}
 GPT_NEOX_IN_4 = {"rope_theta": "rotary_emb_base", "partial_rotary_factor": "rotary_pct"}
-# Whose `max_position_embeddings` under `linear` is the extended window itself, in published configs and in vLLM.
+# Models whose `max_position_embeddings` under `linear` is the extended window, in published configs and in vLLM.
 WINDOW_DECLARED = {"gemma3_text", "gemma3n_text"}
 LOCAL_ATTENTION = {SLIDING_ATTENTION, "chunked_attention"}
 MULTIPLIES_WINDOW = {"linear", "dynamic", "yarn", "proportional"}
-# Their configs accept only `longrope`, which divides each frequency by its own number; the same one for all is PI.
+# Models whose configs accept only `longrope`, a list of divisors of the frequencies. Equal divisors are PI.
 LONGROPE_ONLY = {"phi3", "phi4_multimodal"}
-# Only their sliding layers are rotary; layers with full attention have no positions. No config says so.
+# Models whose sliding layers alone are rotary; layers with full attention have no positions. No config says so.
 LOCAL_ROPE_ONLY = set("afmoe cohere2 cohere2_moe exaone4 exaone_moe flint kolibri1 llama4_text".split())
 
 
 @dataclass(frozen=True)
 class Extension:
-    """How a plain base is extended to `target` tokens: the paper's `pi`, no rescaling (`direct`), or other scalings.
-    `original` is its window L, by default the one in its config; `theta` a base of the frequencies for the scaling
-    `theta`, by default NTK-aware.
+    """The extension of an unextended base to `target` tokens. `original` is the window L, by default read from the
+    config. `theta` is the new base of the frequencies for the scaling `theta`, by default NTK-aware.
     """
 
     target: int
@@ -72,7 +71,7 @@ class Extension:
     theta: float | None = None
 
     def original_of(self, config: Config) -> int:
-        """Return the window L of the model that is extended, in tokens."""
+        """Return the original window L of the model in tokens."""
         return self.original or window_of(config)
 
     def scale_of(self, config: Config) -> float:
@@ -81,12 +80,12 @@ class Extension:
 
 
 def read_rope(config: Config) -> dict[str, Any]:
-    """Return the complete `rope_parameters` of a config in either dialect, per layer type where it has several."""
+    """Return the complete `rope_parameters` of a config in either dialect, per layer type if the model has several."""
     if config.get("alibi"):
         raise _refused(config, "has ALiBi, no rotary position embeddings; nothing to interpolate")
     nested = config.get("rope_parameters")
     if isinstance(nested, Mapping) and nested:
-        return deepcopy(dict(nested))  # the config classes of transformers change what they are given in place
+        return deepcopy(dict(nested))  # the config classes of transformers change their arguments in place
     if isinstance(config.get("text_config"), Mapping):
         raise _refused(config, "is made of several models; give its language model alone")
     if config.get("rope_theta") is None:
@@ -111,7 +110,7 @@ def full_attention_rope(config: Config) -> dict[str, Any]:
     if "rope_theta" in rope:
         return rope
     if not isinstance(rope.get(FULL_ATTENTION), Mapping):
-        named = ", ".join(sorted(name for name, each in rope.items() if each))
+        named = ", ".join(sorted(layer_type for layer_type, parameters in rope.items() if parameters))
         raise _refused(config, f"has ropes for {named}, none for {FULL_ATTENTION}; give a model that has one")
     return dict(rope[FULL_ATTENTION])
 
@@ -119,18 +118,22 @@ def full_attention_rope(config: Config) -> dict[str, Any]:
 def with_full_rope(config: Config, rope: Config) -> dict[str, Any]:
     """Return a copy of a config with `rope` for the layers that attend to the whole window."""
     nested = read_rope(config)
-    return {**config, "rope_parameters": {**nested, FULL_ATTENTION: rope} if FULL_ATTENTION in nested else rope}
+    if FULL_ATTENTION in nested:
+        return {**config, "rope_parameters": {**nested, FULL_ATTENTION: rope}}
+    return {**config, "rope_parameters": rope}
 
 
 def constant_longrope(rope: Config) -> float | None:
-    """Return what a `longrope` written by `extend_config` divides every frequency by; None for any other rope."""
+    """Return the divisor of all frequencies of a `longrope` written by `extend_config`; None for any other rope."""
     factors = {*rope.get("short_factor", []), *rope.get("long_factor", [])}
-    return float(factors.pop()) if rope.get("rope_type") == "longrope" and len(factors) == 1 else None
+    if rope.get("rope_type") == "longrope" and len(factors) == 1:
+        return float(factors.pop())
+    return None
 
 
 def method_of(config: Config) -> Method | None:
-    """Return how a model was extended according to its config; None for an unextended one, `direct`, and a `longrope`
-    with factors from a search.
+    """Return the method by which a model was extended, according to its config. Return None for an unextended model,
+    for `direct`, and for a `longrope` with factors from a search.
 
     >>> method_of({"rope_theta": 1e4, "rope_scaling": {"type": "linear", "factor": 8.0}})
     'pi'
@@ -138,7 +141,9 @@ def method_of(config: Config) -> Method | None:
     rope = full_attention_rope(config)
     if config.get(ORIGINAL_WINDOW):
         return "pi" if rope.get("rope_type") == "longrope" else "theta"
-    if constant_longrope(rope) is not None or (rope.get("rope_type") == "proportional" and "factor" in rope):
+    if constant_longrope(rope) is not None:
+        return "pi"
+    if rope.get("rope_type") == "proportional" and "factor" in rope:
         return "pi"
     methods: dict[str, Method] = {"linear": "pi", "dynamic": "dynamic", "yarn": "yarn", "llama3": "llama3"}
     return methods.get(rope.get("rope_type", "default"))
@@ -153,13 +158,17 @@ def scale_of(config: Config) -> float:
     rope = full_attention_rope(config)
     if original := config.get(ORIGINAL_WINDOW):
         return window_of(config) / float(original)
-    return constant_longrope(rope) or (float(rope["factor"]) if method_of(config) else 1.0)
+    if factor := constant_longrope(rope):
+        return factor
+    return float(rope["factor"]) if method_of(config) else 1.0
 
 
 def window_of(config: Config) -> int:
-    """Return the context window of a model in tokens, by transformers' and vLLM's rule. A `linear`, `dynamic` or
-    `proportional` rope multiplies `max_position_embeddings`, `yarn` its `original_max_position_embeddings`; with other
-    types (`llama3`, `longrope`), and of Gemma 3 under `linear`, the window is as declared.
+    """Return the context window of a model in tokens, by the rule of transformers and vLLM.
+
+    The factor of a `linear`, `dynamic` or `proportional` rope multiplies `max_position_embeddings`. That of `yarn`
+    multiplies `original_max_position_embeddings`. With other types (`llama3`, `longrope`), and for Gemma 3 under
+    `linear`, the window is `max_position_embeddings`.
 
     >>> rope = {"rope_theta": 1e6, "rope_scaling": {"rope_type": "linear", "factor": 8.0}, "rope_local_base_freq": 1e4}
     >>> window_of({"model_type": "gemma3_text", "max_position_embeddings": 131072, **rope})
@@ -167,25 +176,31 @@ def window_of(config: Config) -> int:
     """
     if config.get("max_position_embeddings") is None:
         raise _refused(config, "its config has no max_position_embeddings, the context window; add it to config.json")
-    rope, declared = full_attention_rope(config), int(config["max_position_embeddings"])
-    # Some configs have the key without a number; yarn takes the other one then.
-    multiplied: int = (rope.get("rope_type") == "yarn" and rope.get("original_max_position_embeddings")) or declared
-    return round(multiplied * _window_factor(config, rope))
+    rope = full_attention_rope(config)
+    window = int(config["max_position_embeddings"])
+    # Some configs have the key of yarn without a number.
+    if rope.get("rope_type") == "yarn" and rope.get("original_max_position_embeddings"):
+        window = rope["original_max_position_embeddings"]
+    return round(window * _window_factor(config, rope))
 
 
 def _window_factor(config: Config, rope: Config) -> float:
     """Return the factor by which engines multiply the window that a config with this rope declares."""
     if rope.get("rope_type") == "linear" and config.get("model_type") in WINDOW_DECLARED:
         return 1.0
-    return float(rope.get("factor", 1)) if rope.get("rope_type") in MULTIPLIES_WINDOW else 1.0
+    if rope.get("rope_type") in MULTIPLIES_WINDOW:
+        return float(rope.get("factor", 1))
+    return 1.0
 
 
 def normalize_max_positions(config: Config, longest_input: float | None) -> Config:
-    """Return a config whose `linear` rope multiplies `max_position_embeddings`, as transformers documents it. Some that
-    were published (DeepSeek-Coder, Chinese-Alpaca-2-16k) declare the extended window there instead. No key tells them
-    apart, but the `longest_input` of their tokenizer, in tokens, is the same number.
+    """Return a config whose `linear` rope multiplies `max_position_embeddings`, as transformers documents it.
+
+    Some published configs (DeepSeek-Coder, Chinese-Alpaca-2-16k) declare the extended window there instead. No key
+    marks them, but the `longest_input` of their tokenizer, in tokens, is the same number.
     """
-    declared, rope = config.get("max_position_embeddings"), full_attention_rope(config)
+    declared = config.get("max_position_embeddings")
+    rope = full_attention_rope(config)
     multiplies = rope.get("rope_type") == "linear" and config.get("model_type") not in WINDOW_DECLARED
     if not multiplies or declared is None or declared != longest_input:
         return config
@@ -194,40 +209,56 @@ def normalize_max_positions(config: Config, longest_input: float | None) -> Conf
 
 def with_legacy_rope_keys(config: Config) -> dict[str, Any]:
     """Return a copy of a config whose scaling is read by transformers 5 and, at the top level, by 4, vLLM and SGLang.
-    transformers 4 loads a config with `rope_parameters` alone silently unscaled. Models with ropes per layer type that
-    only transformers 5 knows get no top level, which 5 would apply to the sliding layers too.
+
+    transformers 4 loads a config with `rope_parameters` alone unscaled, without a warning. Some models with ropes per
+    layer type exist in transformers 5 only. They get no top level, which 5 would apply to the sliding layers too.
     """
-    nested, rope, model_type = read_rope(config), full_attention_rope(config), str(config.get("model_type"))
+    nested = read_rope(config)
+    rope = full_attention_rope(config)
+    model_type = str(config.get("model_type"))
     both = {**config, "rope_parameters": nested}
     if FULL_ATTENTION in nested and model_type not in LAYERED_IN_4:
-        return {key: value for key, value in both.items() if key not in ("rope_theta", "rope_scaling")}
-    names = GPT_NEOX_IN_4 if model_type in GPT_NEOX else {}
+        both.pop("rope_theta", None)
+        both.pop("rope_scaling", None)
+        return both
+    legacy_names = GPT_NEOX_IN_4 if model_type in GPT_NEOX else {}
     for key in ("rope_theta", "partial_rotary_factor"):
         if key in rope:
-            both[key] = both[names.get(key, key)] = rope[key]
+            both[key] = rope[key]
+            both[legacy_names.get(key, key)] = rope[key]
     if sliding := nested.get(SLIDING_ATTENTION):
         both["rope_local_base_freq"] = sliding["rope_theta"]
-    elsewhere = {"rope_theta", "partial_rotary_factor"} | ({"rope_type"} if model_type in TWO_FIELDS_IN_4 else set())
-    keys = rope.keys() - elsewhere
-    if rope.get("rope_type") == "linear" and model_type not in TWO_FIELDS_IN_4:
-        keys |= {"rope_theta"}  # CTranslate2 looks for it here alone; transformers 4 warns that it does not need it
-    if rope.get("rope_type") == "longrope":
-        keys = {"short_factor", "long_factor"}  # which Phi-3's config in transformers 4 accepts, and no others
-    kind = rope.get("rope_type", "default")
-    both["rope_scaling"] = (
-        None if kind == "default" else {"type": kind, **{key: rope[key] for key in rope if key in keys}}
-    )
+    both["rope_scaling"] = _legacy_rope_scaling(rope, model_type)
     return both
+
+
+def _legacy_rope_scaling(rope: Config, model_type: str) -> dict[str, Any] | None:
+    """Return the `rope_scaling` of transformers 4 for a rope; None for a default one."""
+    kind = rope.get("rope_type", "default")
+    if kind == "default":
+        return None
+    if kind == "longrope":
+        # Phi-3's config in transformers 4 accepts these keys and no others.
+        keys = {"short_factor", "long_factor"}
+    else:
+        keys = rope.keys() - {"rope_theta", "partial_rotary_factor"}
+        if model_type in TWO_FIELDS_IN_4:
+            keys -= {"rope_type"}
+        elif kind == "linear":
+            # CTranslate2 reads theta only here; transformers 4 warns that it does not need it.
+            keys |= {"rope_theta"}
+    return {"type": kind, **{key: value for key, value in rope.items() if key in keys}}
 
 
 def extend_config(config: Config, extension: Extension) -> dict[str, Any]:
     """Return a copy of a model config with a window of `extension.target` tokens, in both dialects.
 
-    Ropes per layer type change on full-attention layers only; `direct` declares the longer window alone.
+    Ropes per layer type change on full-attention layers only. `direct` changes the declared window only.
     `max_position_embeddings` is the number from which every reader computes L':
 
     - L' divided by the factor under `linear`, `dynamic` and `proportional`: engines multiply it, and `dynamic` scales
-      inputs longer than it; but L' of Gemma 3 under `linear`, where vLLM does not multiply;
+      inputs longer than it;
+    - L' of Gemma 3 under `linear`, where vLLM does not multiply;
     - L' under `yarn`: transformers 4 computes the factor from it, and SGLang takes it as the window;
     - L' under every other rope.
     """
@@ -246,10 +277,14 @@ def extend_config(config: Config, extension: Extension) -> dict[str, Any]:
 
 def check_extendable(config: Config, extension: Extension) -> None:
     """Raise ScalingError if the target window is not longer, the model's rope cannot be extended by this scaling, or no
-    layer has positions and attends to the target window.
+    rotary layer attends to the target window.
     """
-    model_type, method, original = config.get("model_type"), extension.scaling, extension.original_of(config)
-    target, reach, suitable = extension.target, local_window(config), methods_for(config)
+    model_type = config.get("model_type")
+    method = extension.scaling
+    original = extension.original_of(config)
+    target = extension.target
+    reach = local_window(config)
+    suitable = methods_for(config)
     problem = None
     if target <= original:
         problem = f"context.target: {target} is not longer than the model's own window of {original}; nothing to extend"
@@ -270,7 +305,9 @@ def methods_for(config: Config) -> tuple[Method, ...]:
     """Return the scalings that can extend a model, by its rope type."""
     rope = full_attention_rope(config)
     kind = rope.get("rope_type", "default")
-    if constant_longrope(rope) is not None or (kind == "default" and config.get("model_type") in LONGROPE_ONLY):
+    if kind == "default" and config.get("model_type") in LONGROPE_ONLY:
+        kind = "linear"
+    if constant_longrope(rope) is not None:
         kind = "linear"
     return METHODS_OF.get(kind, ())
 
@@ -285,12 +322,12 @@ def check_reach(name: str, config: Config, target: int) -> None:
 
 
 def local_window(config: Config) -> int | None:
-    """Return the longest attention span of any layer in tokens, or None where a layer attends to the whole window.
+    """Return the longest attention span of any layer in tokens; None if a layer attends to the whole window.
 
     >>> local_window({"sliding_window": 4096}), local_window({"sliding_window": 4096, "use_sliding_window": False})
     (4096, None)
     """
-    # transformers follows `layer_types` where a config has them, else `sliding_window` in every layer.
+    # transformers follows `layer_types` if the config has them, else `sliding_window` in every layer.
     kinds = set(config.get("layer_types") or [SLIDING_ATTENTION])
     if kinds - LOCAL_ATTENTION or config.get("use_sliding_window") is False:
         return None
@@ -298,7 +335,7 @@ def local_window(config: Config) -> int | None:
 
 
 def is_extension_of(run: Config, base: Config) -> bool:
-    """Return whether `run` can be an extension of `base`: by any method of a plain rope, else of the same type."""
+    """Return whether `run` can be an extension of `base`. If `base` is extended already, the rope types are equal."""
     before, after = full_attention_rope(base), full_attention_rope(run)
     if before.get("rope_type", "default") == "default":
         return True
@@ -308,31 +345,35 @@ def is_extension_of(run: Config, base: Config) -> bool:
 def ntk_theta(config: Config, scale: float) -> float:
     """Return the base of the frequencies with which the lowest one is divided by `scale` (NTK-aware scaling).
 
-    Frequency i of R/2 is `theta^(-2i/D)`: D is R, the rotary dimensions of a head, but all dimensions of a head under
-    `proportional`. So theta grows by `scale^(D/(R-2))`.
+    Frequency i of R/2 is `theta^(-2i/D)`, so theta grows by `scale^(D/(R-2))`. R is the number of rotary dimensions of
+    a head. D is R, but under `proportional` all dimensions of a head.
 
     >>> round(ntk_theta({"head_dim": 64, "rope_theta": 1e5}, 2))
     204522
     """
     rope = full_attention_rope(config)
+    proportional = rope.get("rope_type") == "proportional"
     head = config.get("qk_rope_head_dim") or config.get("head_dim")
     head = int(head or config["hidden_size"] // config["num_attention_heads"])
-    if rope.get("rope_type") == "proportional":  # Gemma 4 has larger heads in its full-attention layers
-        head = max(
-            [head, *(int(layer.get("head_dim", 0)) for layer in (config.get("per_layer_config") or {}).values())]
-        )
-    rotated = int(head * float(rope.get("partial_rotary_factor") or 1)) // 2 * 2
-    denominator = head if rope.get("rope_type") == "proportional" else rotated
+    if proportional:
+        # Gemma 4 has larger heads in its full-attention layers.
+        layers = config.get("per_layer_config") or {}
+        head = max([head, *(int(layer.get("head_dim", 0)) for layer in layers.values())])
+    rotary_share = float(rope.get("partial_rotary_factor") or 1)
+    rotated = int(head * rotary_share) // 2 * 2
     if rotated <= 2:
         raise ScalingError("scaling: theta: a head has one rotary frequency, which theta does not change; use pi")
+    denominator = head if proportional else rotated
     growth: float = scale ** (denominator / (rotated - 2))
     return float(rope["rope_theta"]) * growth
 
 
 def _extended_rope(config: Config, extension: Extension) -> dict[str, Any]:
     """Return the rope of the full-attention layers after the extension."""
-    rope, scale, method = full_attention_rope(config), extension.scale_of(config), extension.scaling
-    kind = rope.setdefault("rope_type", "default")
+    rope = full_attention_rope(config)
+    rope.setdefault("rope_type", "default")
+    scale = extension.scale_of(config)
+    method = extension.scaling
     if method == "direct":
         return rope
     if method == "theta":
@@ -343,23 +384,40 @@ def _extended_rope(config: Config, extension: Extension) -> dict[str, Any]:
     if method == "dynamic":
         return {**rope, "rope_type": "dynamic", "factor": scale}
     if method in ("yarn", "llama3"):
-        new = {"rope_type": method, "factor": 1.0, "original_max_position_embeddings": extension.original_of(config)}
-        own = rope if kind == method else {**rope, **new, **(LLAMA3_BANDS if method == "llama3" else {})}
-        return _without_default_attention({**own, "factor": own["factor"] * scale}, own["factor"])
-    if kind == "longrope" and constant_longrope(rope) is None:
-        factors = [factor * scale for factor in rope["long_factor"]]
-        longer = {"long_factor": factors, **({"factor": rope["factor"] * scale} if rope.get("factor") else {})}
-        return {**rope, **longer}
-    factor = (constant_longrope(rope) or float(rope.get("factor") or 1)) * scale
+        return _extended_bands(rope, method, scale, extension.original_of(config))
+    return _interpolated(config, rope, scale, extension.target)
+
+
+def _extended_bands(rope: dict[str, Any], method: Method, scale: float, original: int) -> dict[str, Any]:
+    """Return a `yarn` or `llama3` rope, of a model with a default rope or one that was extended by the same method."""
+    if rope["rope_type"] != method:
+        rope = {**rope, "rope_type": method, "factor": 1.0, "original_max_position_embeddings": original}
+        if method == "llama3":
+            rope |= LLAMA3_BANDS
+    factor_before = rope["factor"]
+    return _without_default_attention({**rope, "factor": factor_before * scale}, factor_before)
+
+
+def _interpolated(config: Config, rope: dict[str, Any], scale: float, target: int) -> dict[str, Any]:
+    """Return a rope whose frequencies are divided by `scale` (`pi`)."""
+    constant = constant_longrope(rope)
+    if rope["rope_type"] == "longrope" and constant is None:
+        longer = {**rope, "long_factor": [factor * scale for factor in rope["long_factor"]]}
+        if rope.get("factor"):
+            longer["factor"] = rope["factor"] * scale
+        return longer
+    factor = (constant or float(rope.get("factor") or 1)) * scale
     if config.get("model_type") in LONGROPE_ONLY:
-        return _constant_longrope(config, rope, factor, extension.target)
-    return {**rope, "rope_type": "proportional" if kind == "proportional" else "linear", "factor": factor}
+        return _constant_longrope(config, rope, factor, target)
+    rope_type = "proportional" if rope["rope_type"] == "proportional" else "linear"
+    return {**rope, "rope_type": rope_type, "factor": factor}
 
 
 def _without_default_attention(rope: dict[str, Any], factor_before: float) -> dict[str, Any]:
-    """Drop an `attention_factor` that is YaRN's own for the factor before: readers compute that of the new factor."""
+    """Drop an `attention_factor` that is YaRN's default for the old factor. Readers compute the new default."""
     stated = rope.get("attention_factor")
-    if stated is not None and math.isclose(stated, 0.1 * math.log(factor_before) + 1, rel_tol=1e-3):
+    default = 0.1 * math.log(factor_before) + 1
+    if stated is not None and math.isclose(stated, default, rel_tol=1e-3):
         del rope["attention_factor"]
     return rope
 
@@ -367,7 +425,15 @@ def _without_default_attention(rope: dict[str, Any], factor_before: float) -> di
 def _constant_longrope(config: Config, rope: Config, factor: float, target: int) -> dict[str, Any]:
     """Return a `longrope` that divides every frequency by `factor`, for configs that accept no `linear` rope."""
     head_dim = config["hidden_size"] // config["num_attention_heads"]
-    factors = [factor] * (int(head_dim * rope.get("partial_rotary_factor", 1.0)) // 2)
-    divided = {"rope_type": "longrope", "short_factor": factors, "long_factor": factors}
-    # Readers derive a factor on attention, 1, from the two windows.
-    return {**rope, **divided, "original_max_position_embeddings": target, "factor": 1.0, "attention_factor": 1.0}
+    rotary_dim = int(head_dim * rope.get("partial_rotary_factor", 1.0))
+    factors = [factor] * (rotary_dim // 2)
+    return {
+        **rope,
+        "rope_type": "longrope",
+        "short_factor": factors,
+        "long_factor": factors,
+        # Readers derive a factor on attention, 1, from the two windows.
+        "original_max_position_embeddings": target,
+        "factor": 1.0,
+        "attention_factor": 1.0,
+    }

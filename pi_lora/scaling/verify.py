@@ -4,6 +4,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from copy import deepcopy
 from dataclasses import replace
+from typing import Any
 
 import torch
 from transformers import AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
@@ -13,7 +14,7 @@ from pi_lora.scaling.config import SLIDING_ATTENTION, Config, Extension, Method,
 
 
 def config_of(kind: type[PreTrainedConfig], config: Config) -> PreTrainedConfig:
-    """Return a dictionary as an object of transformers, which changes what it is given in place."""
+    """Return a config dictionary as a config object. transformers changes its argument in place, so it gets a copy."""
     return kind.from_dict(deepcopy(dict(config)))
 
 
@@ -22,53 +23,79 @@ def build_on_meta(
 ) -> PreTrainedModel:
     """Build the model of `config` on the meta device: every module with its shape, no memory for weights."""
     with _building(kind), torch.device("meta"):
+        typed = config_of(kind, config)
         model: PreTrainedModel = AutoModelForCausalLM.from_config(
-            config_of(kind, config), trust_remote_code=trust_remote_code, dtype=dtype
+            typed, trust_remote_code=trust_remote_code, dtype=dtype
         )
     return model
 
 
 def check_scaling(plain: PreTrainedModel, config: Config, extension: Extension, trust: bool = False) -> None:
-    """Raise ScalingError if the rotary frequencies of the model of `config` under `extension`, which changes some,
-    do not follow from those of `plain`, the same on the meta device without it.
+    """Raise ScalingError if the model of `config` under `extension` does not have the expected rotary frequencies.
+    `plain` is the unextended model on the meta device.
 
-    Config classes drop or reject a scaling, and models without positions have a rope in their config all the same, so
-    the frequencies of the model's own rotary modules are compared. Under `pi` each frequency is the plain one divided
-    by the scale; under `yarn` and `llama3` it lies between the two; under `theta` the first stays and the others fall.
-    Sliding layers keep theirs. `dynamic` scales long inputs only, so its model is checked with `pi`.
+    Config classes may drop or reject a scaling, and configs of models without positions may have a rope. So the
+    frequencies of the rotary modules are compared. Under `pi` each frequency is the plain one divided by the scale.
+    Under `yarn` and `llama3` it lies between the two. Under `theta` the first stays and the others fall. Sliding layers
+    keep theirs. `dynamic` scales long inputs only, so its model is checked with `pi`.
     """
-    asked = replace(extension, scaling="pi") if extension.scaling == "dynamic" else extension
+    checked = extension
+    if extension.scaling == "dynamic":
+        checked = replace(extension, scaling="pi")
     kind = type(plain.config)
-    frequencies = rotary_frequencies(plain)
-    scaled = rotary_frequencies(build_on_meta(kind, extend_config(config, asked), trust))
-    if not frequencies:
+    plain_frequencies = rotary_frequencies(plain)
+    extended_frequencies = _scaled_frequencies(plain, extend_config(config, checked), trust)
+    if not plain_frequencies:
         raise ScalingError(f"model of type {kind.model_type}: is built without rotary embeddings; choose another")
-    if not _follows(frequencies, scaled, asked.scaling, asked.scale_of(config)):
+    if not _follows(plain_frequencies, extended_frequencies, checked.scaling, scale=checked.scale_of(config)):
         raise ScalingError(
             f"model of type {kind.model_type}: transformers does not apply the scaling of its config; "
             "choose another model"
         )
 
 
-def rotary_frequencies(model: PreTrainedModel) -> dict[str, torch.Tensor]:
-    """Return the frequencies (radians a token) of each rotary module of a model on the meta device, by name. The meta
-    device leaves its buffers without values, so the rotary modules are built again by themselves. A `longrope` is asked
-    about its longest input, for which its long factors count.
+def _scaled_frequencies(plain: PreTrainedModel, config: Config, trust: bool) -> dict[str, torch.Tensor]:
+    """Return the frequencies of the model of `config`, which is `plain` with another rope. Where every rotary module
+    reads the config of the model itself, those modules are enough; else the whole model is built.
+    """
+    kind = type(plain.config)
+    if any(module.config is not plain.config for _, module in _rotary_modules(plain)):
+        return rotary_frequencies(build_on_meta(kind, config, trust))
+    with _building(kind):
+        extended = config_of(kind, config)
+    return rotary_frequencies(plain, extended)
+
+
+def _rotary_modules(model: PreTrainedModel) -> list[tuple[str, Any]]:
+    """Return the modules with rotary frequencies, by name."""
+    modules = []
+    for name, module in model.named_modules():
+        if any(buffer.endswith("inv_freq") for buffer, _ in module.named_buffers(recurse=False)):
+            modules.append((name, module))
+    return modules
+
+
+def rotary_frequencies(model: PreTrainedModel, config: PreTrainedConfig | None = None) -> dict[str, torch.Tensor]:
+    """Return the frequencies (radians a token) of each rotary module of a model on the meta device, by name; under
+    another `config` of the same class, if one is given. The meta device leaves buffers without values, so the rotary
+    modules are built again by themselves. A `longrope` is asked about its longest input, for which its long factors
+    count.
     """
     frequencies = {}
     with _building(type(model.config)):
-        for name, module in model.named_modules():
-            if any(buffer.endswith("inv_freq") for buffer, _ in module.named_buffers(recurse=False)):
-                rotary = type(module)(config=module.config)
-                if getattr(rotary, "rope_type", None) == "longrope":
-                    rotary(torch.zeros(1), torch.tensor([[module.config.max_position_embeddings - 1]]))
-                for buffer, values in rotary.named_buffers():
-                    frequencies[f"{name}.{buffer}"] = values
+        for name, module in _rotary_modules(model):
+            used = config or module.config
+            rotary = type(module)(config=used)
+            if getattr(rotary, "rope_type", None) == "longrope":
+                rotary(torch.zeros(1), torch.tensor([[used.max_position_embeddings - 1]]))
+            for buffer, values in rotary.named_buffers():
+                frequencies[f"{name}.{buffer}"] = values
     return frequencies
 
 
 @contextmanager
 def _building(kind: type[PreTrainedConfig]) -> Iterator[None]:
+    """Turn every exception while a model is built into a ScalingError."""
     try:
         yield
     except Exception as error:  # config classes and model code raise their own kinds
@@ -79,7 +106,10 @@ def _building(kind: type[PreTrainedConfig]) -> Iterator[None]:
 
 
 def _follows(plain: dict[str, torch.Tensor], scaled: dict[str, torch.Tensor], method: Method, scale: float) -> bool:
-    if plain.keys() != scaled.keys() or any(plain[name].shape != scaled[name].shape for name in plain):
+    """Return whether the `scaled` frequencies follow from the `plain` ones, and some have changed."""
+    if plain.keys() != scaled.keys():
+        return False
+    if any(plain[name].shape != scaled[name].shape for name in plain):
         return False
     changed = [name for name in plain if not torch.equal(plain[name], scaled[name])]
     slack = 1 + 1e-5

@@ -1,4 +1,4 @@
-"""What to type to serve an extended model, and the KV cache that it takes, from its config alone."""
+"""The commands that serve an extended model, and the size of the KV cache, from the config alone."""
 
 import shlex
 from pathlib import Path
@@ -6,24 +6,27 @@ from pathlib import Path
 from transformers import DynamicCache, PreTrainedConfig
 from transformers.cache_utils import DynamicLayer
 
-from pi_lora.models.machine import dtype_named
+from pi_lora.models.device import dtype_named
 from pi_lora.scaling.config import window_of
 
 
 def serving_lines(config: PreTrainedConfig, folder: Path = Path()) -> list[str]:
-    """Return the commands that serve a model with its whole window in vLLM, and as a GGUF file in llama.cpp, the KV
-    cache of one sequence, and the commands that check the servers. The model is in `folder`, by default the current
-    one.
+    """Return the commands that serve the model in `folder` with its whole window, and that check the servers.
+
+    They are for vLLM, and for llama.cpp with a GGUF file. The last line is the size of the KV cache of one sequence.
+    The folder is by default the current one.
     """
-    window, dtype = window_of(config.to_dict()), str(config.dtype or "float32").removeprefix("torch.")
-    name, file = shlex.quote(str(folder)), Path(f"{folder.name or 'model'}.gguf")
-    size = cache_bytes(config, window, dtype_named(dtype).itemsize)
+    window = window_of(config.to_dict())
+    dtype = str(config.dtype or "float32").removeprefix("torch.")
+    name = shlex.quote(str(folder))
+    gguf_file = Path(f"{folder.name or 'model'}.gguf")
+    cache_megabytes = cache_bytes(config, window, dtype_named(dtype).itemsize) / 1e6
     return [
         f"vllm serve {name} --max-model-len {window} --dtype {dtype}",
         f"pi-lora check-server http://localhost:8000 {name}",
-        f"pi-lora export gguf {name} --output {shlex.quote(str(file))}",
-        *llama_cpp_lines(file, window, str(folder)),
-        f"# a sequence of {window:,} tokens takes {size / 1e6:,.0f} MB of KV cache in {dtype}",
+        f"pi-lora export gguf {name} --output {shlex.quote(str(gguf_file))}",
+        *llama_cpp_lines(gguf_file, window, str(folder)),
+        f"# a sequence of {window:,} tokens takes {cache_megabytes:,.0f} MB of KV cache in {dtype}",
     ]
 
 
@@ -43,15 +46,20 @@ def cache_bytes(config: PreTrainedConfig, tokens: int, itemsize: int) -> int:
     key of each token.
     """
     numbers = 0
-    for layer, own in zip(DynamicCache(config=config).layers, config.per_layer_config, strict=True):
+    layers = DynamicCache(config=config).layers
+    for layer, layer_config in zip(layers, config.per_layer_config, strict=True):
         if isinstance(layer, DynamicLayer):
-            numbers += _numbers_of_token(own) * min(tokens, getattr(layer, "sliding_window", tokens))
+            cached_tokens = min(tokens, getattr(layer, "sliding_window", tokens))
+            numbers += cached_tokens * _numbers_of_token(layer_config)
     return numbers * itemsize
 
 
 def _numbers_of_token(layer: PreTrainedConfig) -> int:
-    if rank := getattr(layer, "kv_lora_rank", None):
-        return int(rank + layer.qk_rope_head_dim)
+    """Return how many numbers a layer caches for one token."""
+    latent_rank = getattr(layer, "kv_lora_rank", None)
+    if latent_rank:
+        return int(latent_rank + layer.qk_rope_head_dim)
     heads = layer.num_attention_heads
-    width = getattr(layer, "head_dim", None) or layer.hidden_size // heads
-    return 2 * int((getattr(layer, "num_key_value_heads", None) or heads) * width)
+    key_value_heads = getattr(layer, "num_key_value_heads", None) or heads
+    head_dim = getattr(layer, "head_dim", None) or layer.hidden_size // heads
+    return 2 * int(key_value_heads * head_dim)

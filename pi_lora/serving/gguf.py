@@ -10,23 +10,28 @@ from gguf import GGUFReader
 from huggingface_hub import snapshot_download
 
 from pi_lora.errors import ModelError, RunExistsError
-from pi_lora.models.model import Model
+from pi_lora.models.source import ModelSource
 from pi_lora.scaling.config import method_of
 
 CONVERTER = "convert_hf_to_gguf.py"
-WHERE = "it is in llama.cpp's repository (github.com/ggml-org/llama.cpp), and in the source package of llama-cpp-python"
-# What the converter reads of a model on the hub.
-CONVERTED = ["*.json", "*.safetensors", "*.model", "*.txt", "*.jinja"]
+HOW_TO_GET_CONVERTER = (
+    "it is in llama.cpp's repository (github.com/ggml-org/llama.cpp), and in the source package of llama-cpp-python"
+)
+# The files of a model on the hub that the converter reads.
+DOWNLOADED_PATTERNS = ["*.json", "*.safetensors", "*.model", "*.txt", "*.jinja"]
 
 
-def find_converter(model: Model, output: Path, converter: Path | None = None) -> Path:
-    """Return the script of llama.cpp, in the folder `converter` or else `$LLAMA_CPP`, that writes a model to the GGUF
-    file `output`. Raise ModelError if there is none, or it drops the scaling of the model; RunExistsError if `output`
-    exists.
+def find_converter(model: ModelSource, output: Path, converter: Path | None = None) -> Path:
+    """Return the script of llama.cpp that writes a model to the GGUF file `output`.
+
+    It is in the folder `converter`, or else in `$LLAMA_CPP`. Raise ModelError if there is none, or if it drops the
+    scaling of the model; RunExistsError if `output` exists.
     """
     script = Path(converter or os.environ.get("LLAMA_CPP", "."), CONVERTER)
     if not script.is_file():
-        raise ModelError(f"{script}: no such converter; {WHERE}; name its folder with --converter, or in LLAMA_CPP")
+        raise ModelError(
+            f"{script}: no such converter; {HOW_TO_GET_CONVERTER}; name its folder with --converter, or in LLAMA_CPP"
+        )
     if method_of(model.config) == "dynamic":
         raise ModelError(f"{model.name}: llama.cpp's converter drops the scaling `dynamic`; use another scaling")
     if output.exists():
@@ -34,31 +39,34 @@ def find_converter(model: Model, output: Path, converter: Path | None = None) ->
     return script
 
 
-def export_gguf(model: Model, output: Path, script: Path, outtype: str | None = None) -> None:
-    """Write full weights to the GGUF file `output` with the converter `script`, whole or not at all; `outtype` is by
-    default the dtype of the weights. Raise ModelError if the converter fails.
+def export_gguf(model: ModelSource, output: Path, script: Path, outtype: str | None = None) -> None:
+    """Write full weights to the GGUF file `output` with the converter `script`, whole or not at all.
+
+    `outtype` is by default the dtype of the weights. Raise ModelError if the converter fails.
     """
-    folder = model.path
+    folder = model.base.path
     if not Path(folder).is_dir():
-        folder = snapshot_download(folder, revision=model.revision, allow_patterns=CONVERTED)
-    # bfloat16 is bf16 there.
-    kind = outtype or model.base_config.get("dtype", "float32").replace("float", "f")
-    part = output.with_suffix(".part")
-    command = [sys.executable, str(script), folder, "--outfile", str(part), "--outtype", kind]
-    done = subprocess.run(command, capture_output=True, text=True, check=False)
-    if done.returncode:
-        part.unlink(missing_ok=True)
-        reason = done.stderr.strip().rpartition("\n")[2]
+        folder = snapshot_download(folder, revision=model.base.revision, allow_patterns=DOWNLOADED_PATTERNS)
+    if not outtype:
+        # The converter names bfloat16 bf16.
+        outtype = model.base.config.get("dtype", "float32").replace("float", "f")
+    partial_file = output.with_suffix(".part")
+    command = [sys.executable, str(script), folder, "--outfile", str(partial_file), "--outtype", outtype]
+    completed = subprocess.run(command, capture_output=True, text=True, check=False)
+    if completed.returncode:
+        partial_file.unlink(missing_ok=True)
+        reason = completed.stderr.strip().rpartition("\n")[2]
         raise ModelError(
             f"{script}: cannot convert {model.name} ({reason}); see what it needs, and which models it knows"
         )
-    _set_window(part, model.window)
-    part.replace(output)
+    _set_window(partial_file, model.window)
+    partial_file.replace(output)
 
 
 def _set_window(file: Path, window: int) -> None:
     """Set `context_length` to L': under `pi` the converter writes L, where llama-server and Ollama stop."""
     reader: Any = GGUFReader(file, "r+")
-    field = reader.get_field(f"{reader.get_field('general.architecture').contents()}.context_length")
+    architecture = reader.get_field("general.architecture").contents()
+    field = reader.get_field(f"{architecture}.context_length")
     field.parts[field.data[0]][0] = window
     reader.data.flush()

@@ -37,29 +37,33 @@ def attention_score(h: ArrayLike, s: ArrayLike, theta: float) -> Reals:
     [2.0, -0.0489]
     """
     h = np.asarray(h)
-    return (h @ np.exp(1j * np.outer(frequencies(2 * h.shape[-1], theta), np.asarray(s)))).real
+    head_dim = 2 * h.shape[-1]
+    angles = np.outer(frequencies(head_dim, theta), np.asarray(s))
+    return (h @ np.exp(1j * angles)).real
 
 
 def interpolation_bound(head_dim: int, theta: float, s: float, papers: bool = False) -> float:
-    """Return the bound on `|a - a_linear|` that holds, `sum_j theta_j^2 (s - s1) (s2 - s) / 2`, or the paper's, for
-    `max_j |h_j|` of 1.
+    """Return the proven bound on `|a - a_linear|` for `max_j |h_j|` of 1, or the paper's bound.
 
-    `a_linear` is the chord between the scores at the whole distances `s1` and `s2` around `s` (Eqn. 6). The paper's,
-    `d (s - s1) (s2 - s) / (8 ln c)` (Eqn. 5; Eqn. 7 in the middle), is 13 % lower and exceeded: see `curvature`.
+    `a_linear` is the chord between the scores at the whole distances `s1` and `s2` around `s` (Eqn. 6). The proven
+    bound is `sum_j theta_j^2 (s - s1) (s2 - s) / 2`. The paper's is `d (s - s1) (s2 - s) / (8 ln c)` (Eqn. 5; Eqn. 7 in
+    the middle). It is 13 % lower, and scores exceed it: see `curvature`.
 
-    >>> [round(128 / interpolation_bound(128, 1e4, 0.5, papers), 2) for papers in (False, True)]
-    [256.11, 294.73]
+    >>> round(128 / interpolation_bound(128, 1e4, 0.5), 2)
+    256.11
+    >>> round(128 / interpolation_bound(128, 1e4, 0.5, papers=True), 2)
+    294.73
     """
     share = s % 1.0
-    bend = head_dim / (4 * math.log(theta)) if papers else curvature(head_dim, theta)
-    return bend * share * (1 - share) / 2
+    largest_curvature = head_dim / (4 * math.log(theta)) if papers else curvature(head_dim, theta)
+    return largest_curvature * share * (1 - share) / 2
 
 
 def curvature(head_dim: int, theta: float) -> float:
     """Return the largest `|a''|` for `max|h|` of 1: `sum_j theta_j^2 = (1 - c^-2) / (1 - c^(-4/d))`.
 
     The paper's appendix continues with `1 / (1 - c^(-4/d)) <= d / (4 ln c)`. But an exponential lies above its tangent,
-    `c^x >= 1 + x ln c`, so `d / (4 ln c)` is the smaller one and no bound.
+    `c^x >= 1 + x ln c`, so `d / (4 ln c)` is the smaller number and no bound.
 
     >>> round(curvature(128, 1e4), 3), round(float(128 / (4 * np.log(1e4))), 3)
     (3.998, 3.474)
@@ -96,35 +100,45 @@ class Setting:
 
 @dataclass(frozen=True)
 class Bounds:
-    """The bounds in numbers, for `max_j |h_j|` of 1 and the distances 0, 1, ... L'; `papers_` marks the paper's own."""
+    """The bounds in numbers, for `max_j |h_j|` of 1 and the distances 0, 1, ... L'.
 
-    papers_divisor: float  # of `d max|h|` in the middle between distances (Eqn. 7)
+    The interpolation bound in the middle between distances is `d max|h|` divided by `divisor`, according to the paper
+    by `papers_divisor` (Eqn. 7).
+    """
+
+    papers_divisor: float
     divisor: float
     lowest: float  # the smallest `B(s) / d`; twice this times a divisor is the ratio of the bounds there
-    lowest_at: int  # its distance in tokens
+    lowest_at: int  # the distance of `lowest` in tokens
 
 
 def bounds_of(setting: Setting) -> Bounds:
     """Return the numbers of section 2.3 for any setting.
 
-    >>> found = bounds_of(Setting())
-    >>> round(found.papers_divisor, 2), round(found.divisor, 2), round(found.lowest, 3)
+    >>> bounds = bounds_of(Setting())
+    >>> round(bounds.papers_divisor, 2), round(bounds.divisor, 2), round(bounds.lowest, 3)
     (294.73, 256.11, 1.116)
     """
-    d, c = setting.head_dim, setting.theta
-    papers_divisor, divisor = (d / interpolation_bound(d, c, 0.5, papers) for papers in (True, False))
+    d = setting.head_dim
+    c = setting.theta
     sums = partial_sums(d, c, np.arange(setting.target + 1)) / d
-    return Bounds(papers_divisor, divisor, float(sums.min()), int(sums.argmin()))
+    return Bounds(
+        papers_divisor=d / interpolation_bound(d, c, 0.5, papers=True),
+        divisor=d / interpolation_bound(d, c, 0.5),
+        lowest=float(sums.min()),
+        lowest_at=int(sums.argmin()),
+    )
 
 
 def fit_noise(head_dim: int, theta: float, original: int, seed: int = 0) -> tuple[Reals, Complexes]:
     """Fit a score to standard normal noise at every distance inside the window, as in figure 2 (appendix C.1).
 
-    Returns the points [L] at the distances 0, 1, ... L - 1, and the coefficients `h` [d / 2]. Solved by singular
-    values: the basis is so nearly dependent (condition 1e16) that rounding decides how far the fit goes beyond.
+    Return the points [L] at the distances 0, 1, ... L - 1, and the coefficients `h` [d / 2]. The fit uses singular
+    values. The basis is nearly dependent (condition 1e16), so rounding decides how large the fit is beyond the window.
     """
     points = np.random.default_rng(seed).standard_normal(original)
     angles = np.outer(np.arange(original), frequencies(head_dim, theta))
     waves = np.concatenate([np.cos(angles), np.sin(angles)], axis=1)
-    cosines, sines = np.split(np.linalg.lstsq(waves, points)[0], 2)
+    solution = np.linalg.lstsq(waves, points)[0]
+    cosines, sines = np.split(solution, 2)
     return points, cosines - 1j * sines

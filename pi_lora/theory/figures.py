@@ -1,4 +1,4 @@
-"""The bounds as a table and figures."""
+"""The bounds as a table and as figures."""
 
 from pathlib import Path
 from typing import Any
@@ -10,24 +10,30 @@ from pi_lora.drawing import BLUE, GREEN, GREY, VERMILION, new_figure, plain, sav
 from pi_lora.theory import bounds
 from pi_lora.theory.bounds import Setting
 
-DOTS, DOTS_INSIDE = 48, 6  # of figure 1 in all, and inside the window; the fewest of each
-SAMPLES = 4096  # of a curve
-FEW = 50  # distances between which figure 2 looks
+# The fewest dots of figure 1 in all, and inside the window.
+DOTS = 48
+DOTS_INSIDE = 6
+# Points of a curve.
+SAMPLES = 4096
+# Whole distances that figure 2 shows under interpolation.
+DISTANCES_SHOWN = 50
 DISTANCE = "positional difference $s$ (tokens)"
 DASHED: Any = {"color": "0.3", "linestyle": "--", "linewidth": 1}
 
 
-def bounds_table(setting: Setting, found: bounds.Bounds) -> Table:
-    """Return section 2.3 in numbers: as the paper states it, and as it holds."""
-    table = Table("", *(Column(name, justify="right") for name in ("paper", "holds for every h")))
+def bounds_table(setting: Setting, result: bounds.Bounds) -> Table:
+    """Return the numbers of section 2.3 according to the paper, and the proven ones."""
+    table = Table("", Column("paper", justify="right"), Column("holds for every h", justify="right"))
     table.title = f"d {setting.head_dim}, c {setting.theta:g}, L {setting.original}, L' {setting.target}"
-    lowest = f"{found.lowest:.4g} on all whole s in [0, {setting.target}] (at {found.lowest_at})"
+    lowest = f"{result.lowest:.4g} on all whole s in [0, {setting.target}] (at {result.lowest_at})"
     table.caption = f"B(s)/d is at least {lowest}; H is max_j |h_j|"
-    table.add_row("interpolation, |a - a_linear|", f"d H / {found.papers_divisor:.2f}", f"d H / {found.divisor:.2f}")
+    papers = result.papers_divisor
+    proven = result.divisor
+    table.add_row("interpolation, |a - a_linear|", f"d H / {papers:.2f}", f"d H / {proven:.2f}")
     table.add_row("extrapolation, |a|", "2 H B(s)", "2 H B(s)")
-    table.add_row("their ratio if B(s) = d", f"{2 * found.papers_divisor:.1f}", f"{2 * found.divisor:.1f}")
-    ratios = (f"{2 * found.lowest * divisor:.1f}" for divisor in (found.papers_divisor, found.divisor))
-    table.add_row("their ratio where B(s) is least", *ratios)
+    table.add_row("their ratio if B(s) = d", f"{2 * papers:.1f}", f"{2 * proven:.1f}")
+    lowest_ratios = [f"{2 * result.lowest * divisor:.1f}" for divisor in (papers, proven)]
+    table.add_row("their ratio where B(s) is least", *lowest_ratios)
     return table
 
 
@@ -40,12 +46,15 @@ def draw_theory(setting: Setting, folder: Path) -> list[Path]:
 def _positions(setting: Setting) -> Any:
     """Figure 1: where positions fall on the wave of one rotary pair: as trained, extrapolated, interpolated."""
     figure = new_figure(10, 4.6)
-    length, target = setting.original, setting.target
-    # Of the waves there are, the one that turns about twice within the window.
-    speeds = bounds.frequencies(setting.head_dim, setting.theta)
-    speed = speeds[np.abs(np.log(speeds * length / (4 * np.pi))).argmin()]
+    length = setting.original
+    target = setting.target
+    # The rotary frequency that turns about twice within the window.
+    frequencies = bounds.frequencies(setting.head_dim, setting.theta)
+    turns_twice = 4 * np.pi / length
+    frequency = frequencies[np.abs(np.log(frequencies / turns_twice)).argmin()]
     positions = np.arange(0, target, min(target / DOTS, length / DOTS_INSIDE))
-    trained, unseen = positions[positions < length], positions[positions >= length]
+    trained = positions[positions < length]
+    unseen = positions[positions >= length]
     interpolated = f"Position Interpolation: indices are multiplied by {length}/{target}"
     rows = {
         "Extrapolation: position indices leave the trained range": (unseen, "X", VERMILION, "unseen"),
@@ -54,9 +63,9 @@ def _positions(setting: Setting) -> Any:
     wave = np.linspace(0, target, SAMPLES)
     for axes, (title, others) in zip(figure.subplots(2, 1), rows.items(), strict=True):
         axes.axvspan(0, length, color=GREY, alpha=0.15, linewidth=0)
-        axes.plot(wave, np.sin(wave * speed), color="0.6", linewidth=1)
-        for at, marker, color, label in (others, (trained, "o", BLUE, "trained")):
-            axes.plot(at, np.sin(at * speed), marker, color=color, label=label, markersize=4.5)
+        axes.plot(wave, np.sin(wave * frequency), color="0.6", linewidth=1)
+        for dots, marker, color, label in (others, (trained, "o", BLUE, "trained")):
+            axes.plot(dots, np.sin(dots * frequency), marker, color=color, label=label, markersize=4.5)
         axes.set(ylim=(-1.35, 1.9), ylabel="rotary wave", xlabel="position index (tokens)")
         plain(axes, title, frameon=False, fontsize=9, loc="upper right", ncols=2)
     return figure
@@ -67,7 +76,7 @@ def _fit(setting: Setting) -> Any:
     figure = new_figure(13, 3.4)
     length = setting.original
     first = min(25, length // 4)
-    whole = np.arange(first, min(first + FEW, length))
+    whole = np.arange(first, min(first + DISTANCES_SHOWN, length))
     fine = np.arange(first, whole[-1] + 1 / 16, 1 / 8)
     parts = (
         ("Fitted in $[0, L)$", np.arange(length, dtype=float)),
@@ -90,7 +99,7 @@ def _fit(setting: Setting) -> Any:
 
 
 def _bound(setting: Setting) -> Any:
-    """Figure 5: `B(s) / d`, which Eqn. 8 multiplies."""
+    """Figure 5: `B(s) / d`, a factor of the bound in Eqn. 8."""
     figure = new_figure(7, 4.2)
     axes = figure.subplots()
     s = np.unique(np.linspace(0, setting.target, SAMPLES).round())
@@ -98,7 +107,8 @@ def _bound(setting: Setting) -> Any:
     axes.plot(s, heights, color=BLUE, linewidth=1.2)
     axes.axhline(1, **DASHED)
     low = int(heights.argmin())
-    axes.plot(s[low], heights[low], "o", color=VERMILION, label=f"lowest: {heights[low]:.3f}, at {s[low]:.0f} tokens")
+    lowest = f"lowest: {heights[low]:.3f}, at {s[low]:.0f} tokens"
+    axes.plot(s[low], heights[low], "o", color=VERMILION, label=lowest)
     axes.set(xlabel=DISTANCE, ylabel="$B(s)/d$", xlim=(0, setting.target), ylim=(0, None))
     title = f"Extrapolation bound: $B(s)/d$ for $d = {setting.head_dim}$, $c = {setting.theta:g}$"
     plain(axes, title, frameon=False, fontsize=10)

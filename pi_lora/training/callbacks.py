@@ -1,4 +1,4 @@
-"""What watches a training: its log and that of libraries, a clean end after a signal, and the measurements."""
+"""Callbacks of a training, one for each concern: the log, signals, divergence, checkpoints, and measurements."""
 
 import json
 import logging
@@ -24,10 +24,11 @@ from pi_lora.distributed import (
 )
 from pi_lora.errors import Diverged, Interrupted
 from pi_lora.evaluation.suite import measure, requested_measurements, write_scores
-from pi_lora.models.machine import SDPA
-from pi_lora.models.model import Model
-from pi_lora.models.weights import finite, quiet_loading
-from pi_lora.recipe.schema import Recipe
+from pi_lora.models.device import SDPA
+from pi_lora.models.loaded import LoadedModel
+from pi_lora.models.quiet import quiet_loading
+from pi_lora.models.weights import finite
+from pi_lora.recipe.evaluation import Evaluation
 from pi_lora.run import CHECKPOINTS, TRAINING_LOG, Run
 from pi_lora.storage import write_whole
 from pi_lora.types import Progress
@@ -35,92 +36,184 @@ from pi_lora.types import Progress
 LIBRARY_LOG = "libraries.log"
 
 
-class Monitor(TrainerCallback):
-    """Write training.jsonl of a `run`, report progress, mark checkpoints that are complete, and measure the `model`.
-    End training after the step in which a signal came, or the loss or weights that are to be saved became infinite or
-    NaN. `signals` gets the numbers of the signals that come.
+class StepClock(TrainerCallback):
+    """The seconds that steps take, without those of checkpoints and measurements."""
 
-    As in tables 3 and 4 of the paper, the model is measured at step 0, every `evaluation.every` steps and the last,
-    into `scores/NAME-step-N.json`, after a checkpoint was written. Each process measures its part; the first one
-    writes.
-    """
-
-    def __init__(self, recipe: Recipe, model: Model, run: Run, signals: Sequence[int], progress: Progress) -> None:
-        self.recipe, self.model, self.run, self.signals, self.progress = recipe, model, run, signals, progress
-        self.stopped = False
-        self.finite: torch.Tensor | bool = True
-        self.seconds, self.line = 0.0, ""
-
-    def record_loss(self, loss: torch.Tensor) -> None:
-        """Record whether a loss is finite, without waiting for the device."""
-        self.finite = torch.isfinite(loss).all() & self.finite
+    def __init__(self, run: Run) -> None:
+        self.run = run
+        self.seconds = 0.0
+        self.step_started = 0.0
 
     def on_train_begin(self, args: Any, state: TrainerState, control: TrainerControl, **_: Any) -> None:
-        """Keep the log of the steps before the checkpoint. Measure step 0, extended but not tuned, or the step of a
-        checkpoint whose measuring was interrupted.
-        """
-        step = state.global_step
-        kept = [line for line in self.run.log if line["step"] <= step]
-        self.seconds = kept[-1]["seconds"] if kept else 0.0
-        self.logged = self.seconds, state.num_input_tokens_seen
-        if is_main_process():
-            write_whole(self.run.path / TRAINING_LOG, "".join(json.dumps(line) + "\n" for line in kept))
-        files = [
-            self.run.scores_file(name, f"step {step}")
-            for name in requested_measurements(self.recipe.evaluation.in_short())
-        ]
-        if self._is_due(step) and any_process(is_main_process() and not all(map(Path.is_file, files)))[0]:
-            self.measure(self.run, step)
+        """Continue from the seconds of the log before the checkpoint."""
+        lines = [line for line in self.run.log if line["step"] <= state.global_step]
+        self.seconds = lines[-1]["seconds"] if lines else 0.0
 
     def on_step_begin(self, *_: Any, **__: Any) -> None:
-        """Start the clock, which runs in steps alone: not while a checkpoint is written, or the model measured."""
-        self.began = time.perf_counter()
+        """Start the clock."""
+        self.step_started = time.perf_counter()
 
-    def on_step_end(self, args: Any, state: TrainerState, control: TrainerControl, model: Any = None, **_: Any) -> None:
-        """Report the step; log the last one; stop after a checkpoint if any process received a signal."""
-        step = state.global_step
+    def on_step_end(self, *_: Any, **__: Any) -> None:
+        """Stop the clock."""
+        self.seconds += time.perf_counter() - self.step_started
+
+
+class StopOnSignal(TrainerCallback):
+    """End the training after the step in which any process received a signal, with a checkpoint."""
+
+    def __init__(self, signals: Sequence[int]) -> None:
+        self.signals = signals
+        self.stopped = False
+
+    def on_step_end(self, args: Any, state: TrainerState, control: TrainerControl, **_: Any) -> None:
+        """Stop after a checkpoint. A signal in the last step is too late: the finished run is saved next."""
         # All processes act on this answer; a signal that comes later counts from the next step on.
-        asked_to_stop, diverged = any_process(bool(self.signals), not self.finite)
-        self.seconds += time.perf_counter() - self.began
-        control.should_save = control.should_save or self._is_due(step)
-        ends, which = step == state.max_steps, "loss"
-        if not diverged and (ends or asked_to_stop or control.should_save):
-            # The loss of a step says nothing of the weights after it, which are about to be saved.
-            trained = (weight.detach() for weight in model.parameters() if weight.requires_grad)
-            own = (weight.to_local() if isinstance(weight, DTensor) else weight for weight in trained)
-            [diverged], which = any_process(not all(map(finite, own))), "weights"
-        if diverged:
-            good = self.run.last_checkpoint
-            kept = f" (the last good checkpoint is kept: {good})" if good else ""
-            raise Diverged(
-                f"training.learning_rate: the {which} of step {step} became infinite or NaN at a rate of "
-                f"{args.learning_rate:g}; lower it and start again{kept}"
-            )
-        self.progress(step, state.max_steps, self.line)
-        if ends:
-            # The finished run is saved next; it needs no checkpoint.
-            control.should_log, control.should_save = True, False
-        elif asked_to_stop:
-            self.stopped = control.should_save = control.should_training_stop = True
-        # Seconds after the last line would be lost on resume.
-        control.should_log = control.should_log or control.should_save
+        [received] = any_process(bool(self.signals))
+        if received and state.global_step < state.max_steps:
+            self.stopped = True
+            control.should_save = True
+            control.should_training_stop = True
+
+
+class CheckpointMarker(TrainerCallback):
+    """Mark a checkpoint as complete when every process has written its part."""
+
+    def __init__(self, run: Run) -> None:
+        self.run = run
 
     def on_save(self, args: Any, state: TrainerState, control: TrainerControl, **_: Any) -> None:
-        """Mark the checkpoint as complete when every process has written its part; then measure, if it is time to."""
+        """Mark the newest checkpoint."""
         wait_for_all_processes()
         if is_main_process():
             self.run.mark_complete(self.run.path / CHECKPOINTS / f"checkpoint-{state.global_step}")
         wait_for_all_processes()
-        if self._is_due(state.global_step) and not self.stopped:
+
+
+class ScheduledMeasurements(TrainerCallback):
+    """Measure the model at step 0, every `evaluation.every` steps and the last (tables 3 and 4 of the paper), into
+    `scores/NAME-step-N.json`, after a checkpoint was written. Each process measures its part; the first one writes.
+    """
+
+    def __init__(self, evaluation: Evaluation, model: LoadedModel, run: Run, stop: StopOnSignal) -> None:
+        self.evaluation = evaluation
+        self.model = model
+        self.run = run
+        self.stop = stop
+
+    def on_train_begin(self, args: Any, state: TrainerState, control: TrainerControl, **_: Any) -> None:
+        """Measure step 0, extended but not tuned, or the step of a checkpoint whose measuring was interrupted."""
+        if not self._is_due(state):
+            return
+        stage = f"step {state.global_step}"
+        names = requested_measurements(self.evaluation.in_short())
+        is_missing = not all(self.run.scores_file(name, stage).is_file() for name in names)
+        [must_measure] = any_process(is_main_process() and is_missing)
+        if must_measure:
             self.measure(self.run, state.global_step)
+
+    def on_step_end(self, args: Any, state: TrainerState, control: TrainerControl, **_: Any) -> None:
+        """Ask for the checkpoint that precedes a measurement."""
+        if self._is_due(state):
+            control.should_save = True
+
+    def on_save(self, args: Any, state: TrainerState, control: TrainerControl, **_: Any) -> None:
+        """Measure after the checkpoint, unless a signal ends the training."""
+        if self._is_due(state) and not self.stop.stopped:
+            self.measure(self.run, state.global_step)
+
+    def measure(self, run: Run, step: int) -> None:
+        """Measure a step into `run`; raise Interrupted after a signal."""
+
+        def stop_if_signalled(done: int, total: int, note: str = "") -> None:
+            # Several processes measure different parts and meet at the end.
+            if self.stop.signals and world_size() == 1:
+                raise Interrupted(
+                    f"{self.model.name}: interrupted while step {step} was measured; "
+                    "continue with --resume, or measure a finished run by pi-lora eval all"
+                )
+
+        with _as_when_loaded(self.model):
+            scores = measure(self.model, self.evaluation, stop_if_signalled)
+        if is_main_process():
+            for name, result in scores.items():
+                write_scores([result.model_copy(update={"step": step})], run.scores_file(name, f"step {step}"))
+
+    def _is_due(self, state: TrainerState) -> bool:
+        """Whether the step is measured during training; the last step is measured when the run is saved."""
+        every = self.evaluation.every
+        return every is not None and state.global_step % every == 0 and state.global_step < state.max_steps
+
+
+class StopOnDivergence(TrainerCallback):
+    """End the training when the loss, or weights that are about to be saved, become infinite or NaN."""
+
+    def __init__(self, run: Run) -> None:
+        self.run = run
+        self.losses_are_finite: torch.Tensor | bool = True
+
+    def record_loss(self, loss: torch.Tensor) -> None:
+        """Record whether a loss is finite, without waiting for the device."""
+        self.losses_are_finite = torch.isfinite(loss).all() & self.losses_are_finite
+
+    def on_step_end(self, args: Any, state: TrainerState, control: TrainerControl, model: Any = None, **_: Any) -> None:
+        """Raise Diverged in all processes if any has numbers that are not finite."""
+        [diverged] = any_process(not self.losses_are_finite)
+        if diverged:
+            raise self._diverged("loss", state.global_step, args.learning_rate)
+        if control.should_save or state.global_step == state.max_steps:
+            # The loss of a step says nothing of the weights after it.
+            [diverged] = any_process(not _trained_weights_are_finite(model))
+            if diverged:
+                raise self._diverged("weights", state.global_step, args.learning_rate)
+
+    def _diverged(self, quantity: str, step: int, learning_rate: float) -> Diverged:
+        checkpoint = self.run.last_checkpoint
+        kept = f" (the last good checkpoint is kept: {checkpoint})" if checkpoint else ""
+        return Diverged(
+            f"training.learning_rate: the {quantity} of step {step} became infinite or NaN at a rate of "
+            f"{learning_rate:g}; lower it and start again{kept}"
+        )
+
+
+class TrainingLog(TrainerCallback):
+    """Write training.jsonl, and report the progress."""
+
+    def __init__(self, run: Run, clock: StepClock, progress: Progress) -> None:
+        self.run = run
+        self.clock = clock
+        self.progress = progress
+        self.note = ""
+        self.logged_seconds = 0.0
+        self.logged_tokens = 0
+
+    def on_train_begin(self, args: Any, state: TrainerState, control: TrainerControl, **_: Any) -> None:
+        """Keep the log of the steps before the checkpoint."""
+        lines = [line for line in self.run.log if line["step"] <= state.global_step]
+        self.logged_seconds = self.clock.seconds
+        self.logged_tokens = state.num_input_tokens_seen
+        if is_main_process():
+            write_whole(self.run.path / TRAINING_LOG, "".join(json.dumps(line) + "\n" for line in lines))
+
+    def on_step_end(self, args: Any, state: TrainerState, control: TrainerControl, **_: Any) -> None:
+        """Report the step; log the last step, and every step before a checkpoint."""
+        self.progress(state.global_step, state.max_steps, self.note)
+        if state.global_step == state.max_steps:
+            # The finished run is saved next; it needs no checkpoint.
+            control.should_log = True
+            control.should_save = False
+        elif control.should_save:
+            # Seconds after the last line would be lost on resume.
+            control.should_log = True
 
     def on_log(self, args: Any, state: TrainerState, control: TrainerControl, logs: dict[str, float], **_: Any) -> None:
         """Append a line: loss in nats a token, rate, tokens so far, tokens a second, peak memory in bytes."""
         if "loss" not in logs:
             return
-        tokens, (seconds_before, tokens_before) = state.num_input_tokens_seen, self.logged
-        speed = (tokens - tokens_before) / (self.seconds - seconds_before)
-        self.logged = self.seconds, tokens
+        seconds = self.clock.seconds
+        tokens = state.num_input_tokens_seen
+        speed = (tokens - self.logged_tokens) / (seconds - self.logged_seconds)
+        self.logged_seconds = seconds
+        self.logged_tokens = tokens
         line = {
             "step": state.global_step,
             "loss": logs["loss"],
@@ -129,32 +222,22 @@ class Monitor(TrainerCallback):
             "tokens": tokens,
             "tokens_per_second": round(speed, 1),
             "peak_memory": peak_memory(),
-            "seconds": round(self.seconds, 2),
+            "seconds": round(seconds, 2),
         }
         if is_main_process():
             with (self.run.path / TRAINING_LOG).open("a", encoding="utf-8") as file:
                 file.write(json.dumps(line) + "\n")
-        self.line = f"loss {logs['loss']:.3f} {speed:,.0f} tokens/s {line['peak_memory'] / 2**30:.1f} GiB"
+        self.note = f"loss {logs['loss']:.3f} {speed:,.0f} tokens/s {line['peak_memory'] / 2**30:.1f} GiB"
 
-    def measure(self, run: Run, step: int) -> None:
-        """Measure this step into `run`; raise Interrupted after a signal."""
 
-        def stop_if_signalled(done: int, total: int, note: str = "") -> None:
-            # Of several processes each measures another part: all of them come to its end.
-            if self.signals and world_size() == 1:
-                raise Interrupted(
-                    f"{self.model.name}: interrupted while step {step} was measured; "
-                    "continue with --resume, or measure a finished run by pi-lora eval all"
-                )
-
-        with _as_when_loaded(self.model):
-            scores = measure(self.model, self.recipe.evaluation, stop_if_signalled)
-        for name, result in scores.items() if is_main_process() else ():
-            write_scores([result.model_copy(update={"step": step})], run.scores_file(name, f"step {step}"))
-
-    def _is_due(self, step: int) -> bool:
-        every, last = self.recipe.evaluation.every, self.recipe.training.steps
-        return every is not None and step % every == 0 and step < last
+def _trained_weights_are_finite(model: Any) -> bool:
+    """Whether the weights that train are finite, of a sharded model those of this process."""
+    for weight in model.parameters():
+        if weight.requires_grad:
+            values = weight.detach()
+            if not finite(values.to_local() if isinstance(values, DTensor) else values):
+                return False
+    return True
 
 
 def peak_memory() -> int:
@@ -175,50 +258,55 @@ def stop_after_step() -> Iterator[list[int]]:
     """
     before = signal.getsignal(signal.SIGINT)
 
-    def note(received: list[int]) -> None:
-        if received[-1] == signal.SIGINT:
-            signal.signal(signal.SIGINT, before)
-            # Not through the progress, in whose midst the signal may have come. A reader that is gone ends nothing.
+    def announce(received: list[int]) -> None:
+        if received[-1] != signal.SIGINT:
+            return
+        signal.signal(signal.SIGINT, before)
+        if is_main_process():
+            # Not through the progress, which the signal may have interrupted. A reader that is gone ends nothing.
             with suppress(OSError):
-                os.write(2, b"\nstopping after this step; Ctrl-C again stops at once\n" if is_main_process() else b"")
+                os.write(2, b"\nstopping after this step; Ctrl-C again stops at once\n")
 
-    with handle_signals(note) as received:
+    with handle_signals(announce) as received:
         yield received
 
 
 @contextmanager
-def _as_when_loaded(tuned: Model) -> Iterator[None]:
-    """Let a model that trains compute as it will when `load` reads it back: with torch's kernel, in its weights' dtype
-    unless under autocast. accelerate 1.15 puts it around the forward of the model that it prepares, and keeps the
-    model's own as `_original_forward`. Under FSDP2 there is none: the sharded layers compute as their policy
+def _as_when_loaded(tuned: LoadedModel) -> Iterator[None]:
+    """Let a model that trains compute as `load_model` will make it compute: with torch's kernel, in the dtype of its
+    weights unless under autocast. accelerate 1.15 puts autocast around the forward of the model that it prepares, and
+    keeps the model's own as `_original_forward`. Under FSDP2 there is none: the sharded layers compute as their policy
     says.
     """
-    model: Any = tuned.model
-    training, attention, wrapped = model.training, tuned.kernel, vars(model).get("forward")
-    own = None if tuned.autocast else vars(model).get("_original_forward")
-    model.eval()
-    model.set_attn_implementation(SDPA)
-    if own is not None:
-        model.forward = own
+    module: Any = tuned.module
+    was_training = module.training
+    attention = tuned.kernel
+    wrapped = vars(module).get("forward")
+    original = None if tuned.autocast else vars(module).get("_original_forward")
+    module.eval()
+    module.set_attn_implementation(SDPA)
+    if original is not None:
+        module.forward = original
     try:
         yield
     finally:
-        if own is not None:
-            model.forward = wrapped
-        model.set_attn_implementation(attention)
-        model.train(training)
+        if original is not None:
+            module.forward = wrapped
+        module.set_attn_implementation(attention)
+        module.train(was_training)
 
 
 @contextmanager
 def redirect_library_logs(folder: Path) -> Iterator[None]:
     """Append warnings and what libraries log from WARNING on to `libraries.log` in a folder instead of the terminal."""
-    handler, root = logging.FileHandler(folder / LIBRARY_LOG, encoding="utf-8", delay=True), logging.getLogger()
+    handler = logging.FileHandler(folder / LIBRARY_LOG, encoding="utf-8", delay=True)
+    root = logging.getLogger()
     root.addHandler(handler)
-    logging.captureWarnings(True)
+    logging.captureWarnings(capture=True)
     try:
         with quiet_loading():  # transformers writes to the terminal by itself
             yield
     finally:
-        logging.captureWarnings(False)
+        logging.captureWarnings(capture=False)
         root.removeHandler(handler)
         handler.close()

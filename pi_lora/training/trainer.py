@@ -1,7 +1,7 @@
-"""TRL's SFTTrainer with our schedule, batches of similar lengths, and checked losses; the only home of TRL."""
+"""TRL's SFTTrainer with our schedule, batches of similar lengths, and checked losses; the only module that uses TRL."""
 
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
 
@@ -12,7 +12,7 @@ from torch.distributed.fsdp import MixedPrecisionPolicy
 from torch.optim.lr_scheduler import LambdaLR
 from torch.utils.checkpoint import checkpoint
 from torch.utils.data import Sampler
-from transformers import PrinterCallback
+from transformers import PrinterCallback, TrainerCallback
 from transformers import Trainer as PlainTrainer
 
 os.environ.setdefault("HF_HUB_DISABLE_TELEMETRY", "1")  # TRL reports usage otherwise
@@ -23,25 +23,19 @@ from trl.models import enable_selective_activation_checkpointing
 from pi_lora.data.batches import LengthGroups, TrainingData, collate
 from pi_lora.errors import ModelError
 from pi_lora.models import adapter as adapters
-from pi_lora.models import machine
-from pi_lora.models.machine import device
-from pi_lora.models.model import Model
-from pi_lora.planning.planning import plan_here
+from pi_lora.models import device as devices
+from pi_lora.models.device import device
+from pi_lora.models.loaded import LoadedModel
+from pi_lora.planning.memory import LossKernel
 from pi_lora.recipe.schema import Recipe
 from pi_lora.run import CHECKPOINTS, Run
-from pi_lora.training.callbacks import Monitor
 
 
 def trainer_arguments(recipe: Recipe, run: Run, name: str) -> SFTConfig:
     """Return TRL's arguments; rows are token ids already."""
-    training, precision = recipe.training, machine.computes_in(recipe)
-    # Which layers transformers checkpoints, and where it keeps their inputs.
-    every = training.activation_checkpointing
-    checkpointing: dict[str, Any] = {}
-    if recipe.hardware.offload_activations:
-        checkpointing = {"offload": True}
-    elif isinstance(every, int) and every > 1:
-        checkpointing = {"every_n_layers": every}
+    training = recipe.training
+    precision = devices.computes_in(recipe)
+    has_padding = recipe.data.has_examples or recipe.data.keep_short
     return OneDevice(
         output_dir=str(run.path / CHECKPOINTS),
         max_steps=training.steps,
@@ -59,8 +53,8 @@ def trainer_arguments(recipe: Recipe, run: Run, name: str) -> SFTConfig:
         bf16=precision == "bfloat16",
         fp16=precision == "float16",
         use_cpu=device().type == "cpu",
-        gradient_checkpointing=bool(every),
-        gradient_checkpointing_kwargs=checkpointing or None,
+        gradient_checkpointing=bool(training.activation_checkpointing),
+        gradient_checkpointing_kwargs=_checkpointing_options(recipe),
         # Every trainable parameter is used in every step.
         ddp_find_unused_parameters=False,
         # FSDP2 keeps whole gradients until it has summed them over all processes.
@@ -68,7 +62,7 @@ def trainer_arguments(recipe: Recipe, run: Run, name: str) -> SFTConfig:
         loss_type="nll",
         max_length=None,
         dataset_kwargs={"skip_prepare_dataset": True},
-        include_num_input_tokens_seen="non_padding" if recipe.data.has_examples or recipe.data.keep_short else "all",
+        include_num_input_tokens_seen="non_padding" if has_padding else "all",
         # TRL does not count position_ids among the columns that are used, nor those of examples.
         remove_unused_columns=False,
         logging_steps=training.log_every,
@@ -86,36 +80,50 @@ def trainer_arguments(recipe: Recipe, run: Run, name: str) -> SFTConfig:
     )
 
 
+def _checkpointing_options(recipe: Recipe) -> dict[str, Any] | None:
+    """Return transformers' options of activation checkpointing: every n-th layer, or inputs in host memory."""
+    if recipe.hardware.offload_activations:
+        return {"offload": True}
+    every = recipe.training.activation_checkpointing
+    if isinstance(every, int) and every > 1:
+        return {"every_n_layers": every}
+    return None
+
+
 class OneDevice(SFTConfig):
-    """Arguments of a process that computes on one GPU: the Trainer would spread it over all that a machine has."""
+    """Arguments of a process that computes on one GPU: the Trainer would use all GPUs of the machine."""
 
     @property
     def n_gpu(self) -> int:
-        """How many GPUs this process computes on."""
+        """The number of GPUs of this process."""
         return min(1, int(super().n_gpu))
 
 
 class Trainer(SFTTrainer):
-    """SFTTrainer with our schedule, batches of similar lengths, the loss that the plan chose, and checked losses."""
+    """SFTTrainer with our schedule, batches of similar lengths, the loss that the job chose, and checked losses."""
 
-    def __init__(self, recipe: Recipe, model: Model, data: TrainingData, run: Run, monitor: Monitor) -> None:
-        self.training, self.monitor, tuned = recipe.training, monitor, model.model
-        # PEFT's casts change no number then but of dropout, which depends on the dtype.
-        tuning = recipe.tuning
-        self.cast_by_autocast = machine.computes_in(recipe) != "float32" and not tuning.dropout
-        plan = plan_here(recipe, model.permissions)
-        self.plain_loss = plan is not None and plan.memory.plain_loss
+    def __init__(
+        self,
+        *,
+        recipe: Recipe,
+        model: LoadedModel,
+        data: TrainingData,
+        run: Run,
+        loss_kernel: LossKernel,
+        callbacks: Sequence[TrainerCallback],
+        record_loss: Callable[[torch.Tensor], None],
+    ) -> None:
+        self.training = recipe.training
+        self.loss_kernel = loss_kernel
+        self.record_loss = record_loss
+        tuned = model.module
+        # Under autocast the casts of PEFT only change dropout, which depends on the dtype.
+        self.cast_by_autocast = devices.computes_in(recipe) != "float32" and not recipe.tuning.dropout
         self.groups: Sampler[int] | None = None
         if len(set(data.tokens)) > 1:
             self.groups = LengthGroups(recipe.sequences_at_once, lengths=data.tokens)
-        if recipe.model.kernels == "liger":
-            machine.use_liger(tuned)
-        if self.training.mlp_chunk_tokens:
-            chunk_mlps(tuned, self.training.mlp_chunk_tokens)
-        if self.training.activation_checkpointing == "selective":
-            # TRL's own key fails for models with an adapter.
-            enable_selective_activation_checkpointing(tuned if tuning.method == "full" else tuned.get_base_model())
-        # TensorBoard's events go into the run; by default they are removed with the checkpoints.
+        _change_modules(tuned, recipe)
+        # The events of TensorBoard go into the run; by default they are removed with the checkpoints.
         with patch_environment(tensorboard_logging_dir=run.path / "tensorboard"), adapters.kept_values(tuned):
             super().__init__(
                 model=tuned,
@@ -123,19 +131,20 @@ class Trainer(SFTTrainer):
                 data_collator=partial(collate, padding=data.padding),
                 train_dataset=data.rows,
                 processing_class=model.tokenizer,
-                callbacks=[monitor],
+                callbacks=list(callbacks),
             )
         self.remove_callback(PrinterCallback)
-        # Without a mask torch chooses its fast kernel; FlashAttention leaves padding out by itself, and the loss that
-        # balances experts counts what the mask says.
-        balances_experts = bool(model.config.get("output_router_logits"))
-        self.unmasked = recipe.data.has_examples and model.kernel == machine.SDPA and not balances_experts
+        # Without a mask torch chooses its fast kernel. FlashAttention leaves padding out by itself, and the loss that
+        # balances experts needs the mask.
+        balances_experts = bool(model.source.config.get("output_router_logits"))
+        self.unmasked = recipe.data.has_examples and model.kernel == devices.SDPA and not balances_experts
         if self.is_fsdp_enabled:
             self._sum_in_float32()
 
     def _sum_in_float32(self) -> None:
-        """Compute in bfloat16, if at all, but sum gradients and return losses in float32, for which accelerate 1.15 has
-        no flag. Without an `output_dtype` layers return what they compute in.
+        """Sum gradients and return losses in float32 when FSDP2 computes in bfloat16.
+
+        accelerate 1.15 has no flag for it. Without an `output_dtype` layers return the dtype in which they compute.
         """
         plugin = self.accelerator.state.fsdp_plugin
         plugin.cpu_ram_efficient_loading = True  # processes without weights wait for them
@@ -144,64 +153,89 @@ class Trainer(SFTTrainer):
 
     def create_scheduler(self, num_training_steps: int, optimizer: torch.optim.Optimizer | None = None) -> LambdaLR:
         """Follow transformers' schedule, after a linear warm-up from `warmup_start` (paper.tex, section 3.1)."""
-        training, after_warmup = self.training, super().create_scheduler(num_training_steps, optimizer).lr_lambdas[0]
+        start = self.training.warmup_start
+        warmup_steps = self.training.warmup_steps
+        after_warmup = super().create_scheduler(num_training_steps, optimizer).lr_lambdas[0]
 
-        def share(step: int) -> float:
-            if step < training.warmup_steps:
-                return training.warmup_start + (1 - training.warmup_start) * step / training.warmup_steps
+        def share_of_learning_rate(step: int) -> float:
+            if step < warmup_steps:
+                return start + (1 - start) * step / warmup_steps
             return float(after_warmup(step))
 
-        self.lr_scheduler = LambdaLR(optimizer or self.optimizer, share)
+        self.lr_scheduler = LambdaLR(optimizer or self.optimizer, share_of_learning_rate)
         return self.lr_scheduler
 
     def _get_train_sampler(self, train_dataset: Any = None) -> Sampler[int] | None:
         return self.groups or super()._get_train_sampler(train_dataset)
 
     def compute_loss(self, model: Any, inputs: dict[str, Any], *others: Any, **options: Any) -> Any:
-        """Take the model's own loss, from all logits, where the plan chose it instead of TRL's in chunks."""
-        if self.plain_loss:
+        """Compute the loss of the model, from all logits, or that of TRL, in chunks."""
+        if self.loss_kernel == "plain":
             return PlainTrainer.compute_loss(self, model, {**inputs, "use_cache": False}, *others, **options)
         return super().compute_loss(model, inputs, *others, **options)
 
     def training_step(self, model: Any, inputs: dict[str, torch.Tensor], *others: Any) -> torch.Tensor:
-        """Unmask the padding of examples, leave out the casts by PEFT that autocast makes superfluous, and let the log
-        see the loss. Padding is on the right, where causality hides it from every token, and has no label. The trainer
-        counts tokens by the mask of its own `inputs`.
+        """Run a step without the attention mask of examples and without superfluous casts by PEFT; record the loss.
+
+        Padding is on the right, where causality hides it from every token, and has no label. The caller counts tokens
+        by the mask, which is therefore replaced in a copy of `inputs`.
         """
         if self.unmasked:
             inputs = {**inputs, "attention_mask": torch.ones_like(inputs["attention_mask"])}
         with adapters.disable_input_dtype_casting(self.model, self.cast_by_autocast):
             loss: torch.Tensor = super().training_step(model, inputs, *others)
-        self.monitor.record_loss(loss)
+        self.record_loss(loss)
         return loss
 
 
+def _change_modules(model: Any, recipe: Recipe) -> None:
+    """Set up kernels, chunks of MLPs and selective activation checkpointing in a model, as the recipe says."""
+    if recipe.model.kernels == "liger":
+        devices.use_liger(model)
+    if recipe.training.mlp_chunk_tokens:
+        chunk_mlps(model, recipe.training.mlp_chunk_tokens)
+    if recipe.training.activation_checkpointing == "selective":
+        # The key of TRL fails for models with an adapter.
+        transformer = model if recipe.tuning.method == "full" else model.get_base_model()
+        enable_selective_activation_checkpointing(transformer)
+
+
 def chunk_mlps(model: nn.Module, tokens: int) -> None:
-    """Make the MLPs of `model` compute at most `tokens` tokens at a time, forward and backward. The four tensors of
-    tokens x intermediate of an MLP, the largest of a layer under activation checkpointing, then exist for one piece of
-    the sequence only.
+    """Make the MLPs of `model` compute at most `tokens` tokens at a time, forward and backward.
+
+    The four tensors of tokens x intermediate of an MLP are the largest of a layer under activation checkpointing. They
+    then exist for one chunk of the sequence only.
     """
-    mlps = [module for name, module in model.named_modules() if name.rpartition(".")[2] in ("mlp", "feed_forward")]
-    dense = [mlp for mlp in mlps if not any(name.rpartition(".")[2] == "experts" for name, _ in mlp.named_modules())]
+    dense = []
+    for name, module in model.named_modules():
+        is_mlp = name.rpartition(".")[2] in ("mlp", "feed_forward")
+        if is_mlp and not _has_experts(module):
+            dense.append(module)
     if not dense:
         raise ModelError("training.mlp_chunk_tokens: the model has no dense MLP; leave the key out")
     for mlp in dense:
-        mlp.forward = _in_pieces(mlp.forward, tokens)
+        mlp.forward = _in_chunks(mlp.forward, tokens)
 
 
-def _in_pieces(run: Callable[[torch.Tensor], torch.Tensor], tokens: int) -> Callable[[torch.Tensor], torch.Tensor]:
+def _has_experts(module: nn.Module) -> bool:
+    return any(name.rpartition(".")[2] == "experts" for name, _ in module.named_modules())
+
+
+def _in_chunks(mlp: Callable[[torch.Tensor], torch.Tensor], tokens: int) -> Callable[[torch.Tensor], torch.Tensor]:
     def forward(hidden: torch.Tensor) -> torch.Tensor:
-        pieces = torch.split(hidden.reshape(1, -1, hidden.shape[-1]), tokens, dim=1)
-        if len(pieces) == 1:
-            return run(hidden)
-        outputs = [checkpoint(alone, piece, use_reentrant=False, preserve_rng_state=False) for piece in pieces]
+        flat = hidden.reshape(1, -1, hidden.shape[-1])
+        chunks = torch.split(flat, tokens, dim=1)
+        if len(chunks) == 1:
+            return mlp(hidden)
+        outputs = [checkpoint(of_chunk, chunk, use_reentrant=False, preserve_rng_state=False) for chunk in chunks]
         return torch.cat(outputs, dim=1).view(hidden.shape)
 
-    def alone(piece: torch.Tensor) -> torch.Tensor:
-        # With one cast of a weight for all pieces, its gradients would be summed in bfloat16.
-        device = piece.device.type
-        enabled, dtype = torch.is_autocast_enabled(device), torch.get_autocast_dtype(device)
-        with torch.autocast(device, dtype, enabled=enabled, cache_enabled=False):
-            return run(piece)
+    def of_chunk(chunk: torch.Tensor) -> torch.Tensor:
+        device_type = chunk.device.type
+        enabled = torch.is_autocast_enabled(device_type)
+        dtype = torch.get_autocast_dtype(device_type)
+        # With one cast of a weight for all chunks, the gradients of the weight would be summed in bfloat16.
+        with torch.autocast(device_type, dtype, enabled=enabled, cache_enabled=False):
+            return mlp(chunk)
 
     return forward

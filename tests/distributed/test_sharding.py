@@ -185,7 +185,7 @@ def assert_same(sharded: Path, alone: Path) -> None:
 
 @pytest.mark.parametrize("tuning", TUNINGS)
 @pytest.mark.parametrize("architecture", ARCHITECTURES)
-def test_shards_train_like_the_whole(
+def test_sharded_training_equals_one_process(
     pair: Pair, models: dict[str, Path], tmp_path: Path, architecture: str, tuning: str
 ) -> None:
     recipe = recipe_for(models[architecture], TUNINGS[tuning])
@@ -200,7 +200,7 @@ def test_shards_train_like_the_whole(
 
 @pytest.mark.parametrize("tuning", ["full", "lora"])
 @pytest.mark.parametrize("architecture", ["tied", "layer norms"])
-def test_bfloat16_is_for_products_alone(
+def test_sharded_bfloat16_keeps_float32_weights_and_reductions(
     pair: Pair, models: dict[str, Path], tmp_path: Path, architecture: str, tuning: str
 ) -> None:
     """Gradients are summed, and losses returned, in float32; inputs fit the gathered weights, also while measuring."""
@@ -227,7 +227,9 @@ def perplexities(run: Path, step: int) -> list[float]:
 
 
 @pytest.mark.parametrize("tuning", ["full", "lora"])
-def test_shards_are_measured_like_the_whole(pair: Pair, models: dict[str, Path], tmp_path: Path, tuning: str) -> None:
+def test_measurements_of_a_sharded_model_equal_one_process(
+    pair: Pair, models: dict[str, Path], tmp_path: Path, tuning: str
+) -> None:
     evaluation = {
         "every": 2,
         "perplexity": {"data": "builtin:stdlib", "windows": [64, 128], "documents": 8, "stride": 64},
@@ -256,7 +258,7 @@ def test_shards_are_measured_like_the_whole(pair: Pair, models: dict[str, Path],
 
 
 @pytest.mark.parametrize("tuning", ["full", "lora"])
-def test_a_killed_run_continues_to_the_same_weights(
+def test_a_killed_sharded_run_resumes_to_the_same_weights(
     pair: Pair, models: dict[str, Path], tmp_path: Path, tuning: str
 ) -> None:
     recipe = recipe_for(models["tied"], TUNINGS[tuning], training={"steps": 4, "save_every": 2})

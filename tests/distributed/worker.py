@@ -12,20 +12,22 @@ import os
 import signal
 import sys
 import traceback
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from accelerate.state import AcceleratorState, DistributedType, PartialState
-from transformers import TrainerCallback
+from torch.distributed.checkpoint.state_dict import get_model_state_dict
+from transformers import AutoModelForCausalLM, TrainerCallback
 
 from pi_lora import preflight
 from pi_lora.distributed import is_main_process
-from pi_lora.models import weights
-from pi_lora.models.model import find_to_tune
+from pi_lora.models.source import resolve_for_training
 from pi_lora.recipe.schema import Recipe
-from pi_lora.training import trainer, training
+from pi_lora.training import job, trainer
+from pi_lora.training.job import TrainingJob
 
 
 def shard_on_cpus(patch: pytest.MonkeyPatch) -> None:
@@ -43,7 +45,7 @@ def shard_on_cpus(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(AcceleratorState, "__init__", sharding)
     # A recipe asks for hardware that is not here.
     patch.setattr(preflight, "_machine_problems", lambda _recipe: iter(()))
-    patch.setattr(trainer, "plan_here", lambda *_: None)
+    patch.setattr(TrainingJob, "plan", None)
 
 
 class Killed(TrainerCallback):
@@ -65,8 +67,8 @@ class Watched:
         self.policies: set[tuple[str, ...]] = set()
         self.read = 0
         self.gathered_frozen = 0
-        build, load = trainer.Trainer.__init__, weights.AutoModelForCausalLM.from_pretrained
-        step, gather = trainer.Trainer.training_step, training.get_model_state_dict
+        build, load = trainer.Trainer.__init__, AutoModelForCausalLM.from_pretrained
+        step, gather = trainer.Trainer.training_step, get_model_state_dict
         watched = self
 
         def watch_building(self: Any, *arguments: Any, **options: Any) -> None:
@@ -95,13 +97,14 @@ class Watched:
 
         patch.setattr(trainer.Trainer, "__init__", watch_building)
         patch.setattr(trainer.Trainer, "training_step", watch_step)
-        patch.setattr(weights.AutoModelForCausalLM, "from_pretrained", watch_loading)
-        patch.setattr(training, "get_model_state_dict", watch_gathering)
+        patch.setattr(AutoModelForCausalLM, "from_pretrained", watch_loading)
+        patch.setattr(job, "get_model_state_dict", watch_gathering)
 
 
 def sharded_groups(model: torch.nn.Module) -> list[Any]:
     """The groups of parameters that FSDP2 gathers together."""
-    states = [module._get_fsdp_state() for module in model.modules() if hasattr(module, "_get_fsdp_state")]
+    modules: Iterable[Any] = model.modules()
+    states = [module._get_fsdp_state() for module in modules if hasattr(module, "_get_fsdp_state")]
     # torch 2.11 and 2.12 have at most one for each module.
     groups = [vars(state).get("_fsdp_param_groups", [vars(state).get("_fsdp_param_group")]) for state in states]
     return list({id(group): group for each in groups for group in each if group is not None}.values())
@@ -120,8 +123,9 @@ def run(job: dict[str, Any]) -> dict[str, Any]:
     with pytest.MonkeyPatch.context() as patch:
         watched = Watched(patch, job.get("killed_at"))
         resume = job.get("resume", False)
-        model = preflight.check(recipe, output, resume) if is_main_process() else find_to_tune(recipe)
-        training.train(recipe, model, training.prepare_data(recipe, model), output, resume)
+        model = preflight.check(recipe, output, resume=resume) if is_main_process() else resolve_for_training(recipe)
+        training = TrainingJob(recipe, model, output, resume)
+        training.run(training.pack())
     return {
         "unsharded": watched.unsharded,
         "read": watched.read,

@@ -9,16 +9,17 @@ import lm_eval.tasks
 import pytest
 import torch
 import yaml
+from conftest import run_captured
 from lm_eval import simple_evaluate
 from lm_eval.models.huggingface import HFLM
-from test_cli import run
 
+from pi_lora.api import load
 from pi_lora.errors import DataError, Interrupted, ModelError
 from pi_lora.evaluation.benchmarks import Benchmarks, BenchmarkScores
 from pi_lora.evaluation.harness import FOLDER, PAPERS, RankedLM, articles, find_benchmarks, manager
 from pi_lora.evaluation.measurement import Session
 from pi_lora.evaluation.suite import scores_table
-from pi_lora.models.model import Model, load
+from pi_lora.models.loaded import LoadedModel
 from pi_lora.recipe.evaluation import BenchmarksOptions
 
 ROOT = Path(__file__).parents[2]
@@ -80,7 +81,7 @@ def files(tmp_path: Path) -> dict[str, str]:
 
 
 @pytest.fixture(scope="module")
-def tiny() -> Model:
+def tiny() -> LoadedModel:
     return load("builtin:tiny")
 
 
@@ -88,16 +89,16 @@ def options(files: dict[str, str], *names: str, **others: Any) -> BenchmarksOpti
     return BenchmarksOptions(tasks=names, data=tuple(files[name] for name in names), **others)
 
 
-def measured(model: Model, asked: BenchmarksOptions) -> BenchmarkScores:
+def measured(model: LoadedModel, asked: BenchmarksOptions) -> BenchmarkScores:
     with Session(shared=True) as session:
         return Benchmarks().run(model, asked, session)
 
 
-def ranked(model: Model, window: int = 300, batch_size: int = BATCH) -> RankedLM:
+def ranked(model: LoadedModel, window: int = 300, batch_size: int = BATCH) -> RankedLM:
     return RankedLM(model, window, batch_size, BenchmarksOptions(), Session())
 
 
-def test_the_papers_folders_hold_what_lm_eval_finds() -> None:
+def test_lm_eval_finds_every_task_of_the_papers_folders() -> None:
     assert BenchmarksOptions().tasks == tuple(PAPERS)
     for folder in PAPERS.values():
         name = Path(folder).name
@@ -130,9 +131,9 @@ def their_manager(folder: Path) -> lm_eval.tasks.TaskManager:
     return lm_eval.tasks.TaskManager(include_path=str(folder), include_defaults=False)
 
 
-def test_scores_are_those_of_lm_evals_own_tasks(tiny: Model, files: dict[str, str], their_tasks: Path) -> None:
+def test_scores_equal_lm_evals_own_tasks(tiny: LoadedModel, files: dict[str, str], their_tasks: Path) -> None:
     found = measured(tiny, options(files, *BASES, batch_size=BATCH, window=300)).tasks
-    model = HFLM(tiny.model, tokenizer=load("builtin:tiny").tokenizer, max_length=300, batch_size=BATCH)
+    model = HFLM(tiny.module, tokenizer=load("builtin:tiny").tokenizer, max_length=300, batch_size=BATCH)
     names: list[Any] = [f"own_{name}" for name in BASES]
     theirs: Any = simple_evaluate(model, tasks=names, task_manager=their_manager(their_tasks))
     for name, ours in found.items():
@@ -143,15 +144,15 @@ def test_scores_are_those_of_lm_evals_own_tasks(tiny: Model, files: dict[str, st
     assert found["race_high"].examples == 2
 
 
-def test_a_few_shot_task_is_not_said_to_be_zero_shot(tiny: Model, files: dict[str, str]) -> None:
+def test_a_few_shot_task_is_reported_as_few_shot(tiny: LoadedModel, files: dict[str, str]) -> None:
     name = "ja_leaderboard_jnli"
     scores = measured(tiny, options(files, name, window=1024, limit=2))
     assert (scores.tasks[name].shots, scores.tasks[name].examples) == (3, 2)
     assert next(iter(scores_table([scores]).columns[0].cells)).startswith(f"{name} (3-shot)")
 
 
-def test_answers_are_kept_when_interrupted(
-    tiny: Model, files: dict[str, str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+def test_an_interrupted_benchmark_reuses_its_answers(
+    tiny: LoadedModel, files: dict[str, str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("PI_LORA_CACHE", str(tmp_path / "cache"))
     asked = options(files, "boolq", "piqa", batch_size=1, window=300)
@@ -179,27 +180,27 @@ def test_answers_are_kept_when_interrupted(
     assert not list((tmp_path / "cache").glob("evaluations/*"))
 
 
-def test_a_run_keeps_its_weights(lora_run: Path) -> None:
+def test_lm_evals_wrapper_leaves_the_logits_of_a_run_unchanged(lora_run: Path) -> None:
     """lm-eval ties embeddings anew, which PEFT's trained copies do not survive: wrapping must change no logit."""
     loaded = load(str(lora_run))
     ids = torch.arange(2, 40)[None]
     with torch.no_grad():
-        before = loaded.model(input_ids=ids).logits
+        before = loaded.module(input_ids=ids).logits
         lm = ranked(loaded, 64, 1)
-        assert torch.equal(loaded.model(input_ids=ids).logits, before)
+        assert torch.equal(loaded.module(input_ids=ids).logits, before)
         assert torch.equal(lm.model(ids).logits, before)
     assert loaded.tokenizer.model_max_length == 128
 
 
-def test_numbers_that_are_not_finite_are_refused(files: dict[str, str]) -> None:
+def test_logits_that_are_not_finite_are_refused(files: dict[str, str]) -> None:
     broken = load("builtin:tiny")
     with torch.no_grad():
-        broken.model.get_input_embeddings().weight.fill_(float("nan"))
+        broken.module.get_input_embeddings().weight.fill_(float("nan"))
     with pytest.raises(ModelError, match="gives infinite or NaN numbers in float32"):
         measured(broken, options(files, "piqa"))
 
 
-def test_race_middle_is_race_high_on_other_articles(files: dict[str, str], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_race_middle_groups_the_questions_of_an_article(files: dict[str, str], monkeypatch: pytest.MonkeyPatch) -> None:
     """Of a file and of the hub, the questions of an article are put together."""
     tasks = [find_benchmarks(options(files, "race_middle"))]
     asked: list[dict[str, Any]] = []
@@ -219,7 +220,7 @@ def test_race_middle_is_race_high_on_other_articles(files: dict[str, str], monke
         assert text.endswith("What is brown?")
 
 
-def test_authors_files_are_converted(tmp_path: Path) -> None:
+def test_files_of_the_authors_are_converted_to_tasks(tmp_path: Path) -> None:
     boolq = {"question": "is red a colour", "passage": "Red.", "answer": True, "title": "Red"}
     piqa = [{key: row[key] for key in ("goal", "sol1", "sol2")} for row in ROWS["piqa"]]
     contents = {
@@ -278,15 +279,15 @@ def test_a_mistake_is_one_line_before_a_model_is_loaded(
     Path("gsm8k.jsonl").write_text(lines([{"question": "What is 1 and 1?", "answer": "Two.\n#### 2"}] * 6))
     # As the authors of BoolQ write it.
     Path("answers.jsonl").write_text(lines([{"question": "is it", "passage": "It is.", "answer": True}]))
-    monkeypatch.setattr("pi_lora.models.model.Model.load", loaded)
-    status, out, err = run(capsys, monkeypatch, "eval", "benchmarks", "builtin:tiny", *arguments)
+    monkeypatch.setattr("pi_lora.evaluation.suite.load_model", loaded)
+    status, out, err = run_captured(capsys, monkeypatch, "eval", "benchmarks", "builtin:tiny", *arguments)
     assert (status, out) == (2, "")
     assert err.startswith(line)
     assert err.count("\n") == 1
 
 
 def test_more_processes_than_examples_are_refused(
-    tiny: Model, files: dict[str, str], monkeypatch: pytest.MonkeyPatch
+    tiny: LoadedModel, files: dict[str, str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     asked = options(files, "winogrande")
     for name, value in {"WORLD_SIZE": "3", "RANK": "0", "LOCAL_RANK": "0"}.items():
@@ -296,7 +297,9 @@ def test_more_processes_than_examples_are_refused(
 
 
 @pytest.mark.slow
-def test_two_processes_write_what_one_writes(python: str, files: dict[str, str], tmp_path: Path) -> None:
+def test_two_processes_write_the_same_benchmark_scores_as_one(
+    python: str, files: dict[str, str], tmp_path: Path
+) -> None:
     command = ["-m", "pi_lora", "eval", "benchmarks", "builtin:tiny", "--tasks", "boolq,piqa"]
     command += [f"--data={files[name]}" for name in ("boolq", "piqa")]
     command += ["--batch-size", "1", "--window", "300", "--json"]

@@ -4,17 +4,19 @@ import json
 import math
 import re
 import shutil
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from test_cli import run
+from conftest import run_captured
 
+from pi_lora.api import load
 from pi_lora.evaluation import forward
 from pi_lora.evaluation.chat import Chats, ChatScores
 from pi_lora.evaluation.measurement import Session
-from pi_lora.models.model import Model, load
+from pi_lora.models.loaded import LoadedModel
 from pi_lora.recipe.evaluation import ChatOptions
 from pi_lora.report.card import refresh_scores
 from pi_lora.report.scores import MeasuredRun
@@ -43,11 +45,11 @@ def here(tmp_path: Path, small_model: Path, lora_run: Path, monkeypatch: pytest.
     return tmp_path
 
 
-def measured(model: Model, **options: Any) -> ChatScores:
+def measured(model: LoadedModel, **options: Any) -> ChatScores:
     return Chats().run(model, ChatOptions(data="chats.jsonl", **options), Session())
 
 
-def reference(model: Model, base: Model, turns: list[str]) -> tuple[float, float, float]:
+def reference(model: LoadedModel, base: LoadedModel, turns: list[str]) -> tuple[float, float, float]:
     """The loss and the divergence of every token of the assistant, one at a time, and the share of equal answers."""
     loss, divergence, answers, equal = 0.0, 0.0, 0, 0
     text, tokens = "", 0
@@ -56,14 +58,14 @@ def reference(model: Model, base: Model, turns: list[str]) -> tuple[float, float
         before = base.tokenizer(text, add_special_tokens=False)["input_ids"]
         text += f"{answer}</s>"
         ids = torch.tensor([base.tokenizer(text, add_special_tokens=False)["input_ids"]])
-        own, other = (each.model(ids).logits[0].double().softmax(-1) for each in (model, base))
+        own, other = (each.module(ids).logits[0].double().softmax(-1) for each in (model, base))
         for place in range(len(before), ids.shape[1]):
             p, q = other[place - 1], own[place - 1]
             loss -= q[ids[0, place]].log().item()
             divergence += (p * (p / q).log()).sum().item()
             tokens += 1
         first, second = (
-            each.model.generate(input_ids=ids[:, : len(before)], max_new_tokens=32, do_sample=False)[0]
+            each.module.generate(input_ids=ids[:, : len(before)], max_new_tokens=32, do_sample=False)[0]
             for each in (model, base)
         )
         answers, equal = answers + 1, equal + torch.equal(first, second)
@@ -71,13 +73,13 @@ def reference(model: Model, base: Model, turns: list[str]) -> tuple[float, float
 
 
 @pytest.mark.parametrize("name", ["run", "changed"])
-def test_chats_are_measured_as_by_the_reference(here: Path, monkeypatch: pytest.MonkeyPatch, name: str) -> None:
+def test_chat_scores_equal_a_plain_reference(here: Path, monkeypatch: pytest.MonkeyPatch, name: str) -> None:
     """Of a run, and of a base with other weights, which gives some of the answers of the base."""
     monkeypatch.setattr(forward, "LOGITS_ON_CPU", 5000)  # so that several parts are needed
     model, base = load("run" if name == "run" else "base"), load("base")
-    model.name = name
+    model = replace(model, source=replace(model.source, name=name))
     with torch.no_grad():
-        for place, weight in model.model.named_parameters() if name == "changed" else ():
+        for place, weight in model.module.named_parameters() if name == "changed" else ():
             weight += 0.001 * torch.randn(weight.shape, generator=torch.Generator().manual_seed(len(place)))
     scores = measured(model, base="base")
     assert [each.name for each in scores.per_chat] == ["chats.jsonl:1", "chats.jsonl:2", "chats.jsonl:3"]
@@ -98,7 +100,7 @@ def test_chats_are_measured_as_by_the_reference(here: Path, monkeypatch: pytest.
     assert divergence.interval == pytest.approx((mean - 4.30 * spread, mean + 4.30 * spread))  # Student's t of three
 
 
-def test_a_model_is_equal_to_itself_and_needs_no_base(here: Path) -> None:
+def test_a_base_compared_with_itself_has_no_difference(here: Path) -> None:
     plain, against = measured(load("base")), measured(load("base"), base="base")
     assert plain.perplexity == against.perplexity
     assert (plain.divergence, plain.equal_answers) == (None, None)
@@ -109,7 +111,7 @@ def test_a_model_is_equal_to_itself_and_needs_no_base(here: Path) -> None:
 def test_the_comparison_has_a_row_for_each_cost(
     here: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    status, _, err = run(
+    status, _, err = run_captured(
         *(capsys, monkeypatch, "eval", "chat", "run", "--data", "chats.jsonl", "--base", "base"),
         *("--json", "run/scores/chat.json"),
     )
@@ -122,7 +124,7 @@ def test_the_comparison_has_a_row_for_each_cost(
         assert re.search(rf"\| {re.escape(metric.label)} .*{re.escape(metric.text.split()[0])}", card)
     (here / "text.txt").write_text("The door is open and the road is long. " * 60)
     asked = ("--data", "text.txt", "--chat", "chats.jsonl", "--json", "rows.json")
-    status, _, err = run(capsys, monkeypatch, "compare", "base", "run", *asked)
+    status, _, err = run_captured(capsys, monkeypatch, "compare", "base", "run", *asked)
     assert status == 0, err
     rows = {row["measurement"]: row for row in json.loads((here / "rows.json").read_text())["rows"]}
     names = ["chat perplexity", "chat KL divergence from the base", "chat answers with the base's first 32 tokens"]
@@ -141,7 +143,7 @@ def test_the_comparison_has_a_row_for_each_cost(
         ("builtin:tiny", [chat(["a", "b"])], "data.source: the tokenizer of the model has no chat template"),
     ],
 )
-def test_a_mistake_is_one_line(
+def test_a_mistake_in_eval_chat_is_one_line(
     here: Path,
     capsys: pytest.CaptureFixture[str],
     monkeypatch: pytest.MonkeyPatch,
@@ -150,14 +152,14 @@ def test_a_mistake_is_one_line(
     line: str,
 ) -> None:
     (here / "chats.jsonl").write_text("".join(f"{json.dumps(row)}\n" for row in rows))
-    status, out, err = run(capsys, monkeypatch, "eval", "chat", *model.split(), "--data", "chats.jsonl")
+    status, out, err = run_captured(capsys, monkeypatch, "eval", "chat", *model.split(), "--data", "chats.jsonl")
     assert (status, out) == (2, "")
     assert err.splitlines()[-1].startswith(line)
 
 
-def test_a_base_beside_a_model_under_autocast(here: Path) -> None:
+def test_a_model_under_autocast_is_compared_with_its_base(here: Path) -> None:
     """As full runs and adapters of float32 bases are on a GPU."""
     model = load("run")
     plain = measured(model, base="base").divergence
-    autocast = model.changed(autocast=True)  # in name alone: the numbers stay
+    autocast = replace(model, autocast=True)  # in name alone: the numbers stay
     assert measured(autocast, base="base").divergence == plain

@@ -30,7 +30,9 @@ def rows() -> list[list[int]]:
 
 
 @pytest.mark.parametrize("model_type", sorted(SHARE))
-def test_logits_are_those_of_whole_inputs(model_type: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_logits_with_a_shared_prefix_equal_those_of_whole_inputs(
+    model_type: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(module, "pass_tokens", lambda model: 36)
     model = small(model_type)
     with torch.no_grad():
@@ -42,13 +44,13 @@ def test_logits_are_those_of_whole_inputs(model_type: str, monkeypatch: pytest.M
 
 
 @pytest.mark.parametrize("model_type", sorted(SHARE | CANNOT))
-def test_which_models_share_a_prefix(model_type: str) -> None:
+def test_only_models_with_a_full_kv_cache_share_a_prefix(model_type: str) -> None:
     with torch.no_grad():
         prefix = shared_prefix(small(model_type), rows()[0][:50], LENGTH)
     assert (prefix is not None) == (model_type in SHARE)
 
 
-def test_keys_and_values_are_shared_only_where_there_is_room_for_them(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_prefix_is_shared_only_if_its_cache_fits_in_memory(monkeypatch: pytest.MonkeyPatch) -> None:
     """Those of the prefix and of the input beside it, in at most three quarters of what is free."""
     model, config = small("llama"), small_config("llama")
     width = config.hidden_size // config.num_attention_heads
@@ -61,7 +63,7 @@ def test_keys_and_values_are_shared_only_where_there_is_room_for_them(monkeypatc
 
 
 @torch.no_grad()
-def test_the_mask_of_what_continues_a_prefix_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_attention_mask_after_a_prefix_has_bounded_size(monkeypatch: pytest.MonkeyPatch) -> None:
     model, row = small("llama"), rows()[0]
     prefix = shared_prefix(model, row[:10], LENGTH)
     most, plain = 0, torch.nn.functional.scaled_dot_product_attention
@@ -81,7 +83,7 @@ def test_the_mask_of_what_continues_a_prefix_is_bounded(monkeypatch: pytest.Monk
 
 
 @pytest.mark.parametrize("model_type", [*PROMISED, "modernbert-decoder"])
-def test_logits_in_parts_are_the_models_own(model_type: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_logits_computed_in_parts_equal_the_models(model_type: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Whatever an architecture does to them: Gemma 2 caps them, Cohere and Granite scale them."""
     config = small_config(model_type)
     model = small_model(type(config), stretched(config)[1])
@@ -95,7 +97,7 @@ def test_logits_in_parts_are_the_models_own(model_type: str, monkeypatch: pytest
         torch.testing.assert_close(losses, expected, rtol=1e-4, atol=1e-4)
 
 
-def test_few_logits_are_in_memory_at_a_time(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_memory_of_logits_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
     model = small("llama")
     monkeypatch.setattr(module, "LOGITS_ON_CPU", 10 * 64)
     sizes: list[int] = []

@@ -7,31 +7,32 @@ from typing import Any
 
 import pytest
 import torch
-from test_cli import run
+from conftest import run_captured
 from tokenizers.processors import TemplateProcessing
 
 import pi_lora
+from pi_lora.api import load
 from pi_lora.errors import DataError
-from pi_lora.models.model import Model, load
+from pi_lora.models.loaded import LoadedModel
 from pi_lora.scaling.config import Extension
 
 TEMPLATE = "{% for each in messages %}[{{ each.role }}]{{ each.content }}{% endfor %}[{{ add_generation_prompt }}]"
 
 
 @pytest.fixture
-def extended() -> Model:
+def extended() -> LoadedModel:
     return load("builtin:tiny", Extension(target=512))
 
 
-def written(model: Model, text: str, **tokenized: Any) -> str:
+def written(model: LoadedModel, text: str, **tokenized: Any) -> str:
     """What transformers writes after a text, without a line of this package."""
     ids = torch.tensor([model.tokenizer(text, **tokenized)["input_ids"]])
-    found = model.model.generate(input_ids=ids, max_new_tokens=20, do_sample=False)[0, ids.shape[1] :]
+    found = model.module.generate(input_ids=ids, max_new_tokens=20, do_sample=False)[0, ids.shape[1] :]
     return str(model.tokenizer.decode(found, skip_special_tokens=True)).strip()
 
 
-def test_text_is_that_of_transformers_and_printed(
-    extended: Model, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+def test_generated_text_equals_transformers_and_is_printed(
+    extended: LoadedModel, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     text = pi_lora.generate(extended, "The sea was", tokens=20, stream=True)
     assert text == written(extended, "The sea was")
@@ -45,23 +46,23 @@ def test_text_is_that_of_transformers_and_printed(
 
 
 @pytest.mark.parametrize("own", [{"do_sample": True, "temperature": 9.0}, {"repetition_penalty": 9.0}])
-def test_a_models_own_sampling_changes_nothing(extended: Model, own: dict[str, Any]) -> None:
+def test_the_models_generation_config_does_not_change_the_sampling(extended: LoadedModel, own: dict[str, Any]) -> None:
     """Most chat models come with a generation config that samples, which transformers fills in."""
     plain = pi_lora.generate(extended, "The sea was", tokens=20)
-    extended.model.generation_config.update(**own)
+    extended.module.generation_config.update(**own)
     assert pi_lora.generate(extended, "The sea was", tokens=20) == plain
-    assert extended.model.generation_config.to_diff_dict().items() >= own.items()
+    assert extended.module.generation_config.to_diff_dict().items() >= own.items()
 
 
-def test_every_end_of_the_model_ends_the_text(extended: Model) -> None:
+def test_every_eos_of_the_model_ends_the_text(extended: LoadedModel) -> None:
     """Chat models name the end of a turn beside the end of a text in their generation config."""
     first = extended.tokenizer(" " + pi_lora.generate(extended, "The sea was", tokens=20))["input_ids"]
-    extended.model.generation_config.eos_token_id = [extended.tokenizer.eos_token_id, first[6]]
+    extended.module.generation_config.eos_token_id = [extended.tokenizer.eos_token_id, first[6]]
     short = pi_lora.generate(extended, "The sea was", tokens=20)
     assert 1 <= len(extended.tokenizer(" " + short)["input_ids"]) <= 8
 
 
-def test_a_text_ends_with_the_window(extended: Model) -> None:
+def test_generation_stops_at_the_window(extended: LoadedModel) -> None:
     ids = extended.tokenizer("The sea was calm. " * 400)["input_ids"][:509]
     text = extended.tokenizer.decode(ids, skip_special_tokens=True)
     left = extended.window - len(extended.tokenizer(text)["input_ids"])
@@ -70,24 +71,24 @@ def test_a_text_ends_with_the_window(extended: Model) -> None:
         pi_lora.generate(extended, text * 2)
 
 
-def test_the_command(
+def test_the_generate_command_reads_prompt_file_or_stdin(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path, lora_run: Path
 ) -> None:
     (tmp_path / "prompt.txt").write_text("The sea was")
     asked = ("generate", str(lora_run), "--tokens", "8")
     expected = pi_lora.generate(str(lora_run), "The sea was", tokens=8)
-    status, out, err = run(capsys, monkeypatch, *asked, "--prompt", "The sea was")
+    status, out, err = run_captured(capsys, monkeypatch, *asked, "--prompt", "The sea was")
     assert (status, out.strip(), err) == (0, expected, "")
-    assert run(capsys, monkeypatch, *asked, "--file", str(tmp_path / "prompt.txt"))[:2] == (0, out)
+    assert run_captured(capsys, monkeypatch, *asked, "--file", str(tmp_path / "prompt.txt"))[:2] == (0, out)
     monkeypatch.setattr("sys.stdin", types.SimpleNamespace(buffer=io.BytesIO(b"The sea was")))
-    assert run(capsys, monkeypatch, *asked)[:2] == (0, out)
-    status, out, err = run(capsys, monkeypatch, *asked, "--prompt", "The sea " * 300)
+    assert run_captured(capsys, monkeypatch, *asked)[:2] == (0, out)
+    status, out, err = run_captured(capsys, monkeypatch, *asked, "--prompt", "The sea " * 300)
     assert (status, out, err.count("\n")) == (2, "", 1)
     assert err.startswith("--prompt: ")
-    assert run(capsys, monkeypatch, *asked, "--prompt", "")[0] == 2
+    assert run_captured(capsys, monkeypatch, *asked, "--prompt", "")[0] == 2
 
 
-def test_it_goes_on_from_the_prompt_and_not_from_an_eos(extended: Model) -> None:
+def test_generation_continues_the_prompt_without_an_eos_between(extended: LoadedModel) -> None:
     plain, ends = pi_lora.generate(extended, "The sea was", tokens=20), [("<s>", 0), ("</s>", 1)]
     extended.tokenizer.backend_tokenizer.post_processor = TemplateProcessing("<s> $A </s>", special_tokens=ends)
     assert extended.tokenizer("The sea was")["input_ids"][-1] == extended.tokenizer.eos_token_id

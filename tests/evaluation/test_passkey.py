@@ -16,6 +16,7 @@ from processes import without_progress
 from rich.console import Console
 
 from pi_lora import cli
+from pi_lora.api import load
 from pi_lora.errors import DataError
 from pi_lora.evaluation import forward
 from pi_lora.evaluation.measurement import Session
@@ -29,7 +30,7 @@ from pi_lora.evaluation.passkey import (
     make_trial,
     prompt,
 )
-from pi_lora.models.model import Model, load
+from pi_lora.models.loaded import LoadedModel
 from pi_lora.recipe.evaluation import PasskeyOptions
 from pi_lora.scaling.config import Extension
 
@@ -60,7 +61,7 @@ def test_k_max_is_the_papers(table: list[list[bool]]) -> None:
     assert k_max(depths) == plain_k_max(10_000, table)
 
 
-def test_trials_fill_the_window_and_put_the_key_where_asked() -> None:
+def test_trials_fill_the_window_and_place_the_key_at_its_depth() -> None:
     tokenizer = load("builtin:tiny").tokenizer
     filler = len(tokenizer(prompt("12345", 1, 2))["input_ids"]) - len(tokenizer(prompt("12345", 1, 1))["input_ids"])
     for target in (256, 1024):
@@ -79,7 +80,7 @@ def test_trials_fill_the_window_and_put_the_key_where_asked() -> None:
         assert found[-1] > target - 100
 
 
-def test_a_slow_tokenizer_places_the_key_as_a_fast_one_does() -> None:
+def test_slow_and_fast_tokenizers_place_the_key_alike() -> None:
     """It does not say where its tokens are."""
     fast = load("builtin:tiny").tokenizer
 
@@ -100,18 +101,18 @@ def test_a_target_too_short_for_the_prompt_is_refused() -> None:
         make_trial(load("builtin:tiny").tokenizer, 50, 10, "12345")
 
 
-def grid(model: Model, target: int, depths: int, trials: int, seed: int = 0) -> PasskeyTest:
+def grid(model: LoadedModel, target: int, depths: int, trials: int, seed: int = 0) -> PasskeyTest:
     return PasskeyTest(model, target, PasskeyOptions(depths=depths, trials=trials, seed=seed))
 
 
-def test_the_seed_decides_the_keys(stretched: Model) -> None:
+def test_the_seed_decides_the_keys(stretched: LoadedModel) -> None:
     keys = grid(stretched, 256, 4, 3, seed=1).keys
     assert keys == grid(stretched, 1024, 4, 3, seed=1).keys != grid(stretched, 256, 4, 3, seed=2).keys
     assert len({key for each in keys for key in each}) == 12
 
 
-def test_every_trial_of_a_grid_ends_as_generate_does(stretched: Model) -> None:
-    expected = outcomes(stretched.model, stretched.tokenizer, 320, 8, 5, seed=0)
+def test_every_trial_agrees_with_greedy_generation(stretched: LoadedModel) -> None:
+    expected = outcomes(stretched.module, stretched.tokenizer, 320, 8, 5, seed=0)
     successes = sum(map(sum, expected))
     assert 10 <= successes <= 30
     test = grid(stretched, 320, 8, 5)
@@ -120,9 +121,9 @@ def test_every_trial_of_a_grid_ends_as_generate_does(stretched: Model) -> None:
     assert k_max(found) == plain_k_max(320, expected)
 
 
-def test_text_ahead_of_the_key_goes_through_the_model_once(stretched: Model) -> None:
+def test_the_text_before_the_key_is_computed_once(stretched: LoadedModel) -> None:
     tokens = []
-    hook = stretched.model.register_forward_pre_hook(
+    hook = stretched.module.register_forward_pre_hook(
         lambda module, arguments, named: tokens.append(named["input_ids"].numel()), with_kwargs=True
     )
     test = grid(stretched, 1024, 4, 2)
@@ -135,11 +136,11 @@ def test_text_ahead_of_the_key_goes_through_the_model_once(stretched: Model) -> 
     assert sum(tokens) == pytest.approx(ahead + behind, abs=4 * 8)
 
 
-def test_a_dynamic_model_gives_the_same_whatever_was_asked_before() -> None:
+def test_trials_of_a_dynamic_model_do_not_depend_on_earlier_trials() -> None:
     loaded = load("builtin:tiny", Extension(512, 256, "dynamic"))
     test = grid(loaded, 320, 4, 4, seed=1)
     alone = test.measure(1)
-    loaded.model(input_ids=torch.full((1, 700), 5))
+    loaded.module(input_ids=torch.full((1, 700), 5))
     assert test.measure(1) == alone
 
 
@@ -169,16 +170,16 @@ def pi_lora(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch,
 
 
 @pytest.fixture(scope="module")
-def stretched() -> Model:
+def stretched() -> LoadedModel:
     return load("builtin:tiny", Extension(320, 256))
 
 
 @pytest.fixture(scope="module")
-def scores(stretched: Model) -> PasskeyScores:
+def scores(stretched: LoadedModel) -> PasskeyScores:
     return Passkey().run(stretched, ASKED, Session())
 
 
-def test_the_result_says_what_was_measured_and_how(scores: PasskeyScores) -> None:
+def test_passkey_scores_hold_their_options(scores: PasskeyScores) -> None:
     assert (scores.model, scores.scale, scores.target, scores.seed) == ("builtin:tiny", 1.25, 320, 0)
     assert (scores.kernel, scores.dtype, scores.decoding) == ("sdpa", "float32", "greedy")
     assert [row.k for row in scores.depths] == [80, 160, 240, 320]
@@ -188,8 +189,8 @@ def test_the_result_says_what_was_measured_and_how(scores: PasskeyScores) -> Non
         assert row.success_rate == sum(row.outcomes) / 3
 
 
-def test_prompts_are_computed_whole_where_nothing_can_be_shared(
-    stretched: Model, scores: PasskeyScores, monkeypatch: pytest.MonkeyPatch
+def test_prompts_are_computed_whole_if_no_prefix_can_be_shared(
+    stretched: LoadedModel, scores: PasskeyScores, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Of keys and values alone every layer keeps those of 320 tokens and more."""
     monkeypatch.setattr(forward, "deepcopy", lambda *_: pytest.fail("was shared"))
@@ -197,7 +198,7 @@ def test_prompts_are_computed_whole_where_nothing_can_be_shared(
     assert Passkey().run(stretched, ASKED, Session()) == scores
 
 
-def test_two_processes_write_what_one_writes(python: str, kept: Path, tmp_path: Path) -> None:
+def test_two_processes_write_the_same_passkey_scores_as_one(python: str, kept: Path, tmp_path: Path) -> None:
     options = ["builtin:tiny", "--original", "256", "--target", "336", "--depths", "5", "--trials", "4"]
     launchers = {"one": [], "two": ["torch.distributed.run", "--standalone", "--nproc_per_node", "2", "-m"]}
     said = {}
@@ -226,7 +227,7 @@ def printed(table: Any) -> str:
     return capture.get()
 
 
-def test_several_lengths_are_each_measured_by_itself(stretched: Model, scores: PasskeyScores) -> None:
+def test_each_of_several_lengths_is_measured_as_if_alone(stretched: LoadedModel, scores: PasskeyScores) -> None:
     both = Passkey().run(stretched, PasskeyOptions(targets=(320, 200), depths=4, trials=3), Session())
     shorter = Passkey().run(stretched, ASKED.changed(target=200), Session())
     assert [(each.target, each.depths) for each in both.by_length] == [(200, shorter.depths), (320, scores.depths)]

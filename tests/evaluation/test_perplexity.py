@@ -12,15 +12,17 @@ from typing import Any
 import huggingface_hub
 import pytest
 import torch
-from test_cli import run
+from conftest import run_captured
 from tokenizers.processors import TemplateProcessing
 
+from pi_lora.api import load
 from pi_lora.data.sources import PINNED
 from pi_lora.errors import DataError, Interrupted, ModelError
 from pi_lora.evaluation import perplexity
 from pi_lora.evaluation.measurement import Session, as_json
 from pi_lora.evaluation.perplexity import Perplexity, choose_documents
-from pi_lora.models.model import Model, find, load
+from pi_lora.models.loaded import LoadedModel
+from pi_lora.models.source import resolve_model
 from pi_lora.recipe.evaluation import PerplexityOptions
 from pi_lora.recipe.files import RECIPE_FILE, dump_recipe, load_recipe
 from pi_lora.terminal import out as terminal
@@ -33,7 +35,7 @@ def text(words: int, start: int = 0) -> str:
 
 
 @pytest.fixture
-def loaded(small_model: Path) -> Model:
+def loaded(small_model: Path) -> LoadedModel:
     return load(str(small_model))
 
 
@@ -49,12 +51,12 @@ def options(source: Path, *windows: int, **others: Any) -> PerplexityOptions:
     return PerplexityOptions(data=str(source), windows=windows or (64,), **{"stride": 32, **others})
 
 
-def names(loaded: Model, source: Path, longest: int = 64, **choice: Any) -> list[str]:
+def names(loaded: LoadedModel, source: Path, longest: int = 64, **choice: Any) -> list[str]:
     chosen, _ = choose_documents(loaded, PerplexityOptions(data=str(source), **choice), longest)
     return [Path(document.name).stem for document in chosen]
 
 
-def test_the_result_says_how_it_was_measured(loaded: Model, folder: Path) -> None:
+def test_perplexity_scores_hold_their_options(loaded: LoadedModel, folder: Path) -> None:
     asked = options(folder, 32, 64, stride=16, documents=3, truncate=140)
     scores = Perplexity().run(loaded, asked, Session())
     said = {
@@ -83,7 +85,7 @@ def test_the_result_says_how_it_was_measured(loaded: Model, folder: Path) -> Non
     assert scores.windows[1].perplexity == pytest.approx(torch.tensor(log_mean).exp().item(), rel=1e-5)
 
 
-def test_a_seed_draws_documents_at_random(loaded: Model, folder: Path) -> None:
+def test_a_seed_draws_documents_at_random(loaded: LoadedModel, folder: Path) -> None:
     drawn = {tuple(names(loaded, folder, documents=2, seed=seed)) for seed in range(8)}
     assert len(drawn) > 3
     assert names(loaded, folder, documents=2, seed=5) == names(loaded, folder, documents=2, seed=5)
@@ -92,16 +94,16 @@ def test_a_seed_draws_documents_at_random(loaded: Model, folder: Path) -> None:
     assert (len(long_ones), too_short) == (2, 5)
 
 
-def test_a_choice_that_leaves_nothing_is_refused(loaded: Model, folder: Path) -> None:
+def test_a_selection_without_documents_is_refused(loaded: LoadedModel, folder: Path) -> None:
     with pytest.raises(DataError, match=r"--data: .*: the longest document has \d+ tokens, 5000 are needed"):
         names(loaded, folder, min_tokens=5000, seed=1)
 
 
 @pytest.mark.parametrize("weight", [math.inf, 1e6])
-def test_losses_whose_perplexity_is_no_number_are_refused(loaded: Model, folder: Path, weight: float) -> None:
+def test_losses_with_an_infinite_perplexity_are_refused(loaded: LoadedModel, folder: Path, weight: float) -> None:
     """Infinite ones, and finite ones above the 709 nats that exp() takes."""
     with torch.no_grad():
-        loaded.model.model.norm.weight.fill_(weight)
+        loaded.module.model.norm.weight.fill_(weight)
     with pytest.raises(ModelError, match="infinite or NaN numbers in float32"):
         Perplexity().run(loaded, options(folder, documents=1), Session())
 
@@ -121,46 +123,50 @@ def hub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[str], Path
     return place
 
 
-def test_proof_pile_is_subsampled_as_in_the_paper(loaded: Model, hub: Callable[[str], Path]) -> None:
+def test_proof_pile_is_subsampled_as_in_the_paper(loaded: LoadedModel, hub: Callable[[str], Path]) -> None:
     whole = len(loaded.tokenizer(text(40_000))["input_ids"])
     assert whole > 33_000
     rows = [{"text": text(40_000, index) if index % 2 else text(50, index), "meta": {}} for index in range(6)]
     with gzip.open(hub("proof-pile"), "wt") as file:
         file.writelines(json.dumps(row) + "\n" for row in rows)
-    asked = Perplexity().prepare(PerplexityOptions(data="proof-pile", documents=2), [loaded])
+    asked = Perplexity().prepare(PerplexityOptions(data="proof-pile", documents=2), [loaded.source])
     chosen, _ = choose_documents(loaded, asked, 64)
     assert [len(each.ids) for each in chosen] == [32768, 32768]
     assert (asked.documents, asked.min_tokens, asked.truncate, asked.seed) == (2, 32768, 32768, 0)
-    assert Perplexity().prepare(PerplexityOptions(data="proof-pile"), [loaded]).documents == 128
+    assert Perplexity().prepare(PerplexityOptions(data="proof-pile"), [loaded.source]).documents == 128
     lines = {int(each.name.rpartition(":")[2]) for each in chosen}
     assert lines < {2, 4, 6}
 
 
-def test_the_standard_library_is_the_text_of_the_built_in_model_alone(loaded: Model, small_model: Path) -> None:
+def test_the_standard_library_is_the_default_of_the_built_in_model_alone(
+    loaded: LoadedModel, small_model: Path
+) -> None:
     """A model tuned on novels was measured on Python source, and looked four times worse than it was. Of the library
     twelve documents are enough, unless more are asked for.
     """
-    tiny = find("builtin:tiny")
+    tiny = resolve_model("builtin:tiny")
     for asked, number in ((PerplexityOptions(), 12), (PerplexityOptions(documents=20), 20)):
         options = Perplexity().prepare(asked, [tiny])
         assert (options.data, options.documents) == ("builtin:stdlib", number)
     with pytest.raises(DataError, match=r"^--data: name a text that .* was not tuned on: a file, folder"):
         Perplexity().run(loaded, PerplexityOptions(), Session())
     with pytest.raises(DataError, match=r"^--data: name a text"):
-        Perplexity().prepare(PerplexityOptions(), [tiny, loaded])
+        Perplexity().prepare(PerplexityOptions(), [tiny, loaded.source])
 
 
-def test_a_run_is_measured_on_the_text_that_its_recipe_holds_out(lora_run: Path, tmp_path: Path) -> None:
+def test_a_run_is_measured_on_the_held_out_text_of_its_recipe(lora_run: Path, tmp_path: Path) -> None:
     run = shutil.copytree(lora_run, tmp_path / "run")
     with pytest.raises(DataError, match=r"^--data: name a text"):
-        Perplexity().prepare(PerplexityOptions(), [find(str(run))])
+        Perplexity().prepare(PerplexityOptions(), [resolve_model(str(run))])
     recipe = load_recipe(
         run / RECIPE_FILE, ["evaluation.perplexity={data: novels, documents: 3, windows: [64]}"]
     ).recipe
     (run / RECIPE_FILE).write_text(dump_recipe(recipe))
-    options = Perplexity().prepare(PerplexityOptions(stride=16), [find(str(run)), find("builtin:tiny")])
+    options = Perplexity().prepare(
+        PerplexityOptions(stride=16), [resolve_model(str(run)), resolve_model("builtin:tiny")]
+    )
     assert (options.data, options.documents, options.windows, options.stride) == ("novels", 3, (64,), 16)
-    assert Perplexity().prepare(PerplexityOptions(data="mine"), [find(str(run))]).documents is None
+    assert Perplexity().prepare(PerplexityOptions(data="mine"), [resolve_model(str(run))]).documents is None
 
 
 @pytest.fixture
@@ -179,8 +185,8 @@ def interrupted(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     return measured
 
 
-def test_an_interrupted_evaluation_goes_on(
-    loaded: Model,
+def test_an_interrupted_evaluation_resumes_from_its_journal(
+    loaded: LoadedModel,
     folder: Path,
     interrupted: list[int],
     monkeypatch: pytest.MonkeyPatch,
@@ -205,8 +211,8 @@ def test_an_interrupted_evaluation_goes_on(
 
 
 @pytest.mark.parametrize(("changed", "kept"), [("model.safetensors", 0), ("README.md", 2)])
-def test_a_changed_model_is_measured_anew_and_a_changed_card_is_not(
-    loaded: Model, folder: Path, interrupted: list[int], changed: str, kept: int
+def test_changed_weights_invalidate_the_journal_and_a_changed_card_does_not(
+    loaded: LoadedModel, folder: Path, interrupted: list[int], changed: str, kept: int
 ) -> None:
     def measure() -> int:
         interrupted[3:] = []
@@ -223,7 +229,7 @@ def test_a_changed_model_is_measured_anew_and_a_changed_card_is_not(
     assert resumed == measure() - kept
 
 
-def test_several_models_stand_side_by_side(
+def test_several_models_are_printed_side_by_side(
     capsys: pytest.CaptureFixture[str],
     monkeypatch: pytest.MonkeyPatch,
     folder: Path,
@@ -234,7 +240,7 @@ def test_several_models_stand_side_by_side(
     options = ["--data", ".", "--truncate", "150", "--stride", "32", "--json", "both.json"]
     models = [str(small_model), str(lora_run)]
     monkeypatch.setattr(terminal, "width", 300)
-    status, out, err = run(capsys, monkeypatch, "eval", "perplexity", *models, *options)
+    status, out, err = run_captured(capsys, monkeypatch, "eval", "perplexity", *models, *options)
     assert status == 0
     both = json.loads(Path("both.json").read_text())
     assert [(each["model"], each["scale"]) for each in both] == [(models[0], 1.0), (models[1], 2.0)]
@@ -247,7 +253,7 @@ def test_several_models_stand_side_by_side(
         assert f"{each['by_position']['bins'][-1]['loss']:.3f}" not in out
 
 
-def test_the_eos_of_a_tokenizer_is_no_text(loaded: Model, folder: Path) -> None:
+def test_an_eos_added_by_the_tokenizer_is_not_scored(loaded: LoadedModel, folder: Path) -> None:
     expected, _ = choose_documents(loaded, options(folder), 64)
     ends = [("<s>", 0), ("</s>", 1)]
     loaded.tokenizer.backend_tokenizer.post_processor = TemplateProcessing("<s> $A </s>", special_tokens=ends)

@@ -10,18 +10,19 @@ from typing import Any
 import lm_eval.tasks
 import pytest
 import torch
+from conftest import run_captured
 from lm_eval import simple_evaluate
 from lm_eval.api.task import ConfigurableTask
 from lm_eval.models.huggingface import HFLM
-from test_cli import run
 from transformers import AutoTokenizer
 
+from pi_lora.api import load
 from pi_lora.errors import DataError
 from pi_lora.evaluation import harness
 from pi_lora.evaluation.harness import QUESTIONS, RULER, RULER_TASKS, WORDS_MODULE, RankedLM, ruler_task, save_tokenizer
 from pi_lora.evaluation.measurement import Session
 from pi_lora.evaluation.ruler import Ruler, RulerTask
-from pi_lora.models.model import Model, load
+from pi_lora.models.loaded import LoadedModel
 from pi_lora.recipe.evaluation import RulerOptions
 
 wonderwords = pytest.importorskip("wonderwords", reason="RULER of lm-eval draws its words from it")
@@ -48,7 +49,7 @@ def few_words() -> Iterator[None]:
 
 
 @pytest.fixture(scope="module")
-def small(small_model: Path) -> Model:
+def small(small_model: Path) -> LoadedModel:
     return load(str(small_model))
 
 
@@ -57,7 +58,7 @@ def options(*names: str, **others: Any) -> RulerOptions:
     return RulerOptions.model_validate({"tasks": names, **settings, **others})
 
 
-def scored(model: Model, name: str, **others: Any) -> RulerTask:
+def scored(model: LoadedModel, name: str, **others: Any) -> RulerTask:
     return Ruler().run(model, options(name, **others), Session()).lengths[0].tasks[name]
 
 
@@ -81,7 +82,7 @@ def solve(prompt: str) -> list[str]:
     return []
 
 
-def knowing(model: Model, patch: pytest.MonkeyPatch, known: Callable[[list[str]], list[str]]) -> list[str]:
+def knowing(model: LoadedModel, patch: pytest.MonkeyPatch, known: Callable[[list[str]], list[str]]) -> list[str]:
     """Let a model write what it knows of the answers; return the prompts that it will have been given."""
     given: list[str] = []
 
@@ -94,7 +95,7 @@ def knowing(model: Model, patch: pytest.MonkeyPatch, known: Callable[[list[str]]
         end = model.tokenizer.eos_token_id
         return torch.cat([input_ids, torch.tensor([[*row, *[end] * (width - len(row))] for row in written])], dim=1)
 
-    patch.setattr(model.model, "generate", generate)
+    patch.setattr(model.module, "generate", generate)
     return given
 
 
@@ -103,19 +104,19 @@ def half(answers: list[str]) -> list[str]:
     return answers[: random.Random("".join(answers)).randint(0, len(answers))]
 
 
-def theirs(model: Model, name: str, length: int) -> tuple[float, list[float]]:
+def theirs(model: LoadedModel, name: str, length: int) -> tuple[float, list[float]]:
     """What lm-eval gives a model for a task in a new process, and each sample of it."""
     sys.modules.pop(WORDS_MODULE, None)
-    metadata: dict[str, Any] = {"max_seq_lengths": [length], "tokenizer": str(model.path)}
+    metadata: dict[str, Any] = {"max_seq_lengths": [length], "tokenizer": str(model.source.base.path)}
     tasks = lm_eval.tasks.TaskManager(include_path=RULER, include_defaults=False, metadata=metadata)
-    lm = HFLM(model.model, tokenizer=load(model.name).tokenizer, max_length=WINDOW, batch_size=2)
+    lm = HFLM(model.module, tokenizer=load(model.name).tokenizer, max_length=WINDOW, batch_size=2)
     seeds = {"random_seed": SEED, "numpy_random_seed": 1234 + SEED}
     found: Any = simple_evaluate(lm, tasks=[name], task_manager=tasks, limit=SAMPLES, **seeds)
     return found["results"][name][f"{length},none"], [each[str(length)] for each in found["samples"][name]]
 
 
 @pytest.mark.parametrize("name", OFFLINE)
-def test_scores_are_lm_evals(small: Model, monkeypatch: pytest.MonkeyPatch, name: str) -> None:
+def test_ruler_scores_equal_lm_evals(small: LoadedModel, monkeypatch: pytest.MonkeyPatch, name: str) -> None:
     """Of a model that knows half of the answers, and of one that knows all."""
     monkeypatch.setattr("lm_eval.evaluator.add_env_info", lambda _: None)
     knowing(small, monkeypatch, half)
@@ -131,7 +132,7 @@ def test_scores_are_lm_evals(small: Model, monkeypatch: pytest.MonkeyPatch, name
     assert longest <= whole.tokens - 30  # room for what is generated
 
 
-def test_every_measurement_of_a_process_has_the_same_prompts(small: Model, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_repeated_measurements_have_the_same_prompts(small: LoadedModel, monkeypatch: pytest.MonkeyPatch) -> None:
     given = knowing(small, monkeypatch, list)
     for _ in range(2):
         Ruler().run(small, options("ruler_cwe", "ruler_vt", "niah_multikey_3"), Session())
@@ -148,19 +149,19 @@ def test_every_measurement_of_a_process_has_the_same_prompts(small: Model, monke
         ("niah_single_2", 1536, "niah_single_2 in 1536 tokens: "),  # the essays are not on this machine
     ],
 )
-def test_prompts_that_cannot_be_made_are_refused(small: Model, name: str, window: int, line: str) -> None:
+def test_tasks_whose_prompts_cannot_be_made_are_refused(small: LoadedModel, name: str, window: int, line: str) -> None:
     with pytest.raises(DataError, match=f"^--tasks: {line}"):
         scored(small, name, windows=(window,))
 
 
 def test_a_prompt_that_does_not_fit_or_lacks_its_answer_is_refused(
-    small: Model, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+    small: LoadedModel, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     save_tokenizer(small.tokenizer, str(tmp_path))
     lm = RankedLM(small, WINDOW, 1, RulerOptions(), Session())
 
     def refused(name: str, room: int, reason: str) -> None:
-        monkeypatch.setattr(harness, "ROOM", room)
+        monkeypatch.setattr(harness, "RESERVED_TOKENS", room)
         with pytest.raises(DataError, match=f"^--tasks: {name} in {WINDOW} tokens: {reason}"):
             ruler_task(name, options(name), lm, str(tmp_path))
 
@@ -177,7 +178,7 @@ def test_a_prompt_that_does_not_fit_or_lacks_its_answer_is_refused(
     refused("niah_single_1", 128, "a prompt lacks its answer; leave")
 
 
-def test_lm_eval_executes_no_code_that_a_tokenizer_names(small: Model, tmp_path: Path) -> None:
+def test_lm_eval_executes_no_code_that_a_tokenizer_names(small: LoadedModel, tmp_path: Path) -> None:
     tokenizer = load(small.name).tokenizer
     tokenizer.init_kwargs["auto_map"] = {"AutoTokenizer": ["stranger/model--code.Tokenizer", None]}
     save_tokenizer(tokenizer, str(tmp_path))
@@ -186,24 +187,26 @@ def test_lm_eval_executes_no_code_that_a_tokenizer_names(small: Model, tmp_path:
     assert again("a sea of words").input_ids == small.tokenizer("a sea of words").input_ids
 
 
-def test_the_command(
+def test_eval_ruler_prints_and_writes_the_effective_length(
     small_model: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     monkeypatch.chdir(tmp_path)
     (tmp_path / "model").symlink_to(small_model)
     asked = ("--windows", "1024,768", "--tasks", "ruler_fwe", "--samples", "2")
-    status, out, _ = run(capsys, monkeypatch, "eval", "ruler", "model", "builtin:tiny", *asked, "--json", "r.json")
+    status, out, _ = run_captured(
+        capsys, monkeypatch, "eval", "ruler", "model", "builtin:tiny", *asked, "--json", "r.json"
+    )
     assert status == 0
     assert "effective length" in " ".join(out.split())
     written = json.loads((tmp_path / "r.json").read_text())
     assert [each["model"] for each in written] == ["model", "builtin:tiny"]
     assert written[0]["lengths"][0]["tasks"]["ruler_fwe"]["samples"] == 2
     assert [each["window"] for each in written[0]["lengths"]] == [768, 1024]
-    status, out, err = run(capsys, monkeypatch, "eval", "ruler", "model", "--tasks", "ruler")
+    status, out, err = run_captured(capsys, monkeypatch, "eval", "ruler", "model", "--tasks", "ruler")
     assert (status, out) == (2, "")
     assert err.startswith("--tasks: ruler: no such task of RULER; choose from niah_single_1")
 
 
-def test_windows_in_any_order_are_those_that_were_asked_for(small: Model) -> None:
+def test_windows_are_reported_in_any_requested_order(small: LoadedModel) -> None:
     asked = RulerOptions(windows=(4096, 1024, 2048), tasks=("ruler_vt",))
-    assert Ruler().prepare(asked, [small]).windows == asked.windows
+    assert Ruler().prepare(asked, [small.source]).windows == asked.windows

@@ -8,15 +8,15 @@ from typing import Any
 
 import pytest
 import torch
-from conftest import small_recipe, train
+from conftest import run_captured, small_recipe, train
 from rouge_score.rouge_scorer import RougeScorer
-from test_cli import run
 
+from pi_lora.api import load
 from pi_lora.errors import Interrupted
 from pi_lora.evaluation.generation import generate
 from pi_lora.evaluation.measurement import Session
 from pi_lora.evaluation.summarization import Summarization, complete
-from pi_lora.models.model import find, load
+from pi_lora.models.source import resolve_model
 from pi_lora.recipe.evaluation import Sampling, SummarizationOptions
 from pi_lora.recipe.schema import Recipe
 
@@ -57,12 +57,12 @@ def tuned(extended: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     return train(recipe_of(extended, REPORTS), tmp_path_factory.mktemp("runs") / "tuned")
 
 
-def test_from_raw_reports_to_rouge_with_an_interruption(
+def test_an_interrupted_summarization_resumes_to_the_same_rouge(
     tuned: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("PI_LORA_CACHE", str(tmp_path / "cache"))
     loaded = load(str(tuned))
-    asked, _ = complete(SummarizationOptions(), loaded)
+    asked, _ = complete(SummarizationOptions(), loaded.source)
     assert (asked.data, asked.document, asked.max_new_tokens, asked.document_tokens) == (
         str(REPORTS),
         "report",
@@ -78,7 +78,7 @@ def test_from_raw_reports_to_rouge_with_an_interruption(
     monkeypatch.setattr("pi_lora.evaluation.summarization.generate", recorded)
     options = SummarizationOptions(max_new_tokens=12, limit=examples, batch_size=2)
     whole = Summarization().run(loaded, options, Session())
-    write, batches = loaded.model.generate, 0
+    write, batches = loaded.module.generate, 0
 
     def interrupted(**inputs: Any) -> Any:
         nonlocal batches
@@ -87,7 +87,7 @@ def test_from_raw_reports_to_rouge_with_an_interruption(
             raise KeyboardInterrupt
         return write(**inputs)
 
-    monkeypatch.setattr(loaded.model, "generate", interrupted)
+    monkeypatch.setattr(loaded.module, "generate", interrupted)
     with pytest.raises(Interrupted, match="what was measured is kept"), Session(shared=True) as session:
         Summarization().run(loaded, options, session)
     at: list[tuple[int, int]] = []
@@ -110,7 +110,7 @@ def test_from_raw_reports_to_rouge_with_an_interruption(
         assert metric.interval == (pytest.approx(expected) if reach else None)
 
 
-def test_writing_is_seeded_and_a_batch_is_greedy_as_each_prompt_alone(tuned: Path) -> None:
+def test_sampling_is_seeded_and_a_greedy_batch_equals_single_prompts(tuned: Path) -> None:
     loaded = load(str(tuned))
     prompts = [loaded.tokenizer("The report says " * n)["input_ids"] for n in (1, 7, 30)]
     drawn = Sampling(temperature=0.9, max_new_tokens=8)
@@ -119,17 +119,17 @@ def test_writing_is_seeded_and_a_batch_is_greedy_as_each_prompt_alone(tuned: Pat
     greedy = Sampling(temperature=0.0, max_new_tokens=8)
     for prompt, text in zip(prompts, generate(loaded, prompts, greedy), strict=True):
         ids = torch.tensor([prompt])
-        expected = loaded.model.generate(input_ids=ids, max_new_tokens=8, do_sample=False)[0, len(prompt) :]
+        expected = loaded.module.generate(input_ids=ids, max_new_tokens=8, do_sample=False)[0, len(prompt) :]
         assert text == loaded.tokenizer.decode(expected, skip_special_tokens=True).strip()
 
 
 def test_a_run_without_a_task_is_measured_on_govreport(extended: Path) -> None:
-    asked, data = complete(SummarizationOptions(), find(str(extended)))
+    asked, data = complete(SummarizationOptions(), resolve_model(str(extended)))
     assert (asked.data, asked.subset, asked.split) == ("tau/scrolls", "gov_report", "validation")
     assert (data.document, data.summary, data.document_tokens) == ("input", "output", 15000)
-    assert complete(asked, find("builtin:tiny")) == (asked, data)
+    assert complete(asked, resolve_model("builtin:tiny")) == (asked, data)
     other = SummarizationOptions(data="x.csv", template="{q}?", completion="a")
-    _, data = complete(other, find("builtin:tiny"))
+    _, data = complete(other, resolve_model("builtin:tiny"))
     assert (data.source[0].name, data.source[0].subset) == ("x.csv", None)
     assert (data.template, data.completion, data.document) == ("{q}?", "a", None)
 
@@ -138,17 +138,19 @@ def test_a_hub_data_set_is_measured_on_its_validation_split(extended: Path, monk
     """A run that was tuned on the split `train` is not measured on it."""
     tuned = small_recipe(extended, scaling="keep", data={"source": {"name": "me/reports", "split": "train"}, **COLUMNS})
     monkeypatch.setattr("pi_lora.run.Run.recipe", tuned)
-    asked, _ = complete(SummarizationOptions(), find(str(extended)))
+    asked, _ = complete(SummarizationOptions(), resolve_model(str(extended)))
     assert (asked.data, asked.split, asked.document) == ("me/reports", "validation", "report")
-    assert complete(SummarizationOptions(split="test"), find(str(extended)))[0].split == "test"
+    assert complete(SummarizationOptions(split="test"), resolve_model(str(extended)))[0].split == "test"
 
 
-def test_the_two_commands(
+def test_eval_summarization_and_summarize_print_and_write_summaries(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path, tuned: Path
 ) -> None:
     monkeypatch.chdir(tmp_path)
     options = ["--data", str(REPORTS), "--limit", "3", "--max-new-tokens", "12"]
-    status, out, err = run(capsys, monkeypatch, "eval", "summarization", str(tuned), *options, "--json", "scores.json")
+    status, out, err = run_captured(
+        capsys, monkeypatch, "eval", "summarization", str(tuned), *options, "--json", "scores.json"
+    )
     assert status == 0
     scores = json.loads(Path("scores.json").read_text())
     assert scores["model"] == str(tuned)
@@ -157,7 +159,7 @@ def test_the_two_commands(
     assert "max new tokens 12, " in " ".join(out.split())
 
     Path("report.md").write_text("The agency found much to mend. " * 200)
-    status, out, err = run(capsys, monkeypatch, "summarize", str(tuned), "report.md", "--max-new-tokens", "30")
+    status, out, err = run_captured(capsys, monkeypatch, "summarize", str(tuned), "report.md", "--max-new-tokens", "30")
     assert status == 0
     assert out.strip()
     assert err.startswith("report.md: ")
@@ -189,7 +191,7 @@ def test_the_two_commands(
     ],
     ids=lambda value: " ".join(value)[-50:] if isinstance(value, list) else "",
 )
-def test_a_mistake_is_one_line(
+def test_a_mistake_in_eval_summarization_is_one_line(
     capsys: pytest.CaptureFixture[str],
     monkeypatch: pytest.MonkeyPatch,
     tmp_path: Path,
@@ -200,7 +202,7 @@ def test_a_mistake_is_one_line(
     Path("some.txt").write_text("Some text.")
     Path("rows.jsonl").write_text('{"a": "x", "b": "y"}\n')
     Path("empty.jsonl").write_text('{"a": "", "b": "y"}\n{"a": "x", "b": null}\n')
-    status, out, err = run(capsys, monkeypatch, *arguments)
+    status, out, err = run_captured(capsys, monkeypatch, *arguments)
     assert (status, out) == (2, "")
     assert err.startswith(line)
     assert err.count("\n") == 1

@@ -56,7 +56,7 @@ def run_in(
 
 @pytest.mark.parametrize("file", READERS)
 @pytest.mark.parametrize("damage", DAMAGES)
-def test_a_damaged_file_is_one_line(
+def test_a_damaged_file_is_refused_in_one_line(
     file: str,
     damage: str,
     whole: Path,
@@ -74,7 +74,7 @@ def test_a_damaged_file_is_one_line(
 
 
 @pytest.mark.parametrize("command", dict.fromkeys(READERS.values()))
-def test_without_damage_they_are_read(
+def test_undamaged_files_are_read(
     command: str, whole: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     folder = shutil.copytree(whole, tmp_path / "whole")

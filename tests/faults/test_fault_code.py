@@ -50,7 +50,7 @@ def run(lora_run: Path, base: Path, tmp_path: Path) -> Path:
         elif file == "config.json":
             content |= {"model_type": "own", "auto_map": {"AutoModelForCausalLM": f"{base}--own.OwnModel"}}
         elif file == "run.json":
-            content["origin"]["place"] = str(base)
+            content["origin"]["path"] = str(base)
         else:
             content["base_model_name_or_path"] = str(base)
         (folder / file).write_text(yaml.safe_dump(content) if file == RECIPE_FILE else json.dumps(content))
@@ -71,7 +71,7 @@ def run(lora_run: Path, base: Path, tmp_path: Path) -> Path:
         "plan RUN/recipe.yaml",
     ],
 )
-def test_no_command_runs_it(
+def test_no_command_runs_a_models_code_by_default(
     run: Path, tmp_path: Path, trace: Path, command: str, capsys: pytest.CaptureFixture
 ) -> None:
     words = command.replace("RUN", str(run)).replace("OUT", str(tmp_path / "out")).split()
@@ -83,6 +83,6 @@ def test_no_command_runs_it(
 
 
 @pytest.mark.parametrize("command", ["eval passkey RUN --depths 1 --trials 1", "plan RUN/recipe.yaml"])
-def test_the_option_of_a_command_allows_it(run: Path, trace: Path, command: str) -> None:
+def test_trust_remote_code_allows_a_models_code(run: Path, trace: Path, command: str) -> None:
     assert run_command(*command.replace("RUN", str(run)).split(), "--trust-remote-code") == 0
     assert trace.exists()

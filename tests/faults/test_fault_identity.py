@@ -10,9 +10,9 @@ import torch
 from conftest import small_recipe, train
 from safetensors.torch import load_file, save_file
 
+from pi_lora.api import load, merge
 from pi_lora.errors import Interrupted, ModelError
-from pi_lora.merging.merging import merge
-from pi_lora.models.model import find, find_adapter, load
+from pi_lora.models.source import resolve_model
 from pi_lora.run import RUN_FILE, Run, staging_path
 from pi_lora.types import Permissions
 
@@ -47,8 +47,8 @@ def place(made: Path, tmp_path: Path) -> Path:
     folder = Path(shutil.copytree(made, tmp_path / "place"))
     file = folder / "run" / RUN_FILE
     content = json.loads(file.read_text())
-    assert content["origin"]["place"] == str(made / "base")
-    content["origin"]["place"] = str(folder / "base")
+    assert content["origin"]["path"] == str(made / "base")
+    content["origin"]["path"] = str(folder / "base")
     file.write_text(json.dumps(content))
     return folder
 
@@ -69,7 +69,7 @@ def test_a_base_with_other_weights_is_refused(place: Path, monkeypatch: pytest.M
     merge(Path("run"), Path("merged"), permissions=Permissions(allow_mismatch=True), check="none")
 
 
-def test_a_relative_name_is_that_of_the_folder_where_it_was_tuned(
+def test_a_relative_base_is_found_from_another_folder(
     place: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Elsewhere there is another `base`, of the same shape."""
@@ -77,19 +77,21 @@ def test_a_relative_name_is_that_of_the_folder_where_it_was_tuned(
     shutil.copytree(place / "base", elsewhere / "base")
     other_weights(elsewhere / "base")
     monkeypatch.chdir(elsewhere)
-    base = find_adapter(place / "run")
-    assert (base.base, base.path) == ("base", str(place / "base"))
+    base = resolve_model(str(place / "run"))
+    assert (base.base.name, base.base.path) == ("base", str(place / "base"))
     load(str(place / "run"))
     # Once it has moved, what is here is looked at, and is not it.
     (place / "base").rename(place / "moved")
     with pytest.raises(ModelError, match="has other weights"):
         load(str(place / "run"))
-    merged = merge(place / "run", tmp_path / "merged", str(place / "moved"), check="none").folder
+    merged = merge(place / "run", tmp_path / "merged", base=str(place / "moved"), check="none").folder
     assert merged.is_dir()
 
 
 @pytest.mark.parametrize("changed", ["weights", "tokenizer", "data"])
-def test_an_interrupted_run_is_not_resumed_with_something_else(small_model: Path, tmp_path: Path, changed: str) -> None:
+def test_a_run_is_not_resumed_with_another_base_tokenizer_or_text(
+    small_model: Path, tmp_path: Path, changed: str
+) -> None:
     base, book, output = tmp_path / "base", tmp_path / "book.txt", tmp_path / "run"
     shutil.copytree(small_model, base)
     book.write_text("one two three " * 4000)
@@ -119,9 +121,9 @@ def test_an_interrupted_run_is_not_resumed_with_something_else(small_model: Path
     assert output.is_dir()
 
 
-def test_the_digest_is_of_content_alone(small_model: Path, tmp_path: Path) -> None:
+def test_digests_depend_on_content_alone(small_model: Path, tmp_path: Path) -> None:
     """Not of the names, places or number of files."""
-    first = find(str(small_model)).weights_digest
+    first = resolve_model(str(small_model)).base.weights_digest
     folder = Path(shutil.copytree(small_model, tmp_path / "parts"))
     tensors = load_file(folder / WEIGHTS)
     (folder / WEIGHTS).unlink()
@@ -131,8 +133,8 @@ def test_the_digest_is_of_content_alone(small_model: Path, tmp_path: Path) -> No
         save_file({name: tensors[name] for name in mine}, folder / file, metadata={"format": "pt", "by": file})
     index = {name: file for file, mine in parts.items() for name in mine}
     (folder / f"{WEIGHTS}.index.json").write_text(json.dumps({"metadata": {}, "weight_map": index}))
-    assert find(str(folder)).weights_digest == first
+    assert resolve_model(str(folder)).base.weights_digest == first
     tensors["model.norm.weight"][3] += 1e-6
     save_file({name: tensors[name] for name in parts["one.safetensors"]}, folder / "one.safetensors")
     save_file({name: tensors[name] for name in parts["two.safetensors"]}, folder / "two.safetensors")
-    assert find(str(folder)).weights_digest != first
+    assert resolve_model(str(folder)).base.weights_digest != first

@@ -11,13 +11,15 @@ import torch
 from conftest import small_recipe, train
 from safetensors.torch import load_file, save_file
 
+from pi_lora.api import load
 from pi_lora.errors import Diverged, ModelError
 from pi_lora.evaluation.measurement import Session
 from pi_lora.evaluation.passkey import Passkey
-from pi_lora.models.model import find, load
+from pi_lora.models.loaded import load_base
+from pi_lora.models.source import resolve_model
 from pi_lora.recipe.evaluation import PasskeyOptions
 from pi_lora.run import Run, staging_path
-from pi_lora.training.callbacks import Monitor
+from pi_lora.training.callbacks import StopOnDivergence
 
 WEIGHTS = "model.safetensors"
 UP = "model.layers.1.mlp.up_proj.weight"
@@ -54,14 +56,16 @@ def one(value: float) -> Callable[[Tensors], object]:
         (one(-math.inf), f"{UP} has infinite or NaN values"),
     ],
 )
-def test_a_base_that_is_not_whole_is_refused(base: Path, change: Callable[[Tensors], object], problem: str) -> None:
+def test_a_base_with_missing_extra_or_misshapen_tensors_is_refused(
+    base: Path, change: Callable[[Tensors], object], problem: str
+) -> None:
     edit(base / WEIGHTS, change)
     with pytest.raises(ModelError, match=problem) as raised:
         load(str(base))
     assert "\n" not in str(raised.value)
 
 
-def test_tied_weights_and_old_checkpoints_are_whole(base: Path) -> None:
+def test_tied_weights_and_old_checkpoints_are_accepted(base: Path) -> None:
     """The head is the embedding, and former versions stored the frequencies of each layer."""
     assert "lm_head.weight" not in load_file(base / WEIGHTS)
     edit(
@@ -70,11 +74,11 @@ def test_tied_weights_and_old_checkpoints_are_whole(base: Path) -> None:
     load(str(base))
 
 
-def test_nan_is_refused_in_nf4(base: Path) -> None:
+def test_nan_weights_are_refused_when_quantized_to_nf4(base: Path) -> None:
     pytest.importorskip("bitsandbytes")
     edit(base / WEIGHTS, one(math.nan))
     with pytest.raises(ModelError, match="infinite or NaN"):
-        find(str(base)).load_weights(torch.bfloat16, place="quantized")
+        load_base(resolve_model(str(base)), torch.bfloat16, placement="quantized")
 
 
 @pytest.mark.parametrize(
@@ -85,26 +89,28 @@ def test_nan_is_refused_in_nf4(base: Path) -> None:
         (torch.bfloat16, 1e5, "float16"),
     ],
 )
-def test_numbers_are_finite_as_stored_and_as_loaded(base: Path, stored: torch.dtype, value: float, dtype: str) -> None:
+def test_weights_that_are_not_finite_as_stored_or_loaded_are_refused(
+    base: Path, stored: torch.dtype, value: float, dtype: str
+) -> None:
     edit(base / WEIGHTS, lambda tensors: tensors.update({key: each.to(stored) for key, each in tensors.items()}))
     edit(base / WEIGHTS, one(value))
     with pytest.raises(ModelError, match=f"{UP} has infinite or NaN values"):
         load(str(base), dtype=dtype)
 
 
-def test_large_numbers_are_finite_though_their_sum_is_not(base: Path) -> None:
+def test_large_weights_whose_sum_overflows_are_accepted(base: Path) -> None:
     edit(base / WEIGHTS, lambda tensors: tensors[UP].fill_(3e38))
     load(str(base))
 
 
-def test_an_adapter_of_nan_is_refused(lora_run: Path, tmp_path: Path) -> None:
+def test_an_adapter_with_nan_weights_is_refused(lora_run: Path, tmp_path: Path) -> None:
     run = Path(shutil.copytree(lora_run, tmp_path / "run"))
     edit(run / "adapter_model.safetensors", lambda tensors: next(iter(tensors.values())).view(-1)[:1].fill_(math.nan))
     with pytest.raises(ModelError, match="infinite or NaN values; it is damaged"):
         load(str(run))
 
 
-def test_what_overflows_is_not_a_k_max_of_0(base: Path) -> None:
+def test_overflowing_logits_are_refused_rather_than_scored_as_k_max_0(base: Path) -> None:
     """Each weight is a number, and in float16 what comes of them is not."""
     edit(base / WEIGHTS, lambda tensors: tensors["model.norm.weight"].fill_(6e4))
     loaded = load(str(base), dtype="float16")
@@ -113,7 +119,7 @@ def test_what_overflows_is_not_a_k_max_of_0(base: Path) -> None:
 
 
 @pytest.mark.parametrize("method", ["lora", "full"])
-def test_a_step_to_nowhere_is_not_saved(
+def test_weights_that_diverged_in_the_last_step_are_not_saved(
     small_model: Path, tmp_path: Path, method: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The loss of a step is that of the weights before it, so that of the last step tells nothing of what is saved."""
@@ -122,7 +128,7 @@ def test_a_step_to_nowhere_is_not_saved(
         if state.global_step == 1:
             next(weight for weight in model.parameters() if weight.requires_grad).data.view(-1)[3] = math.inf
 
-    monkeypatch.setattr(Monitor, "on_optimizer_step", overflow)
+    monkeypatch.setattr(StopOnDivergence, "on_optimizer_step", overflow)
     training = {"steps": 2, "global_batch_size": 1, "learning_rate": 1e-3, "save_every": 1}
     recipe = small_recipe(small_model, training=training, tuning={"method": method, "rank": 4})
     output = tmp_path / "run"

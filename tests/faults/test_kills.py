@@ -22,7 +22,7 @@ from random_runs import save_run
 from safetensors.torch import load_file
 from torch import equal
 
-from pi_lora.merging.merging import merge
+from pi_lora.api import merge
 from pi_lora.recipe.files import dump_recipe
 from pi_lora.recipe.schema import Recipe
 from pi_lora.run import Run, staging_path
@@ -217,7 +217,9 @@ def emptied(place: Path) -> None:
 
 
 @pytest.mark.parametrize("by", ["SIGKILL", "signals"])
-def test_it_is_struck(by: str, command: Command, python: str, request: pytest.FixtureRequest) -> None:
+def test_a_command_struck_at_any_moment_continues_to_the_same_result(
+    by: str, command: Command, python: str, request: pytest.FixtureRequest
+) -> None:
     name = request.node.callspec.params["command"]
     emptied(command.place)
     status, errors, operations = started(python, command, 0, 0)

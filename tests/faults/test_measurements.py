@@ -35,7 +35,7 @@ def measured(monkeypatch: pytest.MonkeyPatch) -> list[int]:
 
 @pytest.mark.parametrize("command", ["passkey", "perplexity --data builtin:stdlib", "summarization --data rows.jsonl"])
 @pytest.mark.parametrize("place", ["folder", "file/below.json", "x" * 300])
-def test_a_place_that_cannot_be_written_is_refused_before_a_model_is_read(
+def test_an_unwritable_output_is_refused_before_a_model_is_loaded(
     command: str,
     place: str,
     tmp_path: Path,
@@ -44,7 +44,7 @@ def test_a_place_that_cannot_be_written_is_refused_before_a_model_is_read(
 ) -> None:
     (tmp_path / "folder").mkdir()
     (tmp_path / "file").touch()
-    monkeypatch.setattr("pi_lora.models.model.Model.load", lambda *_: pytest.fail("was read"))
+    monkeypatch.setattr("pi_lora.evaluation.suite.load_model", lambda *_: pytest.fail("was read"))
     assert run_command("eval", *command.split(), "builtin:tiny", "--json", place) == 2
     said = capsys.readouterr().err
     assert said.startswith(f"{place.partition('/')[0]}: ")
@@ -53,7 +53,7 @@ def test_a_place_that_cannot_be_written_is_refused_before_a_model_is_read(
     assert sorted(path.name for path in tmp_path.iterdir()) == ["file", "folder"]
 
 
-def test_a_result_that_cannot_be_written_is_not_measured_again(
+def test_a_measurement_survives_a_failed_write_of_its_result(
     cache: Path, measured: list[int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The disk is full when the result is there."""
@@ -72,7 +72,7 @@ def test_a_result_that_cannot_be_written_is_not_measured_again(
     assert not list(cache.glob("evaluations/*"))
 
 
-def test_without_a_cache_it_goes_on(cache: Path, measured: list[int]) -> None:
+def test_measurements_continue_without_a_usable_cache(cache: Path, measured: list[int]) -> None:
     cache.write_text("a file")
     assert run_command(*PASSKEY) == 0
     assert len(measured) == 2
@@ -86,7 +86,7 @@ LINES = {
 
 
 @pytest.mark.parametrize("damage", LINES)
-def test_a_damaged_line_is_left_out(damage: str, tmp_path: Path) -> None:
+def test_damaged_lines_of_a_journal_are_skipped(damage: str, tmp_path: Path) -> None:
     results = {name: {"k": k, "success_rate": 1.0} for k, name in enumerate("abc")}
     folder = tmp_path / "journal"
     for name, result in results.items():

@@ -1,4 +1,6 @@
-"""A connection that drops: SIGHUP, and a terminal that takes no more writes."""
+"""Signals at awkward moments: a connection that drops (SIGHUP, and a terminal that takes no more writes), a
+measurement, and the saving of the finished run.
+"""
 
 import contextlib
 import os
@@ -8,22 +10,25 @@ import subprocess
 import time
 from pathlib import Path
 
+import conftest
 import pytest
 from conftest import small_recipe, train
 
 from pi_lora.errors import Interrupted
 from pi_lora.recipe.files import dump_recipe
 from pi_lora.run import Run, staging_path
-from pi_lora.training.callbacks import Monitor
+from pi_lora.training import job
+from pi_lora.training.callbacks import ScheduledMeasurements
 
 # What these tests start inherits it.
-pytestmark = pytest.mark.skipif(
+heard = pytest.mark.skipif(
     signal.getsignal(signal.SIGHUP) is signal.SIG_IGN, reason="SIGHUP is ignored here, as nohup does it"
 )
 
 
+@heard
 @pytest.mark.parametrize("output", ["terminal", "pipe"])
-def test_a_dropped_connection_ends_training_behind_a_checkpoint(
+def test_a_dropped_connection_ends_training_after_a_checkpoint(
     output: str, python: str, small_model: Path, tmp_path: Path
 ) -> None:
     """A progress bar on a terminal that is gone, or lines for a program that ended: every write fails."""
@@ -48,7 +53,8 @@ def test_a_dropped_connection_ends_training_behind_a_checkpoint(
     assert [line["step"] for line in Run(kept).log] == list(range(1, step + 1))
 
 
-def test_under_nohup_it_goes_on(small_model: Path, tmp_path: Path) -> None:
+@heard
+def test_training_continues_under_nohup(small_model: Path, tmp_path: Path) -> None:
     def hang_up(done: int, total: int, note: str = "") -> None:
         os.kill(os.getpid(), signal.SIGHUP)
 
@@ -60,20 +66,21 @@ def test_under_nohup_it_goes_on(small_model: Path, tmp_path: Path) -> None:
         signal.signal(signal.SIGHUP, before)
 
 
-def test_a_signal_while_a_step_is_measured_ends_it_behind_a_checkpoint(small_model: Path, tmp_path: Path) -> None:
+@heard
+def test_a_signal_during_a_measurement_ends_training_after_a_checkpoint(small_model: Path, tmp_path: Path) -> None:
     """The checkpoint is written first, and the resumed run measures what was left out."""
     recipe = small_recipe(small_model, evaluation={"every": 2, "passkey": {"depths": 2, "trials": 2}})
     measured: list[int] = []
 
-    def hang_up(self: Monitor, run: Run, step: int) -> None:
+    def hang_up(self: ScheduledMeasurements, run: Run, step: int) -> None:
         measured.append(step)
         if measured == [0, 2]:
             os.kill(os.getpid(), signal.SIGHUP)
         measure(self, run, step)
 
-    measure = Monitor.measure
+    measure = ScheduledMeasurements.measure
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(Monitor, "measure", hang_up)
+        patch.setattr(ScheduledMeasurements, "measure", hang_up)
         with pytest.raises(Interrupted, match="interrupted while step 2 was measured; continue with --resume"):
             train(recipe, tmp_path / "run")
         staging = staging_path(tmp_path / "run")
@@ -83,3 +90,23 @@ def test_a_signal_while_a_step_is_measured_ends_it_behind_a_checkpoint(small_mod
     assert measured == [0, 2, 2, 4]
     assert (tmp_path / "run" / "scores" / "passkey-step-2.json").is_file()
     assert (tmp_path / "run" / "scores" / "passkey-step-4.json").is_file()
+
+
+LATE = (("save_config", signal.SIGINT), ("save_tokenizer", signal.SIGTERM), ("write_card", signal.SIGHUP))
+
+
+@pytest.mark.parametrize(("where", "number"), LATE)
+def test_a_signal_during_the_final_save_keeps_the_run(
+    where: str, number: int, small_model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The last step is done, and no checkpoint was written."""
+    module = conftest if where == "write_card" else job
+    save = getattr(module, where)
+
+    def interrupted(*arguments: object) -> None:
+        os.kill(os.getpid(), number)
+        save(*arguments)
+
+    monkeypatch.setattr(module, where, interrupted)
+    run = train(small_recipe(small_model), tmp_path / "run")
+    assert {"adapter_model.safetensors", "run.json", "README.md"} <= {path.name for path in run.iterdir()}

@@ -9,6 +9,7 @@ from peft.tuners.tuners_utils import BaseTunerLayer
 from safetensors.torch import load_file, save_file
 from transformers import AutoConfig, AutoModelForCausalLM
 
+from pi_lora.api import load
 from pi_lora.errors import ModelError, RecipeError
 from pi_lora.models.adapter import (
     disable_input_dtype_casting,
@@ -17,9 +18,8 @@ from pi_lora.models.adapter import (
     save_adapter,
     without_known_warnings,
 )
-from pi_lora.models.model import load
-from pi_lora.planning.counting import shape_of
-from pi_lora.planning.shape import trained_parameters
+from pi_lora.models.shape import shape_of
+from pi_lora.planning.flops import trained_parameters
 from pi_lora.recipe.schema import Tuning
 
 
@@ -50,7 +50,7 @@ NORMS = {"input_layernorm", "norm", "post_attention_layernorm"}
         ({"target_modules": ["down_proj"]}, {"down_proj"}, {*NORMS, "embed_tokens"}),
     ],
 )
-def test_what_is_named_trains(
+def test_exactly_the_named_modules_train(
     small_model: Path, tuning: dict[str, Any], adapted_modules: set[str], whole: set[str]
 ) -> None:
     model = adapted(small_model, **tuning)
@@ -90,7 +90,7 @@ def test_autocast_needs_no_casts_by_peft(small_model: Path, dtype: torch.dtype) 
 
 
 @torch.no_grad()
-def test_what_was_trained_is_what_is_saved(small_model: Path, tmp_path: Path) -> None:
+def test_an_adapter_file_holds_exactly_the_trained_weights(small_model: Path, tmp_path: Path) -> None:
     model = adapted(small_model, rank=4)
     for name, weight in model.named_parameters():
         if weight.requires_grad:
@@ -124,7 +124,7 @@ def test_an_adapter_that_lacks_a_tensor_is_refused(lora_run: Path, small_model: 
 
 @pytest.mark.filterwarnings("ignore:.*gradient_checkpointing` is deprecated:FutureWarning")
 @torch.no_grad()
-def test_loaders_that_would_drop_the_scaling_fail_or_warn(lora_run: Path, small_model: Path, tmp_path: Path) -> None:
+def test_other_loaders_that_drop_the_scaling_fail_or_warn(lora_run: Path, small_model: Path, tmp_path: Path) -> None:
     """Only a base that the user has loaded under its own config cannot be told from the right one: PEFT warns of it."""
     advice = r"needs the config\.json .* pi_lora\.load, or merge it"
     with without_known_warnings(), pytest.raises(ValueError, match="wants to import 'pi_lora'"):
@@ -142,4 +142,4 @@ def test_loaders_that_would_drop_the_scaling_fail_or_warn(lora_run: Path, small_
     with without_known_warnings():
         by_hand = PeftModel.from_pretrained(AutoModelForCausalLM.from_pretrained(small_model, config=config), lora_run)
     ids = torch.arange(2, 120)[None]
-    torch.testing.assert_close(by_hand.eval()(ids).logits, load(str(lora_run)).model(ids).logits, rtol=1e-5, atol=1e-5)
+    torch.testing.assert_close(by_hand.eval()(ids).logits, load(str(lora_run)).module(ids).logits, rtol=1e-5, atol=1e-5)

@@ -25,11 +25,11 @@ def test_position_m_has_the_angles_of_m_over_s_or_the_model_is_refused(model_typ
 
 
 @pytest.mark.parametrize("model_type", PROMISED)
-def test_what_is_promised_is_verified(model_type: str) -> None:
+def test_every_promised_architecture_is_verified(model_type: str) -> None:
     assert examine(model_type).outcome == "verified"
 
 
-def test_only_local_layers_rotate_where_the_package_says_so() -> None:
+def test_only_local_layers_rotate_in_the_listed_architectures() -> None:
     """No config says it, so `LOCAL_ROPE_ONLY` is a list; this is what it should hold."""
     with_both = [name for name in MODEL_TYPES if has_rope(name) and has_local_and_full_layers(name)]
     assert {name for name in with_both if not positions_matter_to_full_layers(name)} == LOCAL_ROPE_ONLY
@@ -63,7 +63,7 @@ REFUSED: dict[str, tuple[str, dict[str, Any], str]] = {
 
 
 @pytest.mark.parametrize(("model_type", "changes", "reason"), REFUSED.values(), ids=REFUSED.keys())
-def test_what_cannot_be_stretched_is_refused_with_the_reason(
+def test_a_config_that_cannot_be_extended_is_refused_with_the_reason(
     model_type: str, changes: dict[str, Any], reason: str
 ) -> None:
     config = small_config(model_type) if has_rope(model_type) else CONFIG_MAPPING[model_type]()
@@ -73,7 +73,7 @@ def test_what_cannot_be_stretched_is_refused_with_the_reason(
         stretched(config)
 
 
-def test_sliding_layers_beside_full_ones_or_switched_off_are_no_obstacle() -> None:
+def test_mixed_or_disabled_sliding_windows_are_accepted() -> None:
     for model_type, changes in {
         "gemma2": {"sliding_window": 8},
         "qwen2": {"sliding_window": 8, "use_sliding_window": False},
@@ -84,20 +84,20 @@ def test_sliding_layers_beside_full_ones_or_switched_off_are_no_obstacle() -> No
 
 @pytest.mark.parametrize("method", ["dynamic", "yarn"])
 @pytest.mark.parametrize("model_type", [name for name in PROMISED if name != "phi3"])
-def test_the_other_methods_are_accepted_where_promised(model_type: str, method: Method) -> None:
+def test_promised_architectures_accept_the_other_methods(model_type: str, method: Method) -> None:
     config = small_config(model_type)
     assert stretched(config, method)[1]["max_position_embeddings"] == {"dynamic": 64, "yarn": 256}[method]
 
 
 @pytest.mark.parametrize("method", ["dynamic", "yarn"])
-def test_phi3_reads_no_other_method(method: Method) -> None:
+def test_phi3_refuses_the_other_methods(method: Method) -> None:
     with pytest.raises(
         ScalingError, match=f"scaling: {method}: not possible for a phi3 model with rope type default; use pi"
     ):
         stretched(small_config("phi3"), method)
 
 
-def test_the_page_is_what_the_tests_found() -> None:
+def test_the_page_of_models_equals_what_the_architectures_do() -> None:
     """`python tests/architectures.py` writes it; another transformers may know other architectures."""
     if f"from transformers {transformers.__version__}:" not in PAGE.read_text(encoding="utf-8"):
         pytest.skip(f"docs/models.md is about another transformers than {transformers.__version__}")

@@ -10,7 +10,7 @@ import torch
 from conftest import small_recipe
 from pydantic import ValidationError
 
-from pi_lora.models import machine
+from pi_lora.models import device as devices
 from pi_lora.models.host import host_memory
 from pi_lora.run import Run
 from pi_lora.training.trainer import trainer_arguments
@@ -60,9 +60,7 @@ def test_host_memory_respects_the_limits_of_cgroups(
         ("full", 1, "float32", "float32"),
     ],
 )
-def test_adapters_train_in_float16_on_a_gpu_without_bfloat16(
-    method: str, gpus: int, precision: str, dtype: str
-) -> None:
+def test_adapters_train_in_float16_on_gpus_without_bfloat16(method: str, gpus: int, precision: str, dtype: str) -> None:
     """But not those that FSDP2 shards, whose gradients accelerate does not scale."""
     recipe = small_recipe("any", tuning={"method": method}, hardware={"gpus": gpus}, training={"global_batch_size": 2})
     assert recipe.computes_in(on_cpu=False, has_bfloat16=False) == precision
@@ -72,11 +70,11 @@ def test_adapters_train_in_float16_on_a_gpu_without_bfloat16(
 
 
 @pytest.mark.filterwarnings("ignore:.*gradient_checkpointing` is deprecated:FutureWarning")
-def test_float16_goes_to_the_scaler_of_the_trainer(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_float16_training_uses_the_trainers_gradient_scaler(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     arguments = trainer_arguments(small_recipe("any"), Run(tmp_path), "run")
     assert not arguments.fp16
-    monkeypatch.setattr(machine, "has_fast_bfloat16", lambda: False)
-    monkeypatch.setattr(machine, "device", lambda: torch.device("cuda"))
+    monkeypatch.setattr(devices, "has_fast_bfloat16", lambda: False)
+    monkeypatch.setattr(devices, "device", lambda: torch.device("cuda"))
     arguments = trainer_arguments(small_recipe("any"), Run(tmp_path), "run")
     assert (arguments.fp16, arguments.bf16) == (True, False)
     with pytest.raises(ValidationError, match="float16 is for lora on one GPU and for qlora"):
@@ -85,7 +83,7 @@ def test_float16_goes_to_the_scaler_of_the_trainer(tmp_path: Path, monkeypatch: 
 
 MEASURE_FAULTS = """
 import resource, torch
-from pi_lora.models.model import load
+from pi_lora.api import load
 
 load("builtin:tiny")
 faults = []
@@ -97,6 +95,6 @@ assert faults[-1] - faults[-2] < 1000
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="glibc")
-def test_a_loaded_model_is_measured_in_memory_that_was_freed() -> None:
+def test_measurements_reuse_freed_memory() -> None:
     """Threads other than the main one have smaller heaps."""
     subprocess.run([sys.executable, "-c", MEASURE_FAULTS], check=True)

@@ -15,8 +15,8 @@ import torch
 from conftest import BUILTIN, small_recipe, train
 from torch.nn.functional import cross_entropy
 
-from pi_lora.merging.merging import merge
-from pi_lora.models.model import find, load
+from pi_lora.api import load, merge
+from pi_lora.models.source import resolve_model
 from pi_lora.serving.gguf import CONVERTER, export_gguf
 
 LLAMA_CPP = "0.3.36"
@@ -79,7 +79,7 @@ def test_llama_cpp_reads_the_scaling_and_agrees_at_the_target_window(
     packages, script = llama_cpp
     monkeypatch.setattr(sys, "path", [*sys.path, str(packages)])
     file = tmp_path / "model.gguf"
-    export_gguf(find(str(stretched)), file, script, "f32")
+    export_gguf(resolve_model(str(stretched)), file, script, "f32")
 
     from llama_cpp import Llama
 
@@ -98,7 +98,7 @@ def test_llama_cpp_reads_the_scaling_and_agrees_at_the_target_window(
 
     with torch.no_grad():
         expected = math.exp(
-            cross_entropy(loaded.model(torch.tensor([ids[:1024]])).logits[0, :-1], torch.tensor(ids[1:1024]))
+            cross_entropy(loaded.module(torch.tensor([ids[:1024]])).logits[0, :-1], torch.tensor(ids[1:1024]))
         )
     scaled, unscaled = perplexity(), perplexity(rope_freq_scale=1.0)
     assert scaled == pytest.approx(expected, rel=0.01)

@@ -11,8 +11,10 @@ from random_runs import save_base
 from safetensors.torch import load_file
 from transformers import LlamaConfig
 
+from pi_lora.api import load
 from pi_lora.models.adapter import prepare_for_tuning
-from pi_lora.models.model import find, load
+from pi_lora.models.loaded import load_base
+from pi_lora.models.source import resolve_model
 from pi_lora.recipe.schema import Tuning
 
 pytestmark = [
@@ -29,11 +31,11 @@ def qlora_run(small_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Pa
 
 
 def quantized(folder: Path) -> torch.nn.Module:
-    return find(str(folder)).load_weights(torch.bfloat16, place="quantized")
+    return load_base(resolve_model(str(folder)), torch.bfloat16, placement="quantized")
 
 
 @torch.no_grad()
-def test_what_trains_is_float32_and_activations_stay_bfloat16(small_model: Path) -> None:
+def test_trained_weights_are_float32_and_activations_bfloat16(small_model: Path) -> None:
     tuned = prepare_for_tuning(quantized(small_model), Tuning(method="qlora", rank=4), str(small_model))
     trained = {name: weight for name, weight in tuned.named_parameters() if weight.requires_grad}
     assert {weight.dtype for weight in trained.values()} == {torch.float32}
@@ -72,18 +74,18 @@ def test_a_measurement_leaves_weights_and_gradients_as_they_are(
         assert all(torch.equal(each[inside], fresh[name]) for each in weights), name
 
 
-def test_a_run_trains_saves_and_loads_as_it_was_trained(qlora_run: Path, small_model: Path) -> None:
+def test_a_qlora_run_loads_as_it_was_trained(qlora_run: Path, small_model: Path) -> None:
     saved = load_file(qlora_run / "adapter_model.safetensors")
     assert {tensor.dtype for tensor in saved.values()} == {torch.float32}
     assert max(tensor.abs().max() for name, tensor in saved.items() if "lora_B" in name) > 0
     loaded = load(str(qlora_run))
     assert loaded.scale == 2
-    assert loaded.model.get_base_model().model.layers[0].mlp.up_proj.base_layer.weight.quant_type == "nf4"
+    assert loaded.module.get_base_model().model.layers[0].mlp.up_proj.base_layer.weight.quant_type == "nf4"
     log = [json.loads(line) for line in (qlora_run / "training.jsonl").read_text().splitlines()]
     assert log[-1]["loss"] < log[0]["loss"]
 
 
-def test_small_updates_are_not_rounded_away(small_model: Path, tmp_path: Path) -> None:
+def test_small_updates_of_qlora_are_not_rounded_away(small_model: Path, tmp_path: Path) -> None:
     """At a rate of 1e-6 a bfloat16 embedding of size one would not move at all."""
     training = {**small_recipe(small_model).training.model_dump(), "learning_rate": 1e-6, "warmup_steps": 0}
     recipe = small_recipe(small_model, tuning={"method": "qlora", "rank": 4}, training=training)

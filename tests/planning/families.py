@@ -6,12 +6,11 @@ from typing import Any
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedConfig
 
-from pi_lora.models.weights import quiet_loading
-from pi_lora.planning.counting import shape_of
+from pi_lora.models.quiet import quiet_loading
+from pi_lora.models.shape import Shape, shape_of
+from pi_lora.models.source import resolve_for_training
 from pi_lora.planning.gpus import CPU, find_gpu
-from pi_lora.planning.plan import TrainingPlan
-from pi_lora.planning.planning import plan_training
-from pi_lora.planning.shape import Shape
+from pi_lora.planning.training_plan import TrainingPlan, plan_training
 from pi_lora.recipe.schema import Recipe
 
 SMALL: dict[str, Any] = {
@@ -72,4 +71,5 @@ def small_shape(kind: str) -> Shape:
 
 
 def plan_of(recipe: Recipe, gpu: str | None = None) -> TrainingPlan:
-    return plan_training(recipe, find_gpu(gpu or recipe.hardware.gpu or CPU))
+    device = find_gpu(gpu or recipe.hardware.gpu or CPU)
+    return plan_training(recipe, resolve_for_training(recipe, shipped=True), device)

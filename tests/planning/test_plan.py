@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 import yaml
+from conftest import plan_of as plan_on
 from families import OTHERS, on_meta, plan_of, small_config, small_shape
 from hypothesis import given
 from hypothesis import strategies as st
@@ -18,21 +19,13 @@ from torch.utils.flop_counter import FlopCounterMode
 from transformers import AutoModelForCausalLM
 
 from pi_lora.errors import ModelError, PiLoraError
-from pi_lora.models.model import find
-from pi_lora.planning.counting import shape_of
+from pi_lora.models.files import BUILTIN_FOLDER
+from pi_lora.models.shape import Shape, shape_of
+from pi_lora.models.source import SHIPPED_CONFIGS, resolve_model, shipped_folder
+from pi_lora.planning.advice import advice, plan_lines
+from pi_lora.planning.flops import flops_of_training
 from pi_lora.planning.gpus import CPU, GIB, GPUS, MIB, device_for, find_gpu, gpu_of_device
-from pi_lora.planning.plan import Target, TrainingPlan
-from pi_lora.planning.planning import (
-    BUILTIN_MODELS,
-    CONFIGS,
-    advice,
-    find_shape,
-    plan_lines,
-    plan_recipe,
-    plan_training,
-    shipped_config,
-)
-from pi_lora.planning.shape import Shape, flops_of_training
+from pi_lora.planning.training_plan import Target, TrainingPlan, plan_recipe
 from pi_lora.recipe.schema import Recipe, Training, Tuning
 
 LLAMA = "huggyllama/llama-7b"
@@ -47,7 +40,7 @@ def recipe(name: str = LLAMA, target: int = 8192, **sections: Any) -> Recipe:
 
 
 def test_flops_are_six_a_parameter_and_token_and_four_where_the_base_is_frozen() -> None:
-    _, shape = find_shape(LLAMA)
+    shape = resolve_model(LLAMA, shipped=True).shape
     products = shape.linear_weights + shape.embedding
     full = flops_of_training(shape, Tuning(method="full"), ONCE, 1, plain_loss=True)
     assert full.forward + full.backward == pytest.approx(6 * products, rel=1e-3)
@@ -62,7 +55,7 @@ def test_attention_costs_its_causal_half_and_a_window_less() -> None:
 
 
 @pytest.mark.parametrize("kind", OTHERS)
-def test_operations_are_those_that_torch_counts(kind: str) -> None:
+def test_flops_equal_those_that_torch_counts(kind: str) -> None:
     """On families that no figure was made for, with experts among them; `eager` attention is not causal."""
     tokens = 64
     eager = {"attn_implementation": "eager", "experts_implementation": "eager"}
@@ -102,7 +95,7 @@ def test_a_longer_target_never_costs_less(target: int, method: str, gpus: int) -
 
 
 @given(lengths, methods, st.sampled_from([2, 4, 8]))
-def test_twice_the_gpus_cost_each_no_more(target: int, method: str, gpus: int) -> None:
+def test_twice_the_gpus_never_need_more_memory_each(target: int, method: str, gpus: int) -> None:
     """From two on: a second copy of a quantized model brings the buckets that its gradients are exchanged in."""
     few, many = (planned(target, method, each) for each in (gpus, 2 * gpus))
     assert many.memory.peak <= few.memory.peak
@@ -117,7 +110,7 @@ def test_offloading_and_context_parallelism_save_activations(target: int, method
 
 
 @pytest.mark.parametrize("method", ["lora", "qlora", "full"])
-def test_what_is_kept_takes_memory_and_saves_recomputation(method: str) -> None:
+def test_kept_activations_take_memory_and_save_recomputation(method: str) -> None:
     levers = (True, "selective", 2, 4, False)
     plans = [planned(16384, method, training={"activation_checkpointing": each}) for each in levers]
     peaks = [plan.memory.components["activations"] for plan in plans]
@@ -155,7 +148,7 @@ def test_pinned_memory_is_rounded_up_and_has_to_fit_the_host() -> None:
     assert plan_lines(small_host)[-1].endswith("; the cheapest change that fits: data.positions=pose")
 
 
-def test_a_window_that_contradicts_the_config_is_said() -> None:
+def test_a_window_that_contradicts_the_config_is_reported() -> None:
     asked = recipe(context={"original": 1024, "target": 8192}, hardware={"gpus": 1})
     said = plan_lines(plan_of(asked, "H100"))[-1]
     assert said == f"context.original: 1024 tokens, and the config of {LLAMA} says 2048; leave it out if that is right"
@@ -202,7 +195,7 @@ POSE = {"source": "text", "positions": "pose"}
         ),
     ],
 )
-def test_the_cheapest_change_makes_it_fit(sections: dict[str, Any], gpu: str, change: str) -> None:
+def test_the_cheapest_change_that_fits_is_suggested(sections: dict[str, Any], gpu: str, change: str) -> None:
     plan = plan_of(recipe(**{"hardware": {"gpus": 1}, **sections}), gpu)
     assert not plan.fits
     assert plan_lines(plan)[-1] == f"it does not fit on {gpu}; {advice(plan)}"
@@ -236,9 +229,9 @@ def test_a_named_device_is_planned_for() -> None:
         ({"gpus": 1}, "cpu", r"--gpu: cpu: the recipe asks for hardware\.gpus"),
     ],
 )
-def test_a_device_that_is_not_known_is_refused(hardware: dict[str, Any], asked: str, line: str) -> None:
+def test_an_unknown_device_is_refused(hardware: dict[str, Any], asked: str, line: str) -> None:
     with pytest.raises(PiLoraError, match=line):
-        plan_training(recipe(hardware=hardware), device_for(recipe(hardware=hardware), asked))
+        plan_on(recipe(hardware=hardware), device_for(recipe(hardware=hardware), asked))
 
 
 def test_a_device_without_bfloat16_computes_in_float16_or_float32() -> None:
@@ -255,7 +248,7 @@ def test_a_device_without_bfloat16_computes_in_float16_or_float32() -> None:
 
 
 @pytest.mark.parametrize(("method", "tokens", "gibibytes"), [("qlora", 16384, 15.4), ("lora", 32768, 32.1)])
-def test_7b_takes_what_a_recomputation_by_hand_says(method: str, tokens: int, gibibytes: float) -> None:
+def test_memory_of_a_7b_equals_a_calculation_by_hand(method: str, tokens: int, gibibytes: float) -> None:
     """Of 32 layers, width 4096 with MLPs of 11008 and 32000 tokens; LoRA of rank 16, embeddings and norms beside it.
 
     The highest moment is the backward of the last layer: everything that was saved and what its recomputation made.
@@ -283,16 +276,18 @@ def test_a_model_without_known_layers_has_no_plan() -> None:
         shape_of(model)
 
 
-def test_another_revision_is_not_taken_from_what_is_shipped() -> None:
-    assert shipped_config(LLAMA).exists()
+def test_another_revision_is_not_read_from_shipped_shapes() -> None:
+    assert shipped_folder(LLAMA).exists()
     with pytest.raises(ModelError, match=LLAMA):
-        find_shape(LLAMA, revision="other")
+        resolve_model(LLAMA, revision="other", shipped=True)
 
 
-@pytest.mark.parametrize("folder", [*CONFIGS.iterdir(), BUILTIN_MODELS / "tiny"], ids=lambda folder: folder.name)
-def test_a_shipped_shape_is_the_one_that_is_counted(folder: Path) -> None:
+@pytest.mark.parametrize(
+    "folder", [*SHIPPED_CONFIGS.iterdir(), BUILTIN_FOLDER / "tiny"], ids=lambda folder: folder.name
+)
+def test_shipped_shapes_equal_counted_ones(folder: Path) -> None:
     shipped = Shape(**json.loads((folder / "shape.json").read_text()))
-    assert shipped == shape_of(find(str(folder)).meta_model), "python scripts/count_shapes.py"
+    assert shipped == resolve_model(str(folder)).shape, "python scripts/count_shapes.py"
 
 
 def test_a_recipe_with_a_shipped_shape_is_planned_without_torch(tmp_path: Path) -> None:

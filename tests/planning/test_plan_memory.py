@@ -13,7 +13,9 @@ from torch.utils._pytree import tree_leaves
 from transformers import AutoModelForCausalLM, Glm4Config, LlamaConfig, PreTrainedConfig, Qwen3Config
 
 from pi_lora.models.adapter import disable_input_dtype_casting, prepare_for_tuning
-from pi_lora.planning.counting import shape_of
+from pi_lora.models.shape import shape_of
+from pi_lora.models.source import resolve_model
+from pi_lora.planning.flops import trained_parameters
 from pi_lora.planning.memory import (
     ADAPTED_EXPERTS,
     LOSS_TILE_UNFUSED,
@@ -22,8 +24,6 @@ from pi_lora.planning.memory import (
     Arithmetic,
     layer_bytes,
 )
-from pi_lora.planning.planning import find_shape
-from pi_lora.planning.shape import trained_parameters
 from pi_lora.recipe.schema import Tuning
 from pi_lora.training.trainer import chunk_mlps
 
@@ -37,7 +37,7 @@ def trained_by_peft(kind: str, tuning: Tuning) -> int:
     ("kind", "most"), [("mixtral", 1.0), ("qwen3_moe", 1.0), ("deepseek_v3", 1.6), ("qwen2_moe", 2.0)]
 )
 @pytest.mark.filterwarnings("ignore")  # PEFT 0.21 warns of what it does to experts
-def test_adapted_experts_are_counted_rather_too_many(kind: str, most: float) -> None:
+def test_memory_of_adapted_experts_is_counted_conservatively(kind: str, most: float) -> None:
     """Routers are left out. PEFT leaves the dense MLPs of DeepSeek and the experts of Qwen 2 out."""
     tuning = Tuning(rank=4)
     trained = trained_by_peft(kind, tuning)
@@ -46,7 +46,7 @@ def test_adapted_experts_are_counted_rather_too_many(kind: str, most: float) -> 
 
 @pytest.mark.filterwarnings("ignore")
 @pytest.mark.parametrize("kind", ["mixtral", "qwen3_moe"])
-def test_adapted_experts_take_what_the_plan_says(kind: str) -> None:
+def test_adapted_experts_take_the_planned_memory(kind: str) -> None:
     """The part that does not depend on the tokens, by two lengths."""
     sizes = {"mixtral": {"num_local_experts": 8, "intermediate_size": 512}, "qwen3_moe": {"moe_intermediate_size": 512}}
     config = small_config(kind, hidden_size=256, **sizes[kind])
@@ -70,7 +70,7 @@ def test_adapted_experts_take_what_the_plan_says(kind: str) -> None:
     ],
     ids=["all", "norms", "attention", "full"],
 )
-def test_trained_parameters_are_those_that_peft_trains(kind: str, tuning: Tuning) -> None:
+def test_trained_parameters_equal_pefts(kind: str, tuning: Tuning) -> None:
     assert trained_parameters(small_shape(kind), tuning) == trained_by_peft(kind, tuning)
 
 
@@ -85,10 +85,10 @@ def test_trained_parameters_are_those_that_peft_trains(kind: str, tuning: Tuning
     ],
 )
 def test_shipped_shapes_have_the_published_sizes(name: str, parameters: int) -> None:
-    assert find_shape(name)[1].parameters == parameters
+    assert resolve_model(name, shipped=True).shape.parameters == parameters
 
 
-def test_nf4_takes_the_bytes_that_bitsandbytes_takes() -> None:
+def test_nf4_bytes_equal_those_of_bitsandbytes() -> None:
     functional = pytest.importorskip("bitsandbytes.functional")
     weight = torch.randn(1024, 512)
     packed, state = functional.quantize_4bit(weight, compress_statistics=True, quant_type="nf4")
@@ -189,7 +189,7 @@ def per_token(
 
 @pytest.mark.parametrize("kind", [LlamaConfig, Qwen3Config, Glm4Config])
 @EVERY_ARITHMETIC
-def test_a_layer_keeps_what_the_plan_says(kind: type[PreTrainedConfig], name: str, arithmetic: Arithmetic) -> None:
+def test_a_layer_keeps_the_planned_activations(kind: type[PreTrainedConfig], name: str, arithmetic: Arithmetic) -> None:
     """LoRA on attention alone is planned coarsely, and rather too much."""
     config, tuning = kind(**LAYER, head_dim=32), TUNINGS[name]
     measured = per_token(config, tuning, arithmetic)
@@ -200,7 +200,7 @@ def test_a_layer_keeps_what_the_plan_says(kind: type[PreTrainedConfig], name: st
 
 @pytest.mark.parametrize("pieces", [2, 16])
 @EVERY_ARITHMETIC
-def test_the_plan_is_on_the_safe_side_of_mlps_in_pieces(name: str, arithmetic: Arithmetic, pieces: int) -> None:
+def test_planned_memory_of_chunked_mlps_is_an_upper_bound(name: str, arithmetic: Arithmetic, pieces: int) -> None:
     config, tuning = LlamaConfig(**LAYER, head_dim=32), TUNINGS[name]
     shape = shape_of(on_meta(config))
     _, peak = per_token(config, tuning, arithmetic, pieces)
@@ -224,7 +224,7 @@ def plain_loss(hidden: torch.Tensor, head: torch.Tensor, targets: torch.Tensor) 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
 @pytest.mark.parametrize("loss", [chunked_loss, plain_loss])
-def test_a_loss_takes_on_a_cpu_what_the_plan_says(loss: Callable[..., torch.Tensor], dtype: torch.dtype) -> None:
+def test_a_loss_takes_the_planned_memory_on_a_cpu(loss: Callable[..., torch.Tensor], dtype: torch.dtype) -> None:
     def most(tokens: int) -> int:
         hidden, head = torch.randn(tokens, 8, dtype=dtype, requires_grad=True), torch.randn(4096, 8, dtype=dtype)
         targets = torch.zeros(tokens, dtype=torch.int64)

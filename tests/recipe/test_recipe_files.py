@@ -37,7 +37,7 @@ def test_a_rate_in_scientific_notation_is_a_number(tmp_path: Path) -> None:
     assert load_recipe(path, ["training.learning_rate=1E-3"]).recipe.training.learning_rate == 1e-3
 
 
-def test_all_mistakes_come_together_with_their_lines(tmp_path: Path) -> None:
+def test_all_mistakes_are_reported_together_with_their_lines(tmp_path: Path) -> None:
     path = write(
         tmp_path,
         "model: {name: builtin:tiny}\n"
@@ -70,13 +70,13 @@ def test_all_mistakes_come_together_with_their_lines(tmp_path: Path) -> None:
         ("a: \x00", "recipe.yaml: is not a text file; give a YAML file"),
     ],
 )
-def test_what_is_no_recipe_is_said_in_one_line(tmp_path: Path, text: str, expected: str) -> None:
+def test_a_file_that_is_no_recipe_is_refused_in_one_line(tmp_path: Path, text: str, expected: str) -> None:
     found = problems(write(tmp_path, text))
     assert len(found) == 1
     assert found[0].startswith(expected)
 
 
-def test_overrides_beat_the_file_and_say_so(tmp_path: Path) -> None:
+def test_overrides_replace_values_of_the_file_and_are_named(tmp_path: Path) -> None:
     resolved = load_recipe(write(tmp_path, GOOD), ["scaling=direct", "training.steps=7"])
     assert (resolved.recipe.scaling, resolved.recipe.training.steps) == ("direct", 7)
     assert resolved.origins["training.steps"] == "command line"
@@ -89,12 +89,12 @@ def test_a_bad_override_is_one_line(tmp_path: Path, override: str) -> None:
     assert len(problems(write(tmp_path, GOOD + "scaling: pi\n"), override)) == 1
 
 
-def test_a_section_mistyped_on_the_command_line_is_blamed_on_it(tmp_path: Path) -> None:
+def test_a_section_mistyped_in_an_override_is_reported_as_the_override(tmp_path: Path) -> None:
     expected = "command line: trainin: unknown key; did you mean training?"
     assert problems(write(tmp_path, GOOD), "trainin.steps=3") == [expected]
 
 
-def test_a_child_holds_only_its_difference(tmp_path: Path) -> None:
+def test_a_child_recipe_states_only_its_differences(tmp_path: Path) -> None:
     write(tmp_path, GOOD + "training: {steps: 5, seed: 3}\n", "_parent.yaml")
     child = load_recipe(write(tmp_path, "extends: _parent.yaml\ntraining: {steps: 9}\n"))
     assert (child.recipe.training.steps, child.recipe.training.seed) == (9, 3)
@@ -102,7 +102,7 @@ def test_a_child_holds_only_its_difference(tmp_path: Path) -> None:
     assert child.origins["training.seed"].endswith("_parent.yaml:5")
 
 
-def test_a_parent_has_no_parent(tmp_path: Path) -> None:
+def test_a_parent_recipe_with_a_parent_is_refused(tmp_path: Path) -> None:
     write(tmp_path, GOOD, "_other.yaml")
     write(tmp_path, "extends: _other.yaml\n", "_parent.yaml")
     assert problems(write(tmp_path, "extends: _parent.yaml\n"))[-1].startswith("_parent.yaml:1: extends: unknown key")
@@ -201,20 +201,20 @@ def test_dump_then_load_is_the_same_recipe(
         ),
     ],
 )
-def test_sections_that_do_not_fit_together_are_refused(tmp_path: Path, overrides: list[str], said: str) -> None:
+def test_contradicting_sections_are_refused(tmp_path: Path, overrides: list[str], said: str) -> None:
     found = problems(write(tmp_path, GOOD), *overrides)
     assert len(found) == 1
     assert said in found[0]
 
 
 @pytest.mark.parametrize(("written", "tokens"), [("16k", 16384), ("128K", 131072), ("16384", 16384)])
-def test_lengths_are_read_as_people_write_them(tmp_path: Path, written: str, tokens: int) -> None:
+def test_lengths_may_be_written_with_a_suffix(tmp_path: Path, written: str, tokens: int) -> None:
     assert load_recipe(write(tmp_path, GOOD), [f"context.target={written}"]).recipe.context.target == tokens
     [problem] = problems(write(tmp_path, GOOD), "context.target=16 thousand")
     assert "context.target" in problem
 
 
-def test_all_conflicts_in_a_section_come_together(tmp_path: Path) -> None:
+def test_all_conflicts_in_a_section_are_reported_together(tmp_path: Path) -> None:
     path = write(tmp_path, GOOD.replace("source: builtin:stdlib", "source: x, sequence_tokens: 8, keep_short: 0.1"))
     [line] = problems(path)
     assert "sequence_tokens" in line

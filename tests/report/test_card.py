@@ -1,6 +1,5 @@
 """The model card, whose snippets are run as they stand, its pictures, and the page that `pi-lora report` makes."""
 
-import importlib.metadata
 import importlib.util
 import json
 import re
@@ -10,18 +9,16 @@ from typing import Any
 
 import pytest
 import torch
-from conftest import small_recipe, train
+from conftest import run_captured, small_recipe, train
 from huggingface_hub import ModelCard
 from huggingface_hub.utils import validate_repo_id
 from reported import benchmarks, make_run, passkey, perplexity, summarization
-from test_cli import run as command
 
+from pi_lora.api import load, merge
 from pi_lora.errors import ModelError
 from pi_lora.evaluation.perplexity import Perplexity
 from pi_lora.evaluation.suite import read_scores
-from pi_lora.merging.merging import merge
 from pi_lora.models.adapter import without_known_warnings
-from pi_lora.models.model import load
 from pi_lora.recipe.files import dump_recipe, load_recipe
 from pi_lora.report.card import card_of, html_page, refresh_scores, write_card, write_report
 from pi_lora.report.comparison import compare
@@ -81,7 +78,7 @@ def data(folder: Path) -> dict[str, Any]:
         ("merged", 1),
     ],
 )
-def test_each_snippet_gives_the_model(
+def test_every_snippet_of_the_card_loads_the_model(
     run: str, number: int, small_model: Path, request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     folder = request.getfixturevalue(run)
@@ -96,7 +93,7 @@ def test_each_snippet_gives_the_model(
         model = names["model"]
         own = load(str(folder), dtype=str(model.dtype).removeprefix("torch."))
         with torch.no_grad():
-            logits, expected = model(IDS).logits, own.model(IDS).logits
+            logits, expected = model(IDS).logits, own.module(IDS).logits
         if model.dtype == torch.float32:
             torch.testing.assert_close(logits, expected, rtol=1e-5, atol=1e-5)
         else:  # plain PEFT rounds trained embeddings and norms to the base's dtype, pi-lora keeps them in float32
@@ -106,7 +103,7 @@ def test_each_snippet_gives_the_model(
 
 
 @pytest.mark.parametrize("run", ["lora_run", "full_run", "merged", "builtin_run"])
-def test_metadata_links_only_what_is_on_the_hub(run: str, request: pytest.FixtureRequest) -> None:
+def test_metadata_links_only_names_on_the_hub(run: str, request: pytest.FixtureRequest) -> None:
     """The hub rejects a card whose base_model or data sets are no ids of its own."""
     found = data(request.getfixturevalue(run))
     assert found["library_name"] == ("transformers" if run in ("full_run", "merged") else "peft")
@@ -139,7 +136,7 @@ def test_a_merged_card_holds_the_checks(merged: Path) -> None:
     assert "stored in float32" in card(merged)
 
 
-def test_an_adapter_of_other_origin_gets_a_card(lora_run: Path, merged: Path, tmp_path: Path) -> None:
+def test_an_adapter_without_a_recipe_gets_a_card(lora_run: Path, merged: Path, tmp_path: Path) -> None:
     run = shutil.copytree(lora_run, tmp_path / "run", ignore=shutil.ignore_patterns("recipe.yaml", "run.json"))
     assert "positions are divided by 2" in card_of(MeasuredRun(run, merged))
 
@@ -181,7 +178,7 @@ TABLES = [
 ]
 
 
-def test_scores_that_came_later_are_put_in_and_nothing_else_changes(
+def test_later_scores_are_added_to_the_card_and_nothing_else_changes(
     lora_run: Path, merged: Path, tmp_path: Path
 ) -> None:
     run = shutil.copytree(lora_run, tmp_path / "run")
@@ -223,7 +220,7 @@ def run(small_model: Path, tmp_path: Path) -> Path:
     return make_run(small_model, tmp_path / "mine")
 
 
-def test_scores_have_stages_in_order_and_texts_of_their_own(run: Path) -> None:
+def test_scores_are_grouped_by_text_and_ordered_by_stage(run: Path) -> None:
     for step in (200, 9):
         (run / "scores" / f"perplexity-step-{step}.json").write_text(json.dumps(perplexity(step, step)))
     (run / "scores" / "perplexity-text_novel_txt.json").write_text(json.dumps(perplexity(9, 8, "novel.txt")))
@@ -239,7 +236,7 @@ def test_scores_have_stages_in_order_and_texts_of_their_own(run: Path) -> None:
     assert MeasuredRun(run).last_scores["perplexity"].model_dump()["windows"][0]["perplexity"] == 200
 
 
-def test_the_card_holds_what_was_measured(run: Path) -> None:
+def test_the_card_holds_the_measured_scores(run: Path) -> None:
     files = write_report(run)
     assert {file.name for file in files} == {"perplexity.png", "passkey.png", "loss.png", "README.md"}
     text = (run / "README.md").read_text()
@@ -268,7 +265,7 @@ def test_the_card_holds_what_was_measured(run: Path) -> None:
         ),
     ],
 )
-def test_mistakes_are_one_line_and_write_nothing(
+def test_mistakes_in_report_are_one_line_and_write_nothing(
     spoil: Any,
     line: str,
     run: Path,
@@ -277,13 +274,13 @@ def test_mistakes_are_one_line_and_write_nothing(
 ) -> None:
     spoil(run)
     monkeypatch.chdir(run.parent)
-    status, _, errors = command(capsys, monkeypatch, "report", "mine")
+    status, _, errors = run_captured(capsys, monkeypatch, "report", "mine")
     assert (status, len(errors.splitlines())) == (2, 1), errors
     assert line in errors
     assert not (run / "pictures").exists()
 
 
-def test_the_page_shows_html_as_text_and_loads_nothing_from_elsewhere(tmp_path: Path) -> None:
+def test_the_page_escapes_html_and_loads_no_external_resource(tmp_path: Path) -> None:
     (tmp_path / "pictures").mkdir()
     (tmp_path / "pictures" / "loss.png").write_bytes(b"png")
     own = '![<x" onerror=y>](pictures/loss.png) ![loss](pictures/loss.png)'
@@ -298,7 +295,7 @@ def test_the_page_shows_html_as_text_and_loads_nothing_from_elsewhere(tmp_path: 
     assert "default-src 'none'" in page
 
 
-def test_a_name_in_scores_is_text_in_the_card(small_model: Path, tmp_path: Path) -> None:
+def test_names_in_scores_are_escaped_in_the_card(small_model: Path, tmp_path: Path) -> None:
     name = "![x](http://evil/x.png)<img src=//evil>|\n# Title"
     scores = {"model": name, "options": {}, "tasks": {name: {"acc": 0.5, "stderr": None, "examples": 1}}}
     run = make_run(small_model, tmp_path / "run", {"benchmarks-base": scores, "benchmarks": scores})
@@ -309,7 +306,7 @@ def test_a_name_in_scores_is_text_in_the_card(small_model: Path, tmp_path: Path)
     assert "<img src=//" not in (run / "report.html").read_text()
 
 
-def test_a_failed_write_keeps_what_was_there(run: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_failed_write_keeps_the_previous_card(run: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A full disk while a picture or the card is written leaves the former file, whole."""
     write_report(run)
     before = {file: file.read_bytes() for file in (run / "README.md", *(run / "pictures").iterdir())}
@@ -342,7 +339,7 @@ def test_released_adapters_give_a_report_and_a_comparison(adapter: Path, tmp_pat
         assert verdicts <= {"within noise", "the same"}, name
 
 
-def test_the_base_on_another_text_is_neither_in_the_table_nor_drawn(
+def test_scores_of_the_base_on_another_text_are_neither_listed_nor_drawn(
     small_model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The card of a run on novels showed its base on Python source in the same table, and on one axis."""
@@ -357,7 +354,7 @@ def test_the_base_on_another_text_is_neither_in_the_table_nor_drawn(
 
     monkeypatch.setattr(Perplexity, "panels", watched)
     monkeypatch.chdir(tmp_path)
-    status, *_ = command(capsys, monkeypatch, "report", "mine", "--html")
+    status, *_ = run_captured(capsys, monkeypatch, "report", "mine", "--html")
     assert (status, drawn) == (0, [["tuned"]])
     for name in ("README.md", "report.html"):
         text = (tmp_path / "mine" / name).read_text()

@@ -9,9 +9,8 @@ from statistics import fmean, stdev
 from typing import Any
 
 import pytest
-from conftest import small_recipe
+from conftest import run_captured, small_recipe
 from reported import make_run, passkey, passkey_map, perplexity
-from test_cli import run as command
 
 from pi_lora.evaluation.benchmarks import BenchmarkScores
 from pi_lora.evaluation.intervals import of_means, of_successes, quantile
@@ -43,7 +42,7 @@ def one(base: Scores, run: Scores) -> dict[str, Any]:
     return {row.measurement: row for row in compare(base, run)}
 
 
-def test_perplexity_is_paired_by_document() -> None:
+def test_perplexities_are_paired_by_document() -> None:
     """Documents differ by far more than the models do, all in one direction."""
     before = [10.0, 100.0, 40.0, 20.0]
     base = read({64: before, 128: before})
@@ -64,7 +63,7 @@ def test_one_document_has_no_interval_and_others_do_not_pair() -> None:
     assert not list(compare(read({64: [10.0, 20.0]}), read({64: [11.0, 22.0]}, tokens=900)))
 
 
-def test_too_few_documents_say_how_many_would_do() -> None:
+def test_too_few_documents_report_how_many_are_needed() -> None:
     """Two novels that gained 71 % were "within noise"."""
     [row] = compare(read({64: [27.0, 32.0]}), read({64: [8.5, 8.6]}))
     assert row.verdict == "71.7 % better"
@@ -86,7 +85,7 @@ def test_scores_of_other_texts_are_never_paired() -> None:
     assert differences(other.options, run) == ["stride"]
 
 
-def test_the_interval_holds_the_truth_as_often_as_it_says() -> None:
+def test_intervals_cover_the_true_mean_at_their_confidence() -> None:
     rng = random.Random(0)
     for number in (2, 4, 20):
         held = 0
@@ -127,7 +126,7 @@ def test_passkeys_of_several_lengths_compare() -> None:
     assert list(rows) == ["k_max at 64", "k_max at 128"]
 
 
-def test_the_interval_of_pairs_is_that_of_its_authors() -> None:
+def test_the_interval_of_pairs_equals_bonett_and_prices() -> None:
     """Bonett and Price (2012): (12 + 1 - 2 - 1) / 102 and so on, of 100 pairs of which 12 gained and 2 lost."""
     interval = of_successes([(0, 1, 1)] * 12 + [(1, 0, 1)] * 2 + [(1, 1, 1)] * 86)
     middle, reach = (13 - 3) / 102, 1.96 * math.sqrt((16 / 102 - (10 / 102) ** 2) / 102)
@@ -187,7 +186,7 @@ def test_ruler_is_paired_by_prompt() -> None:
     assert beyond.interval[0] < 75 < beyond.interval[1], "all differ alike, which is no certainty"
 
 
-def test_the_command_measures_what_is_missing_on_a_text_that_it_names(
+def test_compare_measures_missing_scores_on_a_named_text(
     small_model: Path,
     lora_run: Path,
     tmp_path: Path,
@@ -196,13 +195,13 @@ def test_the_command_measures_what_is_missing_on_a_text_that_it_names(
 ) -> None:
     monkeypatch.chdir(tmp_path)
     shutil.copytree(lora_run, tmp_path / "run")
-    _, _, refusal = command(capsys, monkeypatch, "compare", str(small_model), "run")
+    _, _, refusal = run_captured(capsys, monkeypatch, "compare", str(small_model), "run")
     assert refusal.startswith("--data: name a text that run")
     recipe = load_recipe(tmp_path / "run" / "recipe.yaml", ["evaluation.passkey={target: 256, depths: 2, trials: 2}"])
     (tmp_path / "run" / "recipe.yaml").write_text(dump_recipe(recipe.recipe))
     Path("novel.txt").write_text("The road is long and the door is open. " * 40)
     words = ["--data", "novel.txt", "--json", "compared.json"]
-    status, out, err = command(capsys, monkeypatch, "compare", str(small_model), "run", *words)
+    status, out, err = run_captured(capsys, monkeypatch, "compare", str(small_model), "run", *words)
     assert status == 0, err
     assert "k_max at" in out
     assert "data novel.txt, windows 128, " in " ".join(out.split())
@@ -211,9 +210,9 @@ def test_the_command_measures_what_is_missing_on_a_text_that_it_names(
     assert set(kept) == {"perplexity-text_novel_txt", "perplexity-text_novel_txt-base", "passkey", "passkey-base"}
     assert kept["passkey-base"]["model"] == str(small_model)
     assert kept["perplexity-text_novel_txt"]["options"] == kept["perplexity-text_novel_txt-base"]["options"]
-    assert command(capsys, monkeypatch, "compare", str(small_model), "run", *words) == (0, out, "")
+    assert run_captured(capsys, monkeypatch, "compare", str(small_model), "run", *words) == (0, out, "")
     shutil.copytree(small_model, "moved")
-    assert command(capsys, monkeypatch, "compare", "moved", "run", *words)[0] == 0
+    assert run_captured(capsys, monkeypatch, "compare", "moved", "run", *words)[0] == 0
     assert {file.stem: json.loads(file.read_text()) for file in Path("run/scores").iterdir()} == kept
 
 
@@ -223,12 +222,12 @@ def test_another_model_than_the_base_is_refused_or_named(
     """Whatever was given as BASE stood in the table as "base"."""
     scores = {"passkey": passkey(96), "passkey-base": {**passkey(32), "model": str(small_model)}}
     run = make_run(small_model, tmp_path / "run", scores, small_recipe(small_model, evaluation={"passkey": {}}))
-    status, out, err = command(capsys, monkeypatch, "compare", "builtin:tiny", str(run))
+    status, out, err = run_captured(capsys, monkeypatch, "compare", "builtin:tiny", str(run))
     assert (status, out, err.count("\n")) == (2, "", 1)
     assert err.startswith(
         f"{run}: was tuned from other weights ({small_model}) than builtin:tiny; name its own, or add --another"
     )
-    status, out, err = command(capsys, monkeypatch, "compare", "builtin:tiny", str(run), "--another")
+    status, out, err = run_captured(capsys, monkeypatch, "compare", "builtin:tiny", str(run), "--another")
     assert status == 0, err
     assert "builtin:tiny (another model)" in out
     assert json.loads((run / "scores" / "passkey-base.json").read_text())["k_max"] == 32

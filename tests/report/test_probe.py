@@ -7,20 +7,20 @@ from pathlib import Path
 
 import pytest
 import yaml
-from conftest import BUILTIN, small_recipe
-from test_cli import run as command
+from conftest import BUILTIN, run_captured, small_recipe
 
-from pi_lora.api import model_to_train
+from pi_lora.api import load, resolve_training
 from pi_lora.errors import DataError, Interrupted, ModelError, ScalingError
 from pi_lora.evaluation import perplexity
 from pi_lora.evaluation.measurement import Session
 from pi_lora.evaluation.passkey import Passkey
 from pi_lora.evaluation.perplexity import Perplexity
-from pi_lora.models.model import find, load
+from pi_lora.evaluation.probe import Probe, Probed, TargetResult, choose_best, probe, read_probe
+from pi_lora.models.source import resolve_model
 from pi_lora.recipe.evaluation import PasskeyOptions, PerplexityOptions, ProbeOptions
-from pi_lora.report.probe import Probe, Probed, Reach, decided, probe, read_probe
+from pi_lora.recipe.files import dump_recipe
 from pi_lora.scaling.config import Extension
-from pi_lora.types import How
+from pi_lora.types import UI
 
 TARGET = 256
 
@@ -34,12 +34,12 @@ def texts(tmp_path: Path) -> Path:
     return folder
 
 
-def test_a_probe_is_the_measurements_of_the_untuned_scalings(
+def test_a_probe_equals_measurements_of_the_untuned_scalings(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, small_model: Path, texts: Path, tmp_path: Path
 ) -> None:
     file, words = tmp_path / "probe.json", ["--documents", "2", "--trials", "2"]
     words += ["--scalings", "pi,theta", "--dtype", "float32", "--json", str(file)]
-    status, out, _ = command(
+    status, out, _ = run_captured(
         capsys, monkeypatch, "probe", str(small_model), "--target", str(TARGET), "--data", str(texts), *words
     )
     assert status == 0
@@ -56,7 +56,7 @@ def test_a_probe_is_the_measurements_of_the_untuned_scalings(
         asked = PasskeyOptions(target=TARGET, depths=8, trials=2)
         assert found.passkey is None or found.passkey.depths == Passkey().run(loaded, asked, Session()).depths
     assert reach.scalings[reach.best].passkey
-    assert find(str(small_model)).window == 64
+    assert resolve_model(str(small_model)).window == 64
 
 
 def test_an_interrupted_probe_continues(small_model: Path, texts: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -72,30 +72,32 @@ def test_an_interrupted_probe_continues(small_model: Path, texts: Path, monkeypa
         yield lambda *_: None
 
     with pytest.raises(Interrupted, match="the same command goes on"):
-        probe(find(str(small_model)), options, how=How(progress=until_passkeys))
+        probe(resolve_model(str(small_model)), options, ui=UI(progress=until_passkeys))
     measured = len(passes)
     assert measured >= 4
-    [reach] = probe(find(str(small_model)), options).targets
+    [reach] = probe(resolve_model(str(small_model)), options).targets
     assert reach.scalings[reach.best].passkey
     assert len(passes) == measured, "documents were measured again"
-    probe(find(str(small_model)), options)
+    probe(resolve_model(str(small_model)), options)
     assert len(passes) == 2 * measured, "a finished probe is measured anew"
 
 
-def test_new_names_the_scaling_and_why(
+def test_new_names_the_scaling_and_the_reason(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     """Of a probe, and of a plain base."""
     monkeypatch.chdir(tmp_path)
     scores = measured(8.2, 8.3, 0.9)
-    reach = Reach(target=1024, best="yarn", enough=False, summary="yarn keeps 8.30", scalings={"yarn": scores})
+    reach = TargetResult(target=1024, best="yarn", enough=False, summary="yarn keeps 8.30", scalings={"yarn": scores})
     (tmp_path / "probe.json").write_text(
         Probe(model=BUILTIN, original=256, targets=[reach]).model_dump_json(by_alias=True)
     )
 
     def header(model: str, *words: str) -> tuple[str, str]:
         """The scaling of the recipe that `new` writes, and the line that says why."""
-        status, _, err = command(capsys, monkeypatch, "new", model, "--target", "1024", *words, "--output", "new.yaml")
+        status, _, err = run_captured(
+            capsys, monkeypatch, "new", model, "--target", "1024", *words, "--output", "new.yaml"
+        )
         assert status == 0, err
         recipe = (tmp_path / "new.yaml").read_text()
         (tmp_path / "new.yaml").unlink()
@@ -108,17 +110,19 @@ def test_new_names_the_scaling_and_why(
     assert (scaling, "the paper's" in why) == ("pi", True)
     found = Probe(model=BUILTIN, original=256, targets=[reach.model_copy(update={"best": "direct", "enough": True})])
     (tmp_path / "enough.json").write_text(found.model_dump_json(by_alias=True))
-    status, _, err = command(capsys, monkeypatch, "new", BUILTIN, "--target", "1024", *own, "--probe", "enough.json")
+    status, _, err = run_captured(
+        capsys, monkeypatch, "new", BUILTIN, "--target", "1024", *own, "--probe", "enough.json"
+    )
     assert (status, err.startswith("--probe: yarn keeps 8.30; no tuning is needed")) == (2, True)
-    status, _, err = command(capsys, monkeypatch, "new", BUILTIN, "--target", "512", *own, "--probe", "probe.json")
+    status, _, err = run_captured(capsys, monkeypatch, "new", BUILTIN, "--target", "512", *own, "--probe", "probe.json")
     assert (status, err.strip()) == (2, "--probe: was not made for --target 512; probe again")
 
 
 def test_a_long_target_has_one_document_and_passkeys_of_the_lowest_perplexity(
     small_model: Path, texts: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("pi_lora.report.probe.SAMPLE_ON_CPU", TARGET)
-    [reach] = probe(find(str(small_model)), ProbeOptions(target=(TARGET,), data=str(texts))).targets
+    monkeypatch.setattr("pi_lora.evaluation.probe.SAMPLE_TOKENS_ON_CPU", TARGET)
+    [reach] = probe(resolve_model(str(small_model)), ProbeOptions(target=(TARGET,), data=str(texts))).targets
     assert set(reach.scalings) == {"direct", "pi", "yarn", "theta"}
     [(name, scores)] = ((name, each.passkey) for name, each in reach.scalings.items() if each.passkey)
     assert reach.best == name == min(reach.scalings, key=lambda each: reach.scalings[each].windows[1].value)
@@ -153,7 +157,7 @@ def test_the_best_finds_the_most_passkeys_and_then_has_the_lowest_perplexity(
     scalings: dict[str, tuple[float, float, float]], best: str, enough: bool
 ) -> None:
     found = {name: measured(*values) for name, values in (scalings | {"direct": (8.0, 90.0, 0.0)}).items()}
-    reach = decided(4096, found)
+    reach = choose_best(4096, found)
     assert (reach.best, reach.enough) == (best, enough)
     assert reach.summary.startswith(f"{best} keeps {scalings[best][1]:.2f} at 4,096 (8.00 at 1,024 before) and finds ")
 
@@ -164,23 +168,26 @@ def test_several_targets_are_probed_the_shortest_first_and_train_knows_the_best(
 ) -> None:
     """Nobody is told to tune with the scaling of the base, which changes nothing."""
 
-    def found_best(target: int, scalings: dict[str, Probed]) -> Reach:
-        return Reach(target=target, best=best, enough=False, summary="kept", scalings=scalings)
+    def found_best(target: int, scalings: dict[str, Probed]) -> TargetResult:
+        return TargetResult(target=target, best=best, enough=False, summary="kept", scalings=scalings)
 
-    monkeypatch.setattr("pi_lora.report.probe.decided", found_best)
+    monkeypatch.setattr("pi_lora.evaluation.probe.choose_best", found_best)
     options = ProbeOptions(target=(512, TARGET), data=str(texts), documents=1, trials=1, scalings=("pi",))
-    found = probe(find(str(small_model)), options)
+    found = probe(resolve_model(str(small_model)), options)
     assert [reach.target for reach in found.targets] == [TARGET, 512]
     for scaling in ("pi", "theta"):
         recipe = small_recipe(small_model, context={"target": 512}, scaling=scaling)
-        _, lines = model_to_train(recipe, tmp_path / "run")
+        file = tmp_path / "recipe.yaml"
+        file.write_text(dump_recipe(recipe))
+        lines: list[str] = []
+        resolve_training(file, output=tmp_path / "run", progress=UI(show=lines.append))
         assert any(f"scaling={best} tunes from there" in line for line in lines) is (best == "pi" != scaling)
     with pytest.raises(ModelError, match="was not made for --target 1024; probe again"):
         found.at(1024)
 
 
-def test_what_cannot_be_probed_is_refused(small_model: Path, texts: Path) -> None:
-    base = find(str(small_model))
+def test_models_and_targets_that_cannot_be_probed_are_refused(small_model: Path, texts: Path) -> None:
+    base = resolve_model(str(small_model))
     with pytest.raises(ScalingError, match="64 is not longer"):
         probe(base, ProbeOptions(target=(TARGET, 64), data=str(texts)))
     with pytest.raises(ScalingError, match="scaling: yran: not possible"):

@@ -6,8 +6,8 @@ import pytest
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM, DynamicCache
 
-from pi_lora.merging.merging import merge
-from pi_lora.models.model import find
+from pi_lora.api import merge
+from pi_lora.models.source import resolve_model
 from pi_lora.serving.commands import cache_bytes
 
 # Numbers a token and layer, by the papers and model cards.
@@ -25,7 +25,7 @@ CACHES = {
 
 
 @pytest.mark.parametrize("kind", CACHES)
-def test_the_cache_by_published_sizes(kind: str) -> None:
+def test_cache_bytes_match_published_sizes(kind: str) -> None:
     changes, numbers = CACHES[kind]
     assert cache_bytes(AutoConfig.for_model(kind, **changes), 16384, 2) == 2 * numbers
 
@@ -43,7 +43,7 @@ SMALL = {"hidden_size": 32, "intermediate_size": 48, "num_attention_heads": 4, "
     ],
 )
 @torch.no_grad()
-def test_the_cache_that_transformers_keeps(kind: str, changes: dict[str, int]) -> None:
+def test_cache_bytes_equal_those_of_transformers(kind: str, changes: dict[str, int]) -> None:
     config = AutoConfig.for_model(kind, **{**SMALL, **changes})
     cache = DynamicCache(config=config)
     AutoModelForCausalLM.from_config(config)(input_ids=torch.zeros(1, 40, dtype=torch.long), past_key_values=cache)
@@ -53,10 +53,10 @@ def test_the_cache_that_transformers_keeps(kind: str, changes: dict[str, int]) -
     assert cache_bytes(config, 40, 4) == kept + sliding * 2 * 16 * 4
 
 
-def test_a_merge_says_how_to_serve_it(lora_run: Path, tmp_path: Path) -> None:
+def test_a_merge_prints_how_to_serve_it(lora_run: Path, tmp_path: Path) -> None:
     folder = tmp_path / "merged"
     merged = merge(lora_run, folder)
-    config = find(str(folder)).config
+    config = resolve_model(str(folder)).config
     size = 128 * config["num_hidden_layers"] * 2 * config["num_key_value_heads"] * config["head_dim"] * 4
     assert merged.serving == [
         f"vllm serve {folder} --max-model-len 128 --dtype float32",

@@ -8,7 +8,7 @@ from random_runs import put_on_hub
 
 from pi_lora import cli
 from pi_lora.errors import ModelError, RunExistsError
-from pi_lora.models.model import find
+from pi_lora.models.source import resolve_model
 from pi_lora.scaling.config import Extension
 from pi_lora.serving.gguf import CONVERTER, export_gguf, find_converter
 
@@ -46,7 +46,7 @@ def read(file: Path, *names: str) -> list[object]:
     return [reader.get_field(name).contents() for name in names]
 
 
-def test_a_run_is_merged_converted_and_gets_its_window(
+def test_a_run_is_merged_and_converted_with_its_window(
     lora_run: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     converter(tmp_path / "sources")
@@ -59,25 +59,25 @@ def test_a_run_is_merged_converted_and_gets_its_window(
     assert f"{output}: written for llama.cpp, with a window of 128 tokens" in printed
     assert f"llama-server --model {output} --ctx-size 128" in printed
     with pytest.raises(RunExistsError, match="already exists and is not overwritten"):
-        find_converter(find(str(lora_run)), output)
+        find_converter(resolve_model(str(lora_run)), output)
 
 
 def test_full_weights_on_the_hub_are_downloaded(
     full_run: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     put_on_hub(full_run, "you/model", tmp_path / "hub", monkeypatch)
-    export_gguf(find("you/model"), tmp_path / "model.gguf", converter(tmp_path / "sources"), "bf16")
+    export_gguf(resolve_model("you/model"), tmp_path / "model.gguf", converter(tmp_path / "sources"), "bf16")
     assert read(tmp_path / "model.gguf", "llama.context_length", "outtype") == [128, "bf16"]
 
 
 def test_a_scaling_that_the_converter_drops_is_refused(small_model: Path, tmp_path: Path) -> None:
-    found = find(str(small_model), Extension(128, scaling="dynamic"))
+    found = resolve_model(str(small_model), Extension(128, scaling="dynamic"))
     with pytest.raises(ModelError, match="converter drops the scaling `dynamic`; use another scaling"):
         find_converter(found, tmp_path / "model.gguf", converter(tmp_path / "sources").parent)
 
 
 def test_a_missing_or_failing_converter_is_one_line(full_run: Path, tmp_path: Path) -> None:
-    found, file = find(str(full_run)), tmp_path / "model.gguf"
+    found, file = resolve_model(str(full_run)), tmp_path / "model.gguf"
     with pytest.raises(ModelError, match=r"no such converter; it is in llama\.cpp's repository .* --converter"):
         find_converter(found, file, tmp_path)
     script = converter(tmp_path / "sources")

@@ -63,12 +63,14 @@ def assert_alike(
 @pytest.mark.parametrize("checkpointing", [True, False], ids=["checkpointed", "kept"])
 @pytest.mark.parametrize("tokens", [1, 8, 37, 73], ids=lambda tokens: f"pieces of {tokens}")
 @pytest.mark.parametrize("tuning", [Tuning(rank=4), Tuning(method="full"), Tuning(rank=4, target_modules="attention")])
-def test_losses_and_gradients_are_those_of_the_whole(tuning: Tuning, tokens: int, checkpointing: bool) -> None:
+def test_chunked_mlps_have_the_losses_and_gradients_of_whole_ones(
+    tuning: Tuning, tokens: int, checkpointing: bool
+) -> None:
     assert_alike("llama", tuning, tokens, checkpointing)
 
 
 @pytest.mark.parametrize("kind", ["qwen3", "phi3", "gemma2", "gpt_neox"])
-def test_other_architectures(kind: str) -> None:
+def test_chunked_mlps_of_other_architectures_equal_whole_ones(kind: str) -> None:
     assert_alike(kind, Tuning(rank=4), 8, checkpointing=True, dtype=torch.float32)
 
 
@@ -85,7 +87,7 @@ def test_under_autocast_gradients_agree_to_the_precision_of_bfloat16() -> None:
 
 
 @pytest.mark.parametrize("checkpointing", [True, False], ids=["checkpointed", "kept"])
-def test_how_often_a_token_goes_through_the_mlp(checkpointing: bool) -> None:
+def test_chunked_mlps_compute_a_token_at_most_three_times(checkpointing: bool) -> None:
     """Forward, and once more for its gradients; checkpointing the layer adds a third time."""
     model = tuned_model("llama", Tuning(method="full"), torch.float32)
     seen: list[int] = []
@@ -99,7 +101,7 @@ def test_how_often_a_token_goes_through_the_mlp(checkpointing: bool) -> None:
     assert sum(seen) <= (3 if checkpointing else 2) * SHAPE["num_hidden_layers"] * IDS.numel()
 
 
-def test_a_mixture_of_experts_is_refused() -> None:
+def test_chunking_a_mixture_of_experts_is_refused() -> None:
     config = AutoConfig.for_model("mixtral", **SHAPE, num_local_experts=2, num_experts_per_tok=1)
     with pytest.raises(ModelError, match=r"training\.mlp_chunk_tokens: the model has no dense MLP"):
         chunk_mlps(AutoModelForCausalLM.from_config(config), 8)

@@ -11,8 +11,8 @@ from conftest import small_recipe, train
 from transformers.models.llama import modeling_llama
 
 from pi_lora.data.batches import collate
-from pi_lora.models.model import find
-from pi_lora.training.training import prepare_data
+from pi_lora.models.source import resolve_model
+from pi_lora.training.job import TrainingJob
 
 PADDING = 1
 LENGTHS = ((30, 10), (15, 6), (20, 20))
@@ -25,7 +25,7 @@ def batch() -> dict[str, torch.Tensor]:
 
 # Full attention, sliding windows shorter than the examples, LayerNorm and biases, state spaces, local and full layers.
 @pytest.mark.parametrize("model_type", ["llama", "mistral", "gpt_neox", "gemma3_text", "bamba"])
-def test_padding_needs_no_mask(model_type: str) -> None:
+def test_right_padding_without_a_mask_changes_no_logits(model_type: str) -> None:
     config = architectures.small_config(model_type)
     if model_type == "mistral":
         config.sliding_window = 16
@@ -40,7 +40,7 @@ def test_padding_needs_no_mask(model_type: str) -> None:
 
 
 @pytest.mark.parametrize("attention", ["sdpa", "eager"])
-def test_only_torchs_kernel_gets_no_mask(
+def test_only_sdpa_gets_no_mask(
     attention: str, lora_run: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     rows = [{"text": "The cat sat on the mat. " * words, "gist": f"Cat {words}."} for words in (1, 2, 3, 4)]
@@ -71,5 +71,5 @@ def test_only_torchs_kernel_gets_no_mask(
     assert set(masked) == {attention == "eager"}
     log = [json.loads(line) for line in (run / "training.jsonl").read_text().splitlines()]
     # Two steps are an epoch, whose tokens are counted without the padding.
-    tokens = sum(len(row["input_ids"]) for row in prepare_data(recipe, find(str(lora_run))).rows)
+    tokens = sum(len(row["input_ids"]) for row in TrainingJob(recipe, resolve_model(str(lora_run)), Path()).pack().rows)
     assert [log[1]["tokens"], log[3]["tokens"]] == [tokens, 2 * tokens]

@@ -50,9 +50,11 @@ def interrupt_at(step: int, recipe: Recipe, output: Path, number: signal.Signals
     assert not output.exists()
 
 
-def test_auto_precision_is_decided_once(small_model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_resumed_run_keeps_its_auto_precision(
+    small_model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """A resumption goes on in the precision that the run began in, on a machine that would choose another one, too."""
-    output, fast = tmp_path / "run", "pi_lora.models.machine.has_fast_bfloat16"
+    output, fast = tmp_path / "run", "pi_lora.models.device.has_fast_bfloat16"
     monkeypatch.setattr(fast, lambda: True)
     interrupt_at(4, recipe_for(small_model, precision="auto"), output)
     assert Run(staging_path(output)).metadata.precision == "bfloat16"
@@ -73,7 +75,7 @@ def heard() -> Iterator[None]:
 
 @pytest.mark.usefixtures("heard")
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])
-def test_a_signal_ends_the_run_behind_a_checkpoint(
+def test_a_signal_ends_training_after_a_checkpoint_and_resume_gives_the_same_weights(
     small_model: Path,
     tmp_path: Path,
     whole: dict[str, torch.Tensor],
@@ -104,7 +106,7 @@ def test_a_run_is_not_resumed_under_another_recipe(small_model: Path, tmp_path: 
     train(recipe_for(small_model, save_every=4, log_every=2), output, resume=True)
 
 
-def test_an_interrupted_run_is_known_by_its_name(
+def test_commands_name_an_interrupted_run_and_train_resumes_it(
     small_model: Path, tmp_path: Path, whole: dict[str, torch.Tensor], capsys: pytest.CaptureFixture[str]
 ) -> None:
     """And resumed by it under the recipe that it began with, whatever became of the file."""
@@ -127,9 +129,7 @@ def test_resume_needs_an_interrupted_run(small_model: Path, tmp_path: Path) -> N
         train(recipe_for(small_model), tmp_path / "run", resume=True)
 
 
-def test_a_loss_that_is_not_finite_stops_the_run_and_keeps_the_last_good_checkpoint(
-    small_model: Path, tmp_path: Path
-) -> None:
+def test_divergence_stops_training_and_keeps_the_last_good_checkpoint(small_model: Path, tmp_path: Path) -> None:
     output = tmp_path / "run"
     recipe = recipe_for(small_model, learning_rate=1e12, save_every=1, warmup_steps=0, precision="float32")
     with pytest.raises(Diverged, match=r"of step \d+ became infinite or NaN at a rate of 1e\+12") as raised:
@@ -141,7 +141,7 @@ def test_a_loss_that_is_not_finite_stops_the_run_and_keeps_the_last_good_checkpo
     assert not output.exists()
 
 
-def test_the_seconds_of_all_steps_count(small_model: Path, tmp_path: Path) -> None:
+def test_seconds_add_up_over_a_resumed_run(small_model: Path, tmp_path: Path) -> None:
     """A line is written with every checkpoint, whatever `log_every` says."""
     recipe, output = recipe_for(small_model, log_every=STEPS), tmp_path / "run"
     interrupt_at(5, recipe, output)

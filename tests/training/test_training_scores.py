@@ -7,10 +7,12 @@ import torch
 from conftest import small_recipe, train
 from safetensors.torch import load_file
 
+from pi_lora.api import load
 from pi_lora.evaluation.measurement import as_json
 from pi_lora.evaluation.suite import measure
 from pi_lora.models.adapter import prepare_for_tuning
-from pi_lora.models.model import Model, find, load
+from pi_lora.models.loaded import LoadedModel, load_base
+from pi_lora.models.source import resolve_model
 from pi_lora.recipe.evaluation import Evaluation
 from pi_lora.recipe.files import load_recipe
 from pi_lora.scaling.config import Extension
@@ -52,16 +54,16 @@ def measured_run(request: pytest.FixtureRequest, small_model: Path, tmp_path_fac
     return train(recipe, tmp_path_factory.mktemp("scores") / "run")
 
 
-def interpolated_base(run: Path) -> Model:
+def interpolated_base(run: Path) -> LoadedModel:
     """The base of a run as it is at step 0; after QLoRA in four bits."""
     recipe = load_recipe(run / "recipe.yaml").recipe
     if recipe.tuning.method != "qlora":
         return load(recipe.model.name, Extension(128))
-    found = find(recipe.model.name, Extension(128))
-    model = found.load_weights(torch.bfloat16, place="quantized")
+    found = resolve_model(recipe.model.name, Extension(128))
+    model = load_base(found, torch.bfloat16, placement="quantized")
     if recipe.tuning.with_embeddings:  # which compute in float32, the tied head as well
         model = prepare_for_tuning(model, recipe.tuning, found.name)
-    return found.changed(model=model.eval(), in_training=True)
+    return LoadedModel(found, model.eval())
 
 
 def scores(run: Path, name: str, step: int) -> dict[str, object]:
@@ -70,12 +72,12 @@ def scores(run: Path, name: str, step: int) -> dict[str, object]:
     return found
 
 
-def test_it_measures_at_step_0_every_so_many_and_at_the_end(measured_run: Path) -> None:
+def test_training_is_measured_at_step_0_at_every_interval_and_at_the_end(measured_run: Path) -> None:
     names = {path.name for path in (measured_run / "scores").iterdir()}
     assert names == {f"{name}-step-{step}.json" for name in ("perplexity", "passkey") for step in (0, 2, 4)}
 
 
-def test_step_0_is_the_interpolated_base_and_the_last_step_the_run(measured_run: Path) -> None:
+def test_scores_of_the_first_and_last_step_are_those_of_base_and_run(measured_run: Path) -> None:
     wanted = load_recipe(measured_run / "recipe.yaml").recipe.evaluation
     for step, model in ((0, interpolated_base(measured_run)), (4, load(str(measured_run)))):
         expected, found = as_json(measure(model, wanted)["perplexity"]), scores(measured_run, "perplexity", step)
@@ -85,13 +87,14 @@ def test_step_0_is_the_interpolated_base_and_the_last_step_the_run(measured_run:
     assert scores(measured_run, "perplexity", 0)["windows"] != scores(measured_run, "perplexity", 4)["windows"]
 
 
-def test_float32_weights_are_measured_as_they_are_tuned_where_that_is_faster(
+def test_float32_weights_are_measured_in_the_arithmetic_of_tuning(
     small_model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """As on a GPU: all weights, which stay float32, in bfloat16 arithmetic while they train and after."""
     training = {**small_recipe(small_model).training.model_dump(), "precision": "bfloat16"}
     recipe = small_recipe(small_model, tuning=FULL, training=training, evaluation=EVALUATION)
-    monkeypatch.setattr("pi_lora.models.machine.measured_under_autocast", lambda recipe: True)
+    monkeypatch.setattr("pi_lora.models.device.measured_under_autocast", lambda recipe: True)
+    monkeypatch.setattr("pi_lora.models.loaded.measured_under_autocast", lambda recipe: True)
     run = train(recipe, tmp_path / "run")
     found, after, in_float32 = (
         [row["perplexity"] for row in each["windows"]]
@@ -106,7 +109,7 @@ def test_float32_weights_are_measured_as_they_are_tuned_where_that_is_faster(
     assert scores(run, "perplexity", 4)["dtype"] == "float32, computed in bfloat16"
 
 
-def test_measuring_changes_nothing_in_the_training(measured_run: Path, tmp_path: Path) -> None:
+def test_measurements_during_training_do_not_change_the_weights(measured_run: Path, tmp_path: Path) -> None:
     recipe = load_recipe(measured_run / "recipe.yaml").recipe
     undisturbed = train(recipe.model_copy(update={"evaluation": Evaluation()}), tmp_path / "run")
     assert json.loads((undisturbed / "run.json").read_text())["attention"] == "eager"

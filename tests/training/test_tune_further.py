@@ -9,13 +9,12 @@ from typing import Any
 
 import pytest
 import torch
-from conftest import small_recipe, train
+from conftest import plan_of, small_recipe, train
 from safetensors.torch import load_file
 
+from pi_lora.api import load, merge
 from pi_lora.errors import Interrupted, PiLoraError
-from pi_lora.merging.merging import merge
-from pi_lora.models.model import load
-from pi_lora.planning.planning import plan_here
+from pi_lora.planning.gpus import device_here
 from pi_lora.recipe.schema import Recipe
 
 ROWS = [{"text": "The cat sat on the mat. " * 3, "gist": f"Cat {number}."} for number in range(4)]
@@ -34,19 +33,19 @@ def further(base: Path, rows: Path, **changes: Any) -> Recipe:
 
 
 def weights(run: Path) -> dict[str, torch.Tensor]:
-    return {name: weight.detach().clone() for name, weight in load(str(run)).model.named_parameters()}
+    return {name: weight.detach().clone() for name, weight in load(str(run)).module.named_parameters()}
 
 
 def logits(run: Path) -> torch.Tensor:
     loaded = load(str(run))
     with torch.no_grad():
-        found: torch.Tensor = loaded.model(torch.arange(100)[None] + 5).logits
+        found: torch.Tensor = loaded.module(torch.arange(100)[None] + 5).logits
     return found
 
 
 def test_an_adapter_is_tuned_further_as_one_adapter_of_its_base(lora_run: Path, rows: Path, tmp_path: Path) -> None:
     recipe = further(lora_run, rows)
-    assert plan_here(recipe).target.original == 128
+    assert plan_of(recipe, device_here()).target.original == 128
     run = train(recipe, tmp_path / "further")
     first, second = (json.loads((each / "adapter_config.json").read_text()) for each in (lora_run, run))
     assert second["base_model_name_or_path"] == first["base_model_name_or_path"]
@@ -69,7 +68,7 @@ def test_an_adapter_is_tuned_further_as_one_adapter_of_its_base(lora_run: Path, 
 
 
 @pytest.mark.skipif(importlib.util.find_spec("bitsandbytes") is None, reason="pip install pi-lora[qlora]")
-def test_a_quantized_model_starts_from_the_very_adapter(lora_run: Path, rows: Path, tmp_path: Path) -> None:
+def test_qlora_tunes_the_same_adapter_further(lora_run: Path, rows: Path, tmp_path: Path) -> None:
     """TRL rounds it to bfloat16, norms by up to a thousandth."""
     still = {"steps": 1, "learning_rate": 1e-30, "global_batch_size": 2, "activation_checkpointing": False}
     recipe = further(lora_run, rows, tuning={"method": "qlora", "rank": 4}, training=still)
@@ -82,7 +81,7 @@ def test_a_quantized_model_starts_from_the_very_adapter(lora_run: Path, rows: Pa
         assert torch.equal(after[name], tensor), name
 
 
-def test_short_sequences_with_positions_over_the_extended_window(lora_run: Path, tmp_path: Path) -> None:
+def test_pose_tunes_an_extended_model_further_with_short_sequences(lora_run: Path, tmp_path: Path) -> None:
     """PoSE needs sequence_tokens here: a sequence of the whole window skips nothing."""
     data = {"source": "builtin:stdlib", "positions": "pose", "sequence_tokens": 32}
     recipe = further(lora_run, Path(), data=data)
@@ -132,7 +131,7 @@ def test_merged_weights_are_tuned_with_any_shape(
         ({"model": {"name": "adapters/none"}}, r"adapters/none: has no config.json .*; give a hub id, a model folder"),
     ],
 )
-def test_what_cannot_be_tuned_further_is_refused(
+def test_adapters_that_cannot_be_tuned_further_are_refused(
     lora_run: Path, rows: Path, tmp_path: Path, changes: dict[str, Any], message: str
 ) -> None:
     with pytest.raises(PiLoraError, match=message):
@@ -140,7 +139,7 @@ def test_what_cannot_be_tuned_further_is_refused(
     assert not (tmp_path / "further").exists()
 
 
-def test_a_resumed_run_ends_with_the_same_weights(lora_run: Path, rows: Path, tmp_path: Path) -> None:
+def test_tuning_further_resumes_to_the_same_weights(lora_run: Path, rows: Path, tmp_path: Path) -> None:
     """Groups of like lengths follow from seed and epoch alone, also after an interruption."""
     training = {"steps": 6, "learning_rate": 1e-2, "global_batch_size": 2, "activation_checkpointing": False}
     recipe = further(lora_run, rows, training={**training, "save_every": 1, "warmup_steps": 1})

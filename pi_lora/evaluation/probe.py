@@ -1,0 +1,294 @@
+"""Comparison of scalings before any tuning: the plain base and each untuned scaling, measured on the same documents and
+passkeys.
+"""
+
+import shlex
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, cast
+
+from pydantic import BaseModel
+from rich.table import Table
+
+from pi_lora.distributed import is_main_process
+from pi_lora.drawing import sparkline
+from pi_lora.errors import ModelError
+from pi_lora.evaluation.changes import change_of, verdict
+from pi_lora.evaluation.measurement import Metric, Scores, Session
+from pi_lora.evaluation.passkey import PasskeyScores
+from pi_lora.evaluation.perplexity import PerplexityScores
+from pi_lora.evaluation.suite import MEASUREMENTS, metrics_of, setting_of
+from pi_lora.models.device import device, hardware, has_fast_bfloat16, versions
+from pi_lora.models.loaded import load_model
+from pi_lora.models.source import ModelSource
+from pi_lora.recipe.evaluation import PasskeyOptions, PerplexityOptions, ProbeOptions
+from pi_lora.run import BASE, STEP_0
+from pi_lora.scaling.config import Extension, Method, methods_for
+from pi_lora.storage import cache_folder, check_can_write, read_json, write_json
+from pi_lora.types import SILENT, UI, Json
+
+# Scalings that no recipe tunes by default; a probe shows them for comparison.
+FOR_COMPARISON = ("direct", "dynamic")
+# The number of scalings that are probed by default, of those that suit the model: pi, yarn and theta of a plain base.
+DEFAULT_SCALINGS = 3
+# Tokens of documents for each scaling, and of passkeys at each distance; at least one document and one passkey.
+SAMPLE_TOKENS = 2**15
+SAMPLE_TOKENS_ON_CPU = 2**14
+MAX_DOCUMENTS = 12
+MAX_TRIALS = 10
+# The number of distances of passkeys with several trials at each distance, and with one trial.
+DEPTHS = 8
+DEPTHS_OF_SINGLE_TRIALS = 4
+# A scaling gets passkeys if the perplexity at L' is at most this multiple of the lowest.
+PROMISING_RATIO = 1.25
+# No tuning is needed up to this multiple of the base's perplexity, and from this percentage of retrieved passkeys.
+MAX_PERPLEXITY_RATIO = 1.05
+MIN_PASSKEYS_PERCENT = 80.0
+
+
+class Probed(BaseModel):
+    """The scores of one scaling; `direct` is the plain base. Only promising scalings have passkeys."""
+
+    perplexity: PerplexityScores
+    passkey: PasskeyScores | None = None
+
+    @property
+    def windows(self) -> list[Metric]:
+        """The perplexity in the original window L and in the target window L'."""
+        return metrics_of(self.perplexity)[:2]
+
+    @property
+    def retrieved(self) -> Metric | None:
+        """The share of retrieved passkeys in percent."""
+        return metrics_of(self.passkey)[1] if self.passkey else None
+
+
+class TargetResult(BaseModel):
+    """The scalings at one target (L', tokens).
+
+    Attributes:
+        target: L' in tokens.
+        best: The scaling with the lowest perplexity at L', of those that retrieve the most passkeys within intervals.
+        enough: Whether the best scaling needs no tuning.
+        summary: The perplexity and the passkeys of the best scaling in a sentence.
+        scalings: The scores by scaling.
+    """
+
+    target: int
+    best: Method
+    enough: bool
+    summary: str
+    scalings: dict[Method, Probed]
+
+    def to_tune(self) -> tuple[Method, str] | None:
+        """Return the best scaling and the summary; None if the best is for comparison only. Raise ModelError if that
+        one needs no tuning.
+        """
+        if self.best not in FOR_COMPARISON:
+            return self.best, self.summary
+        if self.enough:
+            raise ModelError(f"--probe: {self.summary}; no tuning is needed; to tune all the same, leave --probe out")
+        return None
+
+
+class Probe(BaseModel):
+    """A probed model, its original window (L, tokens), a result for each target, and the hardware and versions."""
+
+    model: str
+    original: int
+    hardware: str = ""
+    versions: dict[str, str] = {}
+    targets: list[TargetResult]
+
+    def at(self, target: int) -> TargetResult:
+        """Return the scalings at a target; raise ModelError if it was not probed."""
+        for result in self.targets:
+            if result.target == target:
+                return result
+        raise ModelError(f"--probe: was not made for --target {target}; probe again")
+
+    def scores_by_stage(self, model: str, target: int, scaling: Method) -> dict[str, list[Scores]]:
+        """Return the scores of the base and of one untuned scaling, by stage; raise ModelError if another model was
+        probed, or the scaling was not.
+        """
+        probed = self.at(target).scalings
+        if self.model != model or scaling not in probed:
+            measured = f"{self.model} under {', '.join(probed)}"
+            raise ModelError(
+                f"--probe: is of {measured}, not of {model} under {scaling}; probe it, or leave the option out"
+            )
+        stages: dict[str, list[Scores]] = {}
+        for stage, results in ((BASE, probed["direct"]), (STEP_0, probed[scaling])):
+            stages[stage] = [results.perplexity]
+            if results.passkey:
+                stages[stage].append(results.passkey)
+        return stages
+
+
+def probe(
+    base: ModelSource,
+    options: ProbeOptions,
+    *,
+    json: Path | None = None,
+    dtype: str | None = None,
+    ui: UI = SILENT,
+) -> Probe:
+    """Measure a plain base without and with each scaling, untuned, at each target; all in the same dtype.
+
+    Results are journalled until the end, so that an interrupted probe continues. The best scalings stay in the cache,
+    where `pi-lora train` reads them. Raise ScalingError if a scaling does not suit the model, ModelError if the model
+    is a run, DataError if no document is long enough.
+    """
+    if base.adapter:
+        raise ModelError(f"{base.name}: brings its own scaling; probe its base, {base.base.name}")
+    check_can_write(json)
+    dtype = dtype or ("bfloat16" if has_fast_bfloat16() else None)
+    with Session(say=ui.say, shared=True) as session:
+
+        def measure(name: str, model: ModelSource, title: str, requested: Any) -> Any:
+            with ui.progress(f"{title}, {name}") as session.progress:
+                return MEASUREMENTS[name].run(load_model(model, dtype), requested, session)
+
+        results = [_probe_target(base, target, options=options, measure=measure) for target in sorted(options.target)]
+        probed = Probe(
+            model=base.name,
+            original=base.window,
+            hardware=hardware(),
+            versions=versions(),
+            targets=results,
+        )
+        if is_main_process():
+            for result in results:
+                write_json(_best_scaling_file(base.name, result.target), result.model_dump(include={"best", "summary"}))
+            if json:
+                write_json(json, probed.model_dump(mode="json", by_alias=True, exclude_unset=True))
+    return probed
+
+
+def _probe_target(base: ModelSource, target: int, options: ProbeOptions, measure: Callable[..., Any]) -> TargetResult:
+    """Measure the base and the scalings at one target."""
+    models: dict[Method, ModelSource] = {"direct": base}
+    requested = cast("tuple[Method, ...]", options.scalings)
+    for method in requested or methods_for(base.config)[:DEFAULT_SCALINGS]:
+        if method != "direct":
+            models[method] = base.extended(Extension(target, scaling=method))
+    sample_tokens = SAMPLE_TOKENS_ON_CPU if device().type == "cpu" else SAMPLE_TOKENS
+    samples = max(1, sample_tokens // target)
+    perplexity_options = PerplexityOptions(
+        data=options.data,
+        column=options.column,
+        windows=(base.window, target),
+        stride=base.window,
+        truncate=target,
+        documents=options.documents or min(MAX_DOCUMENTS, samples),
+    )
+    # Prepared here, so that a missing text is reported before weights are read.
+    perplexity_options = MEASUREMENTS["perplexity"].prepare(perplexity_options, [base])
+    trials = options.trials or min(MAX_TRIALS, samples)
+    passkey_options = PasskeyOptions(
+        target=target,
+        depths=DEPTHS if trials > 1 else DEPTHS_OF_SINGLE_TRIALS,
+        trials=trials,
+        seed=options.seed,
+    )
+    scalings: dict[Method, Probed] = {}
+    for name, model in models.items():
+        perplexity = measure("perplexity", model, title=f"{name} at {target:,}", requested=perplexity_options)
+        scalings[name] = Probed(perplexity=perplexity)
+    lowest = min(probed.windows[1].value for probed in scalings.values())
+    promising_ratio = PROMISING_RATIO if trials > 1 else 1.0
+    for name, probed in scalings.items():
+        if probed.windows[1].value <= promising_ratio * lowest:
+            title = f"{name} at {target:,}"
+            probed.passkey = measure("passkey", models[name], title=title, requested=passkey_options)
+    return choose_best(target, scalings)
+
+
+def choose_best(target: int, scalings: dict[Method, Probed]) -> TargetResult:
+    """Return the best scaling with a summary, and whether it needs no tuning."""
+    shares = {}
+    for name, probed in scalings.items():
+        share = probed.retrieved
+        if share:
+            shares[name] = share
+    most = max(share.value for share in shares.values())
+    # The scalings whose intervals reach the highest share.
+    equal = [name for name, share in shares.items() if share.interval and share.interval[1] >= most]
+    best = min(equal, key=lambda name: scalings[name].windows[1].value)
+    before = scalings["direct"].windows[0]
+    in_original_window, in_target_window = scalings[best].windows
+    keeps_perplexity = max(in_original_window.value, in_target_window.value) <= MAX_PERPLEXITY_RATIO * before.value
+    passkeys = shares[best]
+    summary = (
+        f"{best} keeps {in_target_window.value:.2f} at {in_target_window.at:,} "
+        f"({before.value:.2f} at {before.at:,} before) "
+        f"and finds {passkeys.value:.0f} % of {len(passkeys.values)} passkeys without tuning"
+    )
+    return TargetResult(
+        target=target,
+        best=best,
+        enough=keeps_perplexity and passkeys.value >= MIN_PASSKEYS_PERCENT,
+        summary=summary,
+        scalings=scalings,
+    )
+
+
+def read_probe(file: Path) -> Probe:
+    """Read a probe from a file; raise ModelError if the file holds something else."""
+    return read_json(file, Probe, "probe again")
+
+
+def probe_table(probed: Probe, result: TargetResult) -> Table:
+    """Return a row for each scaling: the perplexity in both windows with the verdict against the base in the original
+    window, the loss by position as a sparkline, and the passkeys.
+    """
+    base = result.scalings["direct"].windows[0]
+    table = Table(title=f"{probed.model}, without tuning", caption_justify="left")
+    table.add_column("scaling")
+    for window in (probed.original, result.target):
+        table.add_column(f"perplexity at {window:,}")
+    table.add_column("loss by position")
+    table.add_column("passkeys")
+    for name, scaling in result.scalings.items():
+        cells = []
+        for metric in scaling.windows:
+            row = change_of(base, metric)
+            words = verdict(row.change, row.interval, row.unit, higher_is_better=False)
+            cells.append(f"{row.run:.2f}, {words}")
+        positions = scaling.perplexity.by_position
+        losses = [part.loss for part in positions.bins] if positions else []
+        passkeys = scaling.retrieved.text if scaling.retrieved else "not asked"
+        table.add_row(name, *cells, sparkline(losses), passkeys)
+    best = result.scalings[result.best]
+    settings = [setting_of(scores) for scores in (best.perplexity, best.passkey) if scores]
+    table.caption = "; ".join([*settings, str(best.perplexity.dtype), "95 % intervals"])
+    return table
+
+
+def next_command(probed: Probe, result: TargetResult, json: Path | None) -> str:
+    """Return the command that makes the extended model: without tuning if that is enough, else a recipe."""
+    arguments = [probed.model, "--target", str(result.target)]
+    if json:
+        arguments += ["--probe", str(json)]
+    if not result.enough:
+        return shlex.join(["pi-lora", "new", *arguments])
+    folder = f"models/{result.best}_{result.target}"
+    return shlex.join(["pi-lora", "extend", *arguments, "--scaling", result.best, "--output", folder])
+
+
+def better_scaling(model: str, target: int, scaling: str) -> list[str]:
+    """Return a line if the last probe of this model found another scaling better than the one of a recipe."""
+    file = _best_scaling_file(model, target)
+    if not file.is_file():
+        return []
+    content = read_json(file, Json, "probe again")
+    best = content["best"]
+    if best in (scaling, *FOR_COMPARISON):
+        return []
+    return [f"scaling: {scaling}: in a probe, {content['summary']}; scaling={best} tunes from there"]
+
+
+def _best_scaling_file(model: str, target: int) -> Path:
+    """Return the file in the cache with the best scaling by the last probe of a model at a target."""
+    name = model.strip("/").replace("/", "--")
+    return cache_folder() / "probes" / f"{name}-{target}.json"

@@ -1,0 +1,242 @@
+"""A model with its weights: read on the accelerator, quantized, in host memory, or left out."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import torch
+import transformers
+from accelerate import init_empty_weights
+from safetensors import SafetensorError
+from transformers import AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
+
+from pi_lora.errors import ModelError, first_line
+from pi_lora.models.device import (
+    SDPA,
+    device,
+    dtype_named,
+    dtype_of_base,
+    keep_freed_memory,
+    measured_under_autocast,
+)
+from pi_lora.models.quiet import quiet_loading
+from pi_lora.models.source import ModelSource
+from pi_lora.models.weights import check_finite
+
+# Where the weights of a base go. `device`: the accelerator if there is one. `quantized`: the same, as NF4 with double
+# quantization (QLoRA, Dettmers et al. 2023). `host`: host memory, from which FSDP spreads the weights over GPUs.
+# `empty`: no weights are read, in the processes to which FSDP sends their shards.
+Placement = Literal["device", "quantized", "host", "empty"]
+
+# The dtype of weights before they are quantized: from another dtype, the same weight may get another NF4 value.
+QUANTIZED_FROM = torch.bfloat16
+# The most names in a message.
+MAX_NAMES = 3
+
+
+@dataclass(frozen=True)
+class LoadedModel:
+    """A model whose weights are in memory: what measurements, generation and training take.
+
+    Attributes:
+        source: The model before it was loaded: base, config, adapter.
+        module: The module of transformers or PEFT.
+        autocast: Whether float32 weights compute in bfloat16.
+        run_name: The name of the run that the model becomes, while the model trains.
+    """
+
+    source: ModelSource
+    module: Any
+    autocast: bool = False
+    run_name: str | None = None
+
+    def __str__(self) -> str:
+        return f"{self.source}, {self.module.dtype} on {self.module.device}"
+
+    @property
+    def name(self) -> str:
+        """The model as the user names it."""
+        return self.run_name or self.source.name
+
+    @property
+    def window(self) -> int:
+        """The context window in tokens."""
+        return self.source.window
+
+    @property
+    def scale(self) -> float:
+        """The factor L'/L by which the window is extended."""
+        return self.source.scale
+
+    @property
+    def tokenizer(self) -> Any:
+        """The tokenizer of the run, or of the base."""
+        return self.source.tokenizer
+
+    @property
+    def dtype(self) -> str:
+        """The dtype of the weights, such as `bfloat16`."""
+        return str(self.module.dtype).removeprefix("torch.")
+
+    @property
+    def kernel(self) -> str:
+        """The attention kernel, by transformers' name."""
+        return str(self.module.config._attn_implementation)
+
+
+def load_model(source: ModelSource, dtype: str | None = None) -> LoadedModel:
+    """Read the weights of a model.
+
+    Args:
+        source: The model as `resolve_model` returns it.
+        dtype: `float32`, `bfloat16` or `float16`. By default float32 on a CPU, bfloat16 after QLoRA, and on an
+            accelerator the stored dtype; a run is computed there in the dtype of its training.
+
+    Raises:
+        ModelError: Weights are missing, damaged, or not those that a run was tuned from.
+    """
+    source.check_base_fingerprint()
+    recipe = source.recipe
+    on_cpu = device().type == "cpu"
+    if on_cpu:
+        keep_freed_memory()
+    quantized = bool(source.adapter and recipe and recipe.tuning.method == "qlora")
+    if dtype:
+        weights_dtype = dtype_named(dtype)
+    elif source.adapter and recipe and (quantized or not on_cpu):
+        weights_dtype = dtype_of_base(recipe)
+    elif on_cpu:
+        weights_dtype = torch.float32
+    else:
+        stored_dtype = str(source.base.config.get("dtype") or "float32").removeprefix("torch.")
+        weights_dtype = dtype_named(stored_dtype)
+    module = load_base(source, weights_dtype, placement="quantized" if quantized else "device").eval()
+    if source.adapter is not None:
+        # Imported here: PEFT takes seconds, and bases and full weights do without.
+        from pi_lora.models.adapter import load_adapter
+
+        module = load_adapter(module, source.adapter)
+    in_float32 = dtype is None and weights_dtype == torch.float32
+    autocast = recipe is not None and in_float32 and measured_under_autocast(recipe)
+    if autocast:
+        # Without a cache, which would hold all weights a second time.
+        in_bfloat16 = torch.autocast(module.device.type, torch.bfloat16, cache_enabled=False)
+        module.forward = in_bfloat16(module.forward)
+    return LoadedModel(source, module, autocast)
+
+
+def load_base(
+    source: ModelSource, dtype: torch.dtype, *, attention: str = SDPA, placement: Placement = "device"
+) -> PreTrainedModel:
+    """Load the base of `source` under the config of `source`, without an adapter.
+
+    A `quantized` model computes in `dtype`; NF4 is always made from bfloat16, as in training.
+
+    Raises:
+        ModelError: The weights cannot be read, are not exactly those of the config, or are infinite or NaN.
+    """
+    base = source.base
+    trust_remote_code = source.permissions.trust_remote_code
+    if placement == "empty":
+        return empty_module(
+            source.typed_config,
+            dtype,
+            attention=attention,
+            trust_remote_code=trust_remote_code,
+        )
+    options = _placement_options(placement, dtype)
+    with quiet_loading():
+        try:
+            module, report = AutoModelForCausalLM.from_pretrained(
+                base.path,
+                config=source.typed_config,
+                dtype=QUANTIZED_FROM if placement == "quantized" else dtype,
+                attn_implementation=attention,
+                use_safetensors=True,
+                # Reported below, with the names.
+                ignore_mismatched_sizes=True,
+                output_loading_info=True,
+                revision=base.revision,
+                trust_remote_code=trust_remote_code,
+                **options,
+            )
+        except (OSError, ValueError, RuntimeError, SafetensorError) as error:
+            raise ModelError(f"{base.name}: its weights cannot be loaded ({first_line(error)})") from error
+    _check_complete(base.name, report)
+    if placement == "quantized":
+        _compute_in(dtype, module)
+    loaded: PreTrainedModel = module
+    check_finite(base.name, loaded.named_parameters())
+    return loaded
+
+
+def _placement_options(placement: Placement, dtype: torch.dtype) -> dict[str, Any]:
+    """Return the arguments of `from_pretrained` for a placement and the dtype of computation."""
+    options: dict[str, Any] = {}
+    on_gpu = device().type == "cuda"
+    if placement == "quantized":
+        options["quantization_config"] = transformers.BitsAndBytesConfig(
+            load_in_4bit=True,
+            bnb_4bit_quant_type="nf4",
+            bnb_4bit_use_double_quant=True,
+            bnb_4bit_compute_dtype=dtype,
+        )
+    # A GPU gets the weights without a copy of the whole model in host memory.
+    if placement == "quantized" or (placement == "device" and on_gpu):
+        options["device_map"] = {"": torch.cuda.current_device() if on_gpu else device()}
+    return options
+
+
+def empty_module(config: PreTrainedConfig, dtype: torch.dtype, attention: str, trust_remote_code: bool) -> Any:
+    """Build the model of `config` with buffers, but with weights in memory that is reserved and never touched.
+
+    The weights need addresses: the optimizer is made before FSDP, and accelerate 1.15 tells parameters apart by them.
+    """
+    with quiet_loading(), init_empty_weights():
+        model: PreTrainedModel = AutoModelForCausalLM.from_config(
+            config, trust_remote_code=trust_remote_code, dtype=dtype, attn_implementation=attention
+        )
+    for module in model.modules():
+        for name, weight in list(module.named_parameters(recurse=False)):
+            setattr(module, name, torch.nn.Parameter(torch.empty_like(weight, device="cpu")))
+    model.tie_weights()
+    return model.eval()
+
+
+def _check_complete(name: str, report: Mapping[str, Any]) -> None:
+    """Raise ModelError if the weights are not exactly those that the config describes.
+
+    transformers would give random values to weights that are missing or have another shape, and ignore unexpected ones.
+    """
+    mismatched = []
+    for key, stored_shape, config_shape in report["mismatched_keys"]:
+        mismatched.append(f"{key} is {list(stored_shape)} instead of {list(config_shape)}")
+    problems = []
+    for verb, keys in (
+        ("lack", report["missing_keys"]),
+        ("have", mismatched),
+        ("have beyond its config", report["unexpected_keys"]),
+    ):
+        if keys:
+            names = ", ".join(sorted(keys)[:MAX_NAMES])
+            problems.append(f"{verb} {names}")
+    if problems:
+        raise ModelError(f"{name}: its weights {', and '.join(problems)}; download all of its files")
+
+
+def _compute_in(dtype: torch.dtype, model: PreTrainedModel) -> None:
+    """Let a quantized model compute in `dtype`, from the weights as they were quantized, on every processor.
+
+    On processors with AVX512-BF16, bitsandbytes 0.50 repacks a layer at its first forward in evaluation mode, and then
+    computes in bfloat16. It fails where the inner size is no multiple of the block size of 64 or the outer one of 32,
+    rounds the scales of the blocks to bfloat16, and does not undo it for training, whose gradients then do not pass.
+    """
+    from bitsandbytes.nn.modules import Linear4bit  # an optional package
+
+    for layer in model.modules():
+        if isinstance(layer, Linear4bit):
+            layer.support_avx512bf16_for_cpu = False
+    for weight in model.parameters():
+        if weight.is_floating_point():
+            weight.data = weight.data.to(dtype)
+    model.config.dtype = dtype

@@ -1,0 +1,45 @@
+"""The files of a model for every engine: config, tokenizer, generation config, and linked weights."""
+
+import os
+import shutil
+from pathlib import Path
+
+from transformers.utils import GENERATION_CONFIG_NAME, SAFE_WEIGHTS_INDEX_NAME
+
+from pi_lora.models.files import TOKENIZER_FILES, save_config
+from pi_lora.models.source import ModelSource
+from pi_lora.models.tokenizer import save_tokenizer
+from pi_lora.models.weights import read_weights
+from pi_lora.scaling.config import Config
+from pi_lora.types import Progress
+
+
+def save_without_weights(source: ModelSource, config: Config, folder: Path) -> None:
+    """Write all files of a model but the weights and the card, under `config`; the model may have no tokenizer."""
+    save_config(config, folder)
+    has_tokenizer = any(source.base.file(name) for name in TOKENIZER_FILES)
+    if has_tokenizer:
+        save_tokenizer(source.tokenizer, folder)
+    generation_config = source.base.file(GENERATION_CONFIG_NAME)
+    if generation_config:
+        shutil.copyfile(generation_config, folder / GENERATION_CONFIG_NAME)
+
+
+def weight_files(source: ModelSource) -> list[Path]:
+    """Return the files of weights of the base, and their index; raise ModelError if one is missing or damaged."""
+    tensors = read_weights(source.base.name, source.base.file)
+    files = list({tensor.path for tensor in tensors.values()})
+    index = source.base.file(SAFE_WEIGHTS_INDEX_NAME)
+    if index:
+        files.append(index)
+    return files
+
+
+def link_weights(files: list[Path], folder: Path, progress: Progress) -> None:
+    """Put files into a folder: as hard links where the disk allows them, else as copies."""
+    for number, file in enumerate(files, 1):
+        progress(number, len(files), file.name)
+        try:
+            os.link(file.resolve(), folder / file.name)
+        except OSError:  # another disk, or one without hard links
+            shutil.copyfile(file, folder / file.name)

@@ -1,0 +1,187 @@
+"""The shape of a model, counted from the modules on the meta device; memory and hours are planned from it."""
+
+from collections import Counter
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, NamedTuple
+
+from pi_lora.errors import ModelError
+from pi_lora.scaling.config import FULL_ATTENTION, LOCAL_ATTENTION, SLIDING_ATTENTION, Config
+
+if TYPE_CHECKING:
+    from torch import nn
+    from transformers import PreTrainedModel
+
+# Layer types without attention weights: their operations grow linearly with the sequence.
+WITHOUT_ATTENTION = {"linear_attention", "conv", "mamba"}
+
+
+@dataclass(frozen=True)
+class Shape:
+    """A decoder: layers between an embedding and a head, which may share their weights (`tied`).
+
+    Attributes:
+        parameters: The number of parameters.
+        layers: The number of layers.
+        layer: The parameters of the largest layer.
+        hidden: The width of hidden states.
+        intermediate: The width of the widest MLP.
+        queries: The width of the queries of a layer.
+        keys: The width of the keys of a layer.
+        vocabulary: The number of tokens in the vocabulary.
+        tied: Whether head and embedding share their weights.
+        linear_weights: The weights of linear layers without biases and head, which are quantized and multiplied with
+            each token.
+        lora: The numbers in the matrices of LoRA per rank, by names of `tuning.target_modules`.
+        experts: The numbers in the weights of experts.
+        active_experts: Those of them that a token is multiplied with.
+        norms: The norms of hidden states in a layer.
+        norm_weights: The weights of all norms.
+        head_normed: Whether attention has norms.
+        full_layers: The layers that attend to everything.
+        sliding_layers: The layers that attend to a window.
+        sliding_window: The length of that window, in tokens.
+    """
+
+    parameters: int
+    layers: int
+    layer: int
+    hidden: int
+    intermediate: int
+    queries: int
+    keys: int
+    vocabulary: int
+    tied: bool
+    linear_weights: int
+    lora: dict[str, int]
+    experts: int
+    active_experts: int
+    norms: int
+    norm_weights: int
+    head_normed: bool
+    full_layers: int
+    sliding_layers: int
+    sliding_window: int
+
+    @property
+    def embedding(self) -> int:
+        """Numbers in the embedding matrix; the head has as many, or the same ones if `tied`."""
+        return self.vocabulary * self.hidden
+
+
+def shape_of(model: "PreTrainedModel") -> Shape:
+    """Count the shape of a model on any device; raise ModelError if transformers knows no layers, or no head, of it."""
+    from torch import nn
+
+    config = model.config
+    head = model.get_output_embeddings()
+    layer_classes = model._no_split_modules or ()
+    layers = [module for module in model.modules() if type(module).__name__ in layer_classes]
+    if head is None or not layers:
+        raise ModelError(f"model of type {config.model_type}: has no decoder layers with a head; no plan for it")
+    hidden = config.hidden_size
+    heads = config.num_attention_heads
+    key_value_heads = getattr(config, "num_key_value_heads", None) or heads
+    experts_per_token = getattr(config, "num_experts_per_tok", None)
+    # `qk_head_dim` is that of multi-head latent attention, whose `head_dim` is the rotary part alone.
+    head_dim = getattr(config, "qk_head_dim", None) or getattr(config, "head_dim", None) or hidden // heads
+    modules = dict(model.named_modules())
+    experts = _experts(model)
+    norms = {name: module for name, module in modules.items() if "Norm" in type(module).__name__}
+    attention_norms = [name for name in norms if _in_attention(name)]
+    linears = {name: module for name, module in modules.items() if isinstance(module, nn.Linear) and module is not head}
+    attended = _attended_layers(config.to_dict(), len(layers))
+    return Shape(
+        parameters=_count_parameters(model),
+        layers=len(layers),
+        layer=max(_count_parameters(layer) for layer in layers),
+        hidden=hidden,
+        intermediate=max(_mlp_width(layer, hidden, experts_per_token) for layer in layers),
+        queries=heads * head_dim,
+        keys=key_value_heads * head_dim,
+        vocabulary=head.out_features,
+        tied=head.weight is model.get_input_embeddings().weight,
+        linear_weights=sum(module.weight.numel() for module in linears.values()),
+        lora=_lora_numbers(linears, experts),
+        experts=sum(weight.numel() for weight in experts.values()),
+        active_experts=_active_numbers(experts, experts_per_token),
+        norms=(len(norms) - len(attention_norms)) // len(layers),
+        norm_weights=_count_parameters(nn.ModuleList(norms.values())),
+        head_normed=bool(attention_norms),
+        full_layers=attended.full,
+        sliding_layers=attended.sliding,
+        sliding_window=attended.window,
+    )
+
+
+def _lora_numbers(linears: "Mapping[str, nn.Linear]", experts: "Mapping[str, nn.Parameter]") -> dict[str, int]:
+    """Return the numbers in the matrices of LoRA per rank, by names that `tuning.target_modules` may have.
+
+    PEFT 0.21 adapts every expert of most mixtures, with twice the rank where two projections are fused; it then leaves
+    dense and shared MLPs out. It leaves out the experts of other mixtures. Here all of them count.
+    """
+    per_rank: Counter[str] = Counter()
+    for name, module in linears.items():
+        targets = ["all-linear", name.rpartition(".")[2]]
+        if _in_attention(name):
+            targets.append("attention")
+        for target in dict.fromkeys(targets):
+            per_rank[target] += module.in_features + module.out_features
+    for name, weight in experts.items():
+        numbers = len(weight) * sum(weight.shape[1:])
+        if "gate_up" in name:
+            numbers *= 2
+        per_rank["all-linear"] += numbers
+    return per_rank
+
+
+def _count_parameters(module: "nn.Module") -> int:
+    return sum(parameter.numel() for parameter in module.parameters())
+
+
+def _in_attention(name: str) -> bool:
+    return "attn." in name or "attention." in name
+
+
+def _experts(module: "nn.Module") -> "dict[str, nn.Parameter]":
+    """Return the weights of experts by name: tensors of (experts, rows, columns)."""
+    return {name: weight for name, weight in module.named_parameters() if weight.dim() == 3 and "conv" not in name}
+
+
+def _active_numbers(experts: "Mapping[str, nn.Parameter]", per_token: int | None) -> int:
+    """Count the numbers of experts that a token is multiplied with; all of them if `per_token` is not known."""
+    return sum(weight[0].numel() * (per_token or len(weight)) for weight in experts.values())
+
+
+def _mlp_width(layer: "nn.Module", hidden: int, experts_per_token: int | None) -> int:
+    """Return the width of the MLPs of a layer: the inputs of projections to hidden states, outside attention.
+
+    An expert has three matrices of hidden x width. Where everything is as wide as the hidden states, so is the MLP.
+    """
+    from torch import nn
+
+    width = _active_numbers(_experts(layer), experts_per_token) // (3 * hidden)
+    for name, module in layer.named_modules():
+        if isinstance(module, nn.Linear) and not _in_attention(name):
+            projects_back = module.out_features == hidden and module.in_features != hidden
+            if projects_back:
+                width += module.in_features
+    return width or hidden
+
+
+class _AttendedLayers(NamedTuple):
+    """The layers that attend to everything, the layers that attend to a window, and its length in tokens."""
+
+    full: int
+    sliding: int
+    window: int
+
+
+def _attended_layers(config: Config, layers: int) -> _AttendedLayers:
+    window = config.get("sliding_window") or config.get("attention_chunk_size") or 0
+    layer_types = config.get("layer_types")
+    if not layer_types:
+        layer_types = [SLIDING_ATTENTION if window else FULL_ATTENTION] * layers
+    sliding = sum(1 for layer_type in layer_types if layer_type in LOCAL_ATTENTION)
+    without_attention = sum(1 for layer_type in layer_types if layer_type in WITHOUT_ATTENTION)
+    return _AttendedLayers(full=layers - sliding - without_attention, sliding=sliding, window=window)

@@ -1,0 +1,78 @@
+"""Parameters that train, and the operations of a training, from the shape of the model."""
+
+from typing import NamedTuple
+
+from pi_lora.errors import RecipeError
+from pi_lora.models.shape import Shape
+from pi_lora.recipe.schema import Training, Tuning
+
+
+def adapter_parameters(shape: Shape, tuning: Tuning) -> int:
+    """Count the numbers in LoRA's matrices as PEFT 0.21 makes them: on target modules, never on the head.
+
+    Raise RecipeError if the model has no such layer.
+    """
+    if tuning.method == "full":
+        return 0
+    unknown = sorted(tuning.target_names - shape.lora.keys())
+    if unknown:
+        choices = ", ".join(sorted(shape.lora))
+        raise RecipeError([f"tuning.target_modules: {unknown[0]}: no such linear layer; choose from {choices}"])
+    return tuning.rank * sum(shape.lora[name] for name in tuning.target_names)
+
+
+def trained_parameters(shape: Shape, tuning: Tuning) -> int:
+    """Count the trained parameters: all weights, or those of LoRA, norms and embeddings, with tied ones once."""
+    if tuning.method == "full":
+        return shape.parameters
+    parameters = adapter_parameters(shape, tuning)
+    if tuning.with_embeddings:
+        parameters += shape.embedding
+    if tuning.with_norms:
+        parameters += shape.norm_weights
+    return parameters
+
+
+class Flops(NamedTuple):
+    """Operations of each part of training."""
+
+    forward: float
+    recomputation: float
+    backward: float
+
+
+def flops_of_training(shape: Shape, tuning: Tuning, training: Training, tokens: int, *, plain_loss: bool) -> Flops:
+    """Return the operations of a whole training on sequences of `tokens`.
+
+    A product with a weight costs 2 operations per token. Its backward pass costs 2 for the gradient of the input, and 2
+    for the gradient of a weight that trains. The two products of attention are causal: 2 x 2 operations per channel for
+    each pair of tokens in reach. Checkpointed layers are computed again in the backward pass, and so are the logits by
+    a loss in chunks. Left out are the optimizer, norms, softmax and state-space recurrences.
+    """
+    layers = (shape.linear_weights + shape.active_experts) * 2.0 * tokens
+    adapter = adapter_parameters(shape, tuning) * 2.0 * tokens
+    head = shape.embedding * 2.0 * tokens
+    attention = 4.0 * _attention_pairs(shape, tokens) * shape.queries
+    forward = layers + adapter + attention
+    weight_gradients = layers + head if tuning.method == "full" else adapter
+    backward = layers + head + adapter + 2 * attention + weight_gradients
+    checkpointed = forward
+    if training.activation_checkpointing == "selective":
+        checkpointed -= attention
+    recomputation = training.checkpointed_layers(shape.layers) / shape.layers * checkpointed
+    if not plain_loss:
+        recomputation += head
+    sequences = training.steps * training.global_batch_size
+    return Flops(
+        forward=(forward + head) * sequences,
+        recomputation=recomputation * sequences,
+        backward=backward * sequences,
+    )
+
+
+def _attention_pairs(shape: Shape, tokens: int) -> float:
+    """Return the pairs of tokens of a sequence in reach of each other, over all layers."""
+    window = min(shape.sliding_window, tokens)
+    full = shape.full_layers * tokens * tokens / 2
+    sliding = shape.sliding_layers * window * (tokens - window / 2)
+    return full + sliding

@@ -1,0 +1,313 @@
+"""The commented recipe that `pi-lora new` writes for a model, a target window and a device.
+
+It is the first candidate, by quality, whose plan fits. docs/new.md explains the order.
+"""
+
+import itertools
+import math
+import re
+import shlex
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+
+from jinja2 import Template
+
+from pi_lora.data.chats import NO_CHATS_WARNING
+from pi_lora.data.documents import looks_local
+from pi_lora.data.examples import data_problems
+from pi_lora.data.sources import find_table, held_out_text, share_to_hold_out
+from pi_lora.errors import PiLoraError, RecipeError, RunExistsError
+from pi_lora.models.files import BUILTIN
+from pi_lora.models.source import resolve_model
+from pi_lora.models.tokenizer import has_chat_template
+from pi_lora.planning.advice import Changes, memory_saving_changes, plan_lines, replanned
+from pi_lora.planning.gpus import CPU, Gpu, device_here, find_gpu
+from pi_lora.planning.training_plan import TrainingPlan, plan_training
+from pi_lora.recipe.schema import Data, Recipe, Source
+from pi_lora.scaling.config import Extension, methods_for
+from pi_lora.types import NO_PERMISSIONS, Json, Permissions
+
+# Embeddings and head of more tokens take gigabytes in float32 with AdamW: norms alone train with the adapter.
+LARGE_VOCABULARY = 100_000
+# The training text and the perplexity text of most shipped recipes.
+CORPUS = ({"name": "monology/pile-uncopyrighted", "streaming": True},)
+PERPLEXITY_TEXT: Json = {"data": "pg19", "documents": 2}
+# The training text of the demo, for the built-in model, which knows Python alone.
+BUILTIN_CORPUS = ({"name": "builtin:stdlib", "weight": 0.4}, {"name": "builtin:recall", "weight": 0.6})
+# The most held-out documents that are measured: a data set of the hub has any number of them.
+MAX_HELD_OUT_DOCUMENTS = 20
+MAX_STRIDE = 1024
+# A CPU measures these in minutes.
+CPU_DOCUMENTS = 5
+CPU_PASSKEYS: Json = {"depths": 8, "trials": 4}
+# The shortest PoSE sequences that have been tried (adapters/smollm2_135m_16k).
+MIN_SEQUENCE_TOKENS = 1024
+# The steps of the paper.
+MAX_STEPS = 1000
+# After these the models of the paper reach their whole window (table 4). Below them the batch is halved.
+FULL_WINDOW_STEPS = 200
+MIN_STEPS = 20
+# Sequences a step: of PoSE, and of contiguous sequences those of recipes/_qlora.yaml.
+POSE_BATCH_SIZE = 64
+CONTIGUOUS_BATCH_SIZE = 16
+MIN_BATCH_SIZE = 2
+# The size by which candidates are compared. Only a text that is too short leads to a smaller one.
+COMPARED_SIZE: Changes = {"training.steps": FULL_WINDOW_STEPS, "training.global_batch_size": 8}
+# Hours that a run may take while another size or kind of sequence takes fewer.
+MAX_HOURS = 48.0
+MAX_HOURS_ON_CPU = 12.0
+# More than any tokenizer has in English or code, so that tokens are rather underestimated.
+BYTES_PER_TOKEN = 5
+# Learning rates of models with fewer parameters than the first number: the demo's and that of
+# recipes/smollm2_135m_32k.yaml, which fall. Larger models have LongLoRA's, the default.
+LEARNING_RATES = ((20e6, 2.5e-3), (500e6, 5e-4))
+
+
+def new_recipe(
+    model: str,
+    target: int,
+    *,
+    gpu: str | None = None,
+    texts: Sequence[str] = (),
+    probed: tuple[str, str] | None = None,
+    output: Path | None = None,
+    permissions: Permissions = NO_PERMISSIONS,
+    column: str = "text",
+) -> tuple[Path, TrainingPlan, list[str]]:
+    """Write a recipe that extends a model to a target window, and return the file, the plan and notes for the user.
+
+    Args:
+        model: A folder or hub id.
+        target: The target window, in tokens.
+        gpu: The name of the device; by default the device of this machine.
+        texts: Files or data sets to tune on.
+        probed: The scaling that a probe recommends, and its reason.
+        output: The file to write.
+        permissions: What the model may do.
+        column: The column of rows with the text or the chats.
+
+    Raises:
+        RunExistsError: The file exists.
+        PiLoraError: No candidate fits.
+    """
+    file = output or file_for(model, target)
+    if file.exists():
+        raise RunExistsError(f"{file}: exists, and is not overwritten; remove it, or name another file with --output")
+    device = find_gpu(gpu) if gpu else device_here()
+    sections = sections_of_texts(texts, target, column) if texts else {}
+    reason = None
+    if probed:
+        scaling, reason = probed
+        sections["scaling"] = scaling
+    first = first_plan(model, target, gpu=device, sections=sections, permissions=permissions)
+    plan = choose(first)
+    text = recipe_text(plan, file, reason)
+    with file.open("x", encoding="utf-8") as recipe_file:
+        recipe_file.write(text)
+    return file, plan, _notes(model, texts, plan)
+
+
+def _notes(model: str, texts: Sequence[str], plan: TrainingPlan) -> list[str]:
+    """Return notes for the user on the data of a new recipe."""
+    notes = []
+    for name in texts:
+        if not looks_local(name):
+            notes.append(f"--data: {name}: no such file or folder; it is taken for a data set on the hub")
+    if not texts:
+        names = " and ".join(source.name for source in plan.recipe.data.source)
+        notes.append(f"--data: not given; the recipe reads {names}")
+    if has_chat_template(model) and not plan.recipe.data.has_chats:
+        notes.append(f"data: {NO_CHATS_WARNING}")
+    return notes
+
+
+def sections_of_texts(names: Sequence[str], target: int, column: str) -> Json:
+    """Return the sections `data` and `evaluation` of a recipe that tunes on named texts.
+
+    A share of every text is held out, and perplexity is measured on the share of the first one. Chats are not held out.
+    Raise RecipeError if a text cannot be read, also on the hub.
+    """
+    sources = [Source(name=name, column=column) for name in names]
+    problems = data_problems(Data(source=sources), ask_hub=True)
+    if problems:
+        raise RecipeError([problem.replace("data.source", "--data", 1) for problem in problems])
+    if not sources[0].has_chats:
+        sources = [_with_held_out_share(source, target) for source in sources]
+    sections: Json = {"data": {"source": sources}}
+    if sources[0].hold_out:
+        perplexity = held_out_text(sources[0]) | {"documents": MAX_HELD_OUT_DOCUMENTS}
+        sections["evaluation"] = {"perplexity": perplexity}
+    return sections
+
+
+def _with_held_out_share(source: Source, target: int) -> Source:
+    if source.name.startswith(BUILTIN):
+        return source
+    return source.changed(hold_out=share_to_hold_out(source, target))
+
+
+def first_plan(
+    model: str, target: int, gpu: Gpu, sections: Json, permissions: Permissions = NO_PERMISSIONS
+) -> TrainingPlan:
+    """Return the plan that the candidates change: LoRA on contiguous sequences, without any change that saves memory.
+
+    `sections` replace those of the recipe. The scaling continues the frequencies of the base; for a plain base it is
+    that of the paper.
+    """
+    source = resolve_model(model, permissions=permissions, shipped=True)
+    is_builtin = model.startswith(BUILTIN)
+    tree: Json = {
+        "scaling": next(iter(methods_for(source.config)), "pi"),
+        "model": {"name": model},
+        "context": {"target": target},
+        "data": {"source": list(BUILTIN_CORPUS if is_builtin else CORPUS)},
+        "training": {"activation_checkpointing": False},
+        "hardware": {} if gpu.name == CPU else {"gpus": 1, "gpu": gpu.name},
+        "evaluation": {"perplexity": {} if is_builtin else PERPLEXITY_TEXT},
+    }
+    tree |= sections
+    perplexity = tree["evaluation"]["perplexity"] | {"stride": min(MAX_STRIDE, target // 8), "truncate": target}
+    passkey: Json = {}
+    if gpu.name == CPU:
+        perplexity["documents"] = CPU_DOCUMENTS
+        passkey = CPU_PASSKEYS
+    tree["evaluation"] = {"perplexity": perplexity, "passkey": passkey}
+    recipe = Recipe.model_validate(tree)
+    assert recipe.scaling != "keep", "a new recipe extends its model"
+    extension = Extension(target, scaling=recipe.scaling)
+    return plan_training(recipe, source.extended(extension), gpu)
+
+
+def choose(first: TrainingPlan) -> TrainingPlan:
+    """Return the plan of the best candidate with memory to spare that ends in time.
+
+    If none ends in time, it is the best with memory to spare. Raise PiLoraError if none has memory to spare.
+    """
+    plans = [plan for _, plan in replanned(first, candidates(first)) if plan.has_room()]
+    if not plans:
+        raise PiLoraError(
+            f"--gpu: {first.gpu.name}: holds no tuning of {first.recipe.model.name}, even QLoRA with PoSE; "
+            "name a larger one, or see recipes/paper for several GPUs"
+        )
+    in_time = [plan for plan in plans if _share_of_max_hours(plan) <= 1]
+    best = in_time[0] if in_time else plans[0]
+    return _with_size(best)
+
+
+def candidates(first: TrainingPlan) -> Iterator[Changes]:
+    """Yield every candidate, the best first.
+
+    Embeddings and norms train, since without them LoRA stays far behind full tuning (LongLoRA); with a large
+    vocabulary, norms alone. Contiguous sequences come before PoSE, long sequences before short ones, LoRA before QLoRA,
+    and last the changes that cost time.
+    """
+    modules_to_save = ["embeddings_and_norms", "norms"]
+    if first.target.shape.vocabulary > LARGE_VOCABULARY:
+        modules_to_save = ["norms"]
+    sequences = _sequence_changes(first.target.original)
+    methods = ("lora", "qlora")
+    saving = memory_saving_changes(first)
+    for modules, sequence, method, saved in itertools.product(modules_to_save, sequences, methods, saving):
+        tuning: Changes = {"tuning.modules_to_save": modules, "tuning.method": method}
+        yield COMPARED_SIZE | sequence | tuning | saved
+
+
+def _sequence_changes(original: int) -> list[Changes]:
+    """Return the kinds of sequences, the best first: contiguous ones, and those of PoSE from the original window on."""
+    changes: list[Changes] = [{"data.positions": "contiguous", "data.sequence_tokens": None}]
+    length = original
+    shortest = min(original, MIN_SEQUENCE_TOKENS)
+    while length >= shortest:
+        changes.append({"data.positions": "pose", "data.sequence_tokens": length})
+        length //= 2
+    return changes
+
+
+def _share_of_max_hours(plan: TrainingPlan) -> float:
+    """Return the hours of a plan as a share of the hours that a run may take; 0 if they are not known."""
+    max_hours = MAX_HOURS_ON_CPU if plan.gpu.name == CPU else MAX_HOURS
+    return (plan.hours or 0) / max_hours
+
+
+def _with_size(plan: TrainingPlan) -> TrainingPlan:
+    """Return a plan of `COMPARED_SIZE` with as many steps and sequences as time and text allow.
+
+    The learning rate is that of the size of the model. `pi-lora train` refuses text that is too short for `MIN_STEPS`.
+    """
+    num_sequences = _available_sequences(plan)
+    batch_size = POSE_BATCH_SIZE if plan.recipe.data.positions == "pose" else CONTIGUOUS_BATCH_SIZE
+    while batch_size > MIN_BATCH_SIZE and batch_size * FULL_WINDOW_STEPS > num_sequences:
+        batch_size //= 2
+    steps = int(min(MAX_STEPS, num_sequences / batch_size))
+    changes: Changes = {
+        "training.steps": max(MIN_STEPS, steps // 10 * 10),
+        "training.global_batch_size": batch_size,
+    }
+    for max_parameters, learning_rate in LEARNING_RATES:
+        if plan.target.shape.parameters < max_parameters:
+            changes |= {"training.learning_rate": learning_rate, "training.schedule": "linear"}
+            break
+    _, resized = next(replanned(plan, [changes]))
+    return resized
+
+
+def _available_sequences(plan: TrainingPlan) -> float:
+    """Return the most sequences that time and text allow."""
+    sources = plan.recipe.data.source
+    sequence_tokens = plan.tokens_per_step // plan.recipe.training.global_batch_size
+    num_sequences = math.inf
+    for source in sources:
+        # No size is known on the hub.
+        if looks_local(source.name):
+            training_bytes = find_table(source).size * (1 - (source.hold_out or 0))
+            # A mixture of equal shares ends when one of the sources is used up.
+            mixture_tokens = training_bytes / BYTES_PER_TOKEN * len(sources)
+            num_sequences = min(num_sequences, mixture_tokens / sequence_tokens)
+    share = _share_of_max_hours(plan)
+    if share:
+        # A run that is longer than the compared one has to end in time.
+        max_tokens = plan.tokens / min(share, 1.0)
+        num_sequences = min(num_sequences, max_tokens / sequence_tokens)
+    return num_sequences
+
+
+def recipe_text(plan: TrainingPlan, file: Path, probed: str | None = None) -> str:
+    """Return the recipe of a plan as a file with comments and the plan as header.
+
+    `probed` is the reason of a probe for the scaling.
+    """
+    template_file = Path(__file__).with_name("recipe.yaml")
+    template = Template(
+        template_file.read_text(encoding="utf-8"),
+        keep_trailing_newline=True,
+        trim_blocks=True,
+    )
+    text: str = template.render(
+        plan=plan,
+        tree=plan.recipe.model_dump(exclude_defaults=True),
+        lines=plan_lines(plan),
+        file=shlex.quote(str(file)),
+        probed=probed,
+        short=short,
+    )
+    return text
+
+
+def short(tokens: int) -> str:
+    """Return a number of tokens as people write it.
+
+    >>> short(65536), short(1000)
+    ('64k', '1000')
+    """
+    return f"{tokens // 1024}k" if tokens % 1024 == 0 else str(tokens)
+
+
+def file_for(model: str, target: int) -> Path:
+    """Return the name of the recipe for a model.
+
+    >>> str(file_for("meta-llama/Meta-Llama-3-8B", 65536))
+    'meta-llama-3-8b_64k.yaml'
+    """
+    last_part = re.split(r"[/:]", model.rstrip("/"))[-1]
+    name = re.sub(r"[^a-z0-9.]+", "-", last_part.lower()).strip("-.")
+    return Path(f"{name or 'model'}_{short(target)}.yaml")

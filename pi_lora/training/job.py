@@ -1,0 +1,284 @@
+"""The story of a training: a recipe, a model and data become a run."""
+
+import shlex
+import shutil
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager, nullcontext
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict
+from transformers import set_seed
+
+from pi_lora.data.batches import TrainingData, training_data
+from pi_lora.data.tokens import tokenizer_identity
+from pi_lora.distributed import (
+    all_gather_objects,
+    is_main_process,
+    join_processes,
+    wait_for_all_processes,
+    world_size,
+)
+from pi_lora.errors import Interrupted, ModelError
+from pi_lora.evaluation.suite import requested_measurements
+from pi_lora.models import adapter as adapters
+from pi_lora.models import device as devices
+from pi_lora.models.files import save_config
+from pi_lora.models.loaded import LoadedModel, Placement, load_base
+from pi_lora.models.source import ModelSource
+from pi_lora.models.tokenizer import save_tokenizer
+from pi_lora.planning.gpus import device_here
+from pi_lora.planning.memory import LossKernel, choose_loss
+from pi_lora.planning.training_plan import TrainingPlan, hours_in_words, plan_training
+from pi_lora.recipe.files import RECIPE_FILE, dump_recipe
+from pi_lora.recipe.schema import Recipe
+from pi_lora.run import CHECKPOINTS, Run, resume_command, staged, staging_path
+from pi_lora.storage import write_whole
+from pi_lora.training.callbacks import (
+    CheckpointMarker,
+    ScheduledMeasurements,
+    StepClock,
+    StopOnDivergence,
+    StopOnSignal,
+    TrainingLog,
+    redirect_library_logs,
+    stop_after_step,
+)
+from pi_lora.training.trainer import Trainer
+from pi_lora.types import Progress, silent
+
+
+def no_card(_: Path) -> None:
+    """Write no model card."""
+
+
+@dataclass(frozen=True)
+class TrainingJob:
+    """A training of `recipe` on this machine, resolved: nothing is resolved a second time.
+
+    Attributes:
+        recipe: The resolved recipe.
+        source: The model to tune, extended as the recipe says.
+        output: The folder of the run.
+        resume: Continue the interrupted run of `output`.
+    """
+
+    recipe: Recipe
+    source: ModelSource
+    output: Path
+    resume: bool = False
+
+    @cached_property
+    def plan(self) -> TrainingPlan | None:
+        """The plan on this machine, whichever GPU the recipe names; None for a model whose shape is not known."""
+        try:
+            return plan_training(self.recipe, self.source, device_here())
+        except ModelError:
+            return None
+
+    @cached_property
+    def loss_kernel(self) -> LossKernel:
+        """Whether the loss is the model's own, from all logits at once, or TRL's, which computes logits in chunks."""
+        try:
+            return choose_loss(self.source.shape, self.recipe, self.source.original, device_here())
+        except ModelError:
+            return "chunked"
+
+    def pack(self, progress: Progress = silent) -> TrainingData:
+        """Return the packed sequences or the examples of the recipe; made once, then read from the cache."""
+        recipe, source = self.recipe, self.source
+        return training_data(
+            data=recipe.data,
+            training=recipe.training,
+            tokenizer=source.tokenizer,
+            original=source.original,
+            target=recipe.context.target,
+            progress=progress,
+        )
+
+    def run(
+        self, data: TrainingData, *, progress: Progress = silent, write_card: Callable[[Path], object] = no_card
+    ) -> Run:
+        """Tune the model, and save the run whole or not at all.
+
+        Args:
+            data: The rows that `pack` returns.
+            progress: Called with the step, the number of steps, and a line about loss and speed.
+            write_card: Called with the folder of the finished run, and again after the last measurement.
+
+        Raises:
+            Diverged: The loss or a weight became infinite or NaN.
+            Interrupted: A signal came, after a checkpoint was written.
+        """
+        join_processes(cpu=devices.device().type == "cpu")
+        with stop_after_step() as signals, adapters.without_known_warnings():
+            with self.create_run(data) as run, redirect_library_logs(run.path):
+                recipe = self._with_precision_of(run)
+                set_seed(recipe.training.seed)
+                tuned = LoadedModel(
+                    source=self.source,
+                    module=load_for_tuning(recipe, self.source),
+                    autocast=devices.measured_under_autocast(recipe),
+                    run_name=str(self.output),
+                )
+                clock = StepClock(run)
+                stop = StopOnSignal(signals)
+                measurements = ScheduledMeasurements(recipe.evaluation, tuned, run, stop)
+                divergence = StopOnDivergence(run)
+                # Checkpoints are marked before a measurement; the log follows all that ask for a checkpoint.
+                callbacks = [
+                    clock,
+                    stop,
+                    CheckpointMarker(run),
+                    measurements,
+                    divergence,
+                    TrainingLog(run, clock, progress),
+                ]
+                trainer = Trainer(
+                    recipe=recipe,
+                    model=tuned,
+                    data=data,
+                    run=run,
+                    loss_kernel=self.loss_kernel,
+                    callbacks=callbacks,
+                    record_loss=divergence.record_loss,
+                )
+                trainer.train(self._checkpoint_to_resume(run))
+                if stop.stopped:
+                    raise Interrupted(
+                        f"{self.output}: interrupted after step {trainer.state.global_step}, a checkpoint is kept; "
+                        f"resume it with {resume_command(self.output)}"
+                    )
+                save(recipe, tuned, trainer, run)
+            finished = Run(self.output)
+            if is_main_process():
+                write_card(self.output)
+            if recipe.evaluation.every:
+                # The run is whole by now: a signal loses no more than these scores.
+                measurements.measure(finished, recipe.training.steps)
+                if is_main_process():
+                    write_card(self.output)
+        return finished
+
+    @contextmanager
+    def create_run(self, data: TrainingData) -> Iterator[Run]:
+        """Let the main process create the folder of the run, which all processes fill; several machines need a folder
+        that they share.
+        """
+        waiting = nullcontext(staging_path(self.output))
+        with staged(self.output, resume=self.resume) if is_main_process() else waiting as staging:
+            run = Run(staging)
+            if is_main_process():
+                fingerprint = self.source.base.fingerprint(tokenizer_identity(self.source.tokenizer), data.digest)
+                run.check_same_fingerprint(self.output, fingerprint, self.source.permissions)
+                write_whole(staging / RECIPE_FILE, dump_recipe(self.recipe))
+                # Decided once: other processes, or a resumption on another machine, could decide otherwise.
+                precision = run.metadata.precision or devices.computes_in(self.recipe)
+                run.record({"origin": fingerprint.model_dump(), "precision": precision})
+            wait_for_all_processes()
+            yield run
+        if is_main_process():
+            # Until the run stands under its name, checkpoints are all that is left of it if the process is killed.
+            shutil.rmtree(self.output / CHECKPOINTS, ignore_errors=True)
+
+    def _with_precision_of(self, run: Run) -> Recipe:
+        """Return the recipe with the precision that the run started with, instead of `auto`."""
+        training = self.recipe.training.changed(precision=run.metadata.precision)
+        return self.recipe.model_copy(update={"training": training})
+
+    def _checkpoint_to_resume(self, run: Run) -> Path | None:
+        """Return the checkpoint that the main process chooses, in all processes."""
+        checkpoint = None
+        if self.resume and is_main_process():
+            checkpoint = run.checkpoint_to_resume()
+        return all_gather_objects([checkpoint])[0]
+
+
+def load_for_tuning(recipe: Recipe, source: ModelSource) -> Any:
+    """Load the model and make trainable what trains. A quantized one goes to every device; others are spread by FSDP
+    from the host memory of the main process, which alone reads them, or copied by data parallelism.
+    """
+    attention = devices.SDPA if recipe.model.attention == "auto" else recipe.model.attention
+    base = load_base(
+        source, devices.dtype_of_base(recipe), attention=attention, placement=_placement(recipe, world_size() > 1)
+    )
+    if recipe.sharded and world_size() > 1:
+        # transformers reads the weights of some modules in float32 even if asked for bfloat16.
+        dtypes = all_gather_objects([{name: weight.dtype for name, weight in base.named_parameters()}])[0]
+        for name, weight in base.named_parameters():
+            weight.data = weight.data.to(dtypes[name])
+    if source.adapter is not None:
+        if is_main_process():
+            source.check_base_fingerprint()
+        # One adapter of that base: a second one would need both, and merging the first would round a quantized base.
+        tuned = adapters.load_adapter(base, source.adapter, dropout=recipe.tuning.dropout, trainable=True)
+        adapters.train_in_float32(tuned)
+    else:
+        tuned = adapters.prepare_for_tuning(base, recipe.tuning, recipe.model.name, recipe.model.revision)
+    if recipe.sharded and recipe.tuning.method == "lora":
+        adapters.keep_ties(tuned)
+    return tuned
+
+
+def _placement(recipe: Recipe, several: bool) -> Placement:
+    if recipe.tuning.method == "qlora":
+        return "quantized"
+    if not several:
+        return "device"
+    if recipe.sharded and not is_main_process():
+        return "empty"
+    return "host"
+
+
+def save(recipe: Recipe, model: LoadedModel, trainer: Trainer, run: Run) -> None:
+    """Save the tuned weights with the extended config, the tokenizer, and the facts of the training."""
+    full = recipe.tuning.method == "full"
+    weights: Mapping[str, Any] | None = None
+    if trainer.is_fsdp_enabled:
+        # Gathering what FSDP has spread takes every process; writing it takes one. A frozen base stays where it is.
+        options = StateDictOptions(full_state_dict=True, cpu_offload=True, ignore_frozen_params=not full)
+        weights = get_model_state_dict(trainer.model, options=options)
+    if not is_main_process():
+        return
+    source = model.source
+    config = source.config
+    if full:
+        adapters.save_full(trainer.model, run.path, weights)
+        # An adapter's base is stored in a dtype of its own.
+        config = {**config, "dtype": model.dtype}
+    else:
+        adapters.save_adapter(trainer.model, run.path, weights)
+        if source.needs_own_config:
+            adapters.mark_adapter_extended(run.path)
+    save_config(config, run.path)
+    save_tokenizer(source.tokenizer, run.path)
+    facts = {
+        "original": source.original,
+        "trainable_parameters": model.module.num_parameters(only_trainable=True),
+        "attention": model.kernel,
+        "versions": devices.versions(),
+        "hardware": devices.hardware(),
+    }
+    # The processes before a resume had another peak.
+    peak = max(line["peak_memory"] for line in run.log)
+    run.record({**facts, **run.log[-1], "peak_memory": peak})
+
+
+def closing_lines(recipe: Recipe, run: Run) -> list[str]:
+    """Return how a training ended, and the command that measures it on the text that its recipe names; a source was
+    trained on whole, so another text is asked for.
+    """
+    last = run.log[-1]
+    speed = last["tokens"] / last["seconds"]
+    hours = hours_in_words(last["seconds"] / 3600)
+    command = ["pi-lora", "eval", "all", str(run.path)]
+    if recipe.data.has_examples:
+        command = ["pi-lora", "eval", "summarization", str(run.path)]
+    elif not requested_measurements(recipe.evaluation):
+        command = ["pi-lora", "eval", "perplexity", str(run.path), "--data", "HELD_OUT_TEXT"]
+    return [
+        f"{run.path}: step {last['step']}, loss {last['loss']:.3f}, {hours}, {speed:,.0f} tokens/s",
+        f"measure it with {shlex.join(command)}",
+    ]

@@ -1,0 +1,144 @@
+"""The command line: quick to start, a mistake is one line, and the whole method from train to merge."""
+
+import json
+import math
+import os
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+from conftest import run_captured, small_recipe
+from processes import without_progress
+
+from pi_lora import cli
+from pi_lora.recipe.files import dump_recipe
+
+REPOSITORY = Path(__file__).parents[2]
+DEMO = str(REPOSITORY / "recipes" / "demo.yaml")
+
+
+def test_help_starts_without_torch_in_half_a_second() -> None:
+    probe = (
+        "import sys; sys.argv = ['pi-lora', '--help']\n"
+        "from pi_lora.cli import main\n"
+        "try: main()\n"
+        "finally: print('heavy' if {'torch', 'transformers', 'yaml'} & set(sys.modules) else 'light')"
+    )
+    seconds = [math.inf]
+    while len(seconds) < 10 and seconds[-1] >= 0.5:
+        before = os.times()
+        answer = subprocess.run([sys.executable, "-c", probe], capture_output=True, text=True, check=True)
+        after = os.times()
+        # Of the processor: seconds on the clock are longer beside other work; these too where cores share a cache.
+        seconds.append(after.children_user + after.children_system - before.children_user - before.children_system)
+        assert answer.stdout.rstrip().endswith("light")
+    assert seconds[-1] < 0.5
+
+
+@pytest.mark.parametrize("delay", [0.15, 0.5, 4])
+def test_ctrl_c_during_startup_is_one_line(tmp_path: Path, delay: float) -> None:
+    """After so many seconds of the processor, of which Python itself takes the first 0.1 to import its own."""
+    command = [sys.executable, "-m", "pi_lora", "train", DEMO, "training.steps=100000", "--output", "run"]
+    environment = {**os.environ, "PYTHONPATH": str(REPOSITORY)}
+    pipes: dict[str, Any] = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
+    with subprocess.Popen(command, cwd=tmp_path, env=environment, text=True, **pipes) as process:
+        while sum(psutil.Process(process.pid).cpu_times()[:2]) < delay:
+            time.sleep(0.001)
+        process.send_signal(signal.SIGINT)
+        errors = without_progress(process.communicate(timeout=100)[1])
+    assert (process.returncode, errors.count("\n")) == (130, 1), errors
+    assert errors.startswith("interrupted; nothing was written") or "interrupted after step" in errors
+
+
+@pytest.mark.parametrize(
+    ("arguments", "line"),
+    [
+        (["train", "nowhere.yaml"], "nowhere.yaml: no such recipe; pi-lora recipes lists what is there"),
+        (["train", "taken"], "taken: no such recipe; pi-lora recipes lists what is there"),
+        (["eval", "all", "builtin:tiny"], "builtin:tiny: holds no recipe.yaml; name a run folder"),
+        (["train", DEMO, "context.target=200"], "context.target: 200 is not longer than the model's own window of 256"),
+        (["train", DEMO, "--output", "taken"], "taken: already exists and is not overwritten"),
+        (["merge", "nowhere"], "nowhere: holds no adapter"),
+        (["eval", "perplexity", "builtin:tiny", "--windows", "1"], "--windows: input should be greater than 1, not 1"),
+        (
+            ["eval", "perplexity", "builtin:tiny", "--windows", "500000"],
+            "--data: builtin:stdlib: the longest document has",
+        ),
+        (["eval", "perplexity", "builtin:tiny", "--stride", "300"], "stride: 300 is longer than the shortest window"),
+        (["eval", "perplexity", "builtin:tiny", "--scaling", "pi"], "--original, --scaling: need --target"),
+        (["eval", "passkey", "builtin:tiny", "--target", "40"], "--target: 40 tokens do not hold the passkey prompt"),
+        (["trian"], 'pi-lora: Unknown command "trian". Did you mean "train"; see pi-lora --help'),
+    ],
+    ids=lambda value: " ".join(value)[-60:] if isinstance(value, list) else "",
+)
+def test_a_mistake_is_one_line_and_status_2(
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+    tmp_path: Path,
+    arguments: list[str],
+    line: str,
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "taken").mkdir()
+    (tmp_path / "taken" / "file").touch()
+    status, out, err = run_captured(capsys, monkeypatch, *arguments)
+    assert (status, out) == (2, "")
+    assert err.count("\n") == 1, err
+    assert err.startswith(line)
+    assert [path.name for path in tmp_path.iterdir()] == ["taken"]
+
+
+def test_a_run_and_its_merge_measure_the_same(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path, small_model: Path
+) -> None:
+    """The whole road as a user walks it: a run brings its own scaling, and the merged folder measures the same."""
+    monkeypatch.chdir(tmp_path)
+    Path("mine.yaml").write_text(dump_recipe(small_recipe(small_model, context={"target": 256})))
+    Path("text.txt").write_text("The door is open and the road is long. " * 60)
+    assert run_captured(capsys, monkeypatch, "train", "mine.yaml")[0] == 0
+    assert run_captured(capsys, monkeypatch, "merge", "adapters/mine")[0] == 0
+    measured = []
+    for model in ("adapters/mine", "models/mine"):
+        options = ["--data", "text.txt", "--windows", "64,256", "--stride", "32", "--json", "scores.json"]
+        status, out, _ = run_captured(capsys, monkeypatch, "eval", "perplexity", model, *options)
+        assert status == 0
+        scores = json.loads(Path("scores.json").read_text())
+        assert (scores["model"], scores["scale"], scores["stride"]) == (model, 4, 32)
+        assert [row["window"] for row in scores["windows"]] == [64, 256]
+        assert f"{scores['windows'][0]['perplexity']:,.3f}" in out
+        measured.append([row["perplexity"] for row in scores["windows"]])
+    assert measured[0] == pytest.approx(measured[1], rel=1e-5)
+
+
+def test_a_missing_package_of_an_extra_is_named_before_a_model_is_loaded(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(sys.modules, "rouge_score", None)
+    monkeypatch.setattr("pi_lora.evaluation.suite.load_model", lambda *_: pytest.fail("was read"))
+    status, out, err = run_captured(capsys, monkeypatch, "eval", "summarization", "builtin:tiny")
+    assert (status, out) == (2, "")
+    assert err.splitlines()[-1] == "pi-lora: needs the package rouge_score; pip install 'pi-lora[eval]'"
+
+
+def test_an_unforeseen_error_is_one_line_and_its_traceback_a_file(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    def fail(*_: object, **__: object) -> None:
+        raise ZeroDivisionError("division by zero\nin a library")
+
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    monkeypatch.setattr(cli, "app", fail)
+    with pytest.raises(SystemExit) as ending:
+        cli.main()
+    [line] = capsys.readouterr().err.splitlines()
+    [log] = tmp_path.iterdir()
+    assert ending.value.code == 1
+    assert "ZeroDivisionError: division by zero" in line
+    assert str(log) in line
+    assert "in fail" in log.read_text()

@@ -1,0 +1,148 @@
+"""Rows of several columns to prompts and completions: nothing loses its place, and nothing is lost unsaid."""
+
+import csv
+import json
+import zipfile
+from pathlib import Path
+from typing import Any
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from pi_lora.data import sources
+from pi_lora.data.batches import training_data
+from pi_lora.data.examples import SUMMARIZE, Prompter, Task, data_problems
+from pi_lora.data.sources import find_table
+from pi_lora.errors import DataError
+from pi_lora.models.source import resolve_model
+from pi_lora.models.tokenizer import load_tokenizer
+from pi_lora.recipe.schema import Data, Source, Training
+
+ROWS = [
+    {"text": 'The cat, a "black" one,\nsat. ' * 30, "gist": "A cat sat.", "n": "1"},
+    {"text": "Rain fell on the roof. " * 5, "gist": "It rained.", "n": "2"},
+    {"text": "Snow.", "gist": "Cold.", "n": "3"},
+]
+
+
+@pytest.fixture(scope="module")
+def tokenizer() -> Any:
+    return load_tokenizer(resolve_model("builtin:tiny").base.path, 1024)
+
+
+def data_of(source: Path | str, **keys: Any) -> Data:
+    return Data.model_validate({"source": str(source), "document": "text", "summary": "gist", **keys})
+
+
+def write(file: Path, rows: list[dict[str, Any]]) -> Path:
+    name = file.name
+    if name.endswith(".csv"):
+        with file.open("w", newline="") as lines:
+            writer = csv.DictWriter(lines, list(rows[0]))
+            writer.writeheader()
+            writer.writerows(rows)
+    elif name.endswith(".parquet"):
+        pq.write_table(pa.Table.from_pylist(rows), file)
+    else:
+        file.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return file
+
+
+@pytest.mark.parametrize("name", ["rows.jsonl", "rows.csv", "rows.parquet"])
+def test_every_file_format_gives_the_same_rows(tmp_path: Path, name: str) -> None:
+    rows = [*ROWS, {"text": "a whole report " * 20_000, "gist": "", "n": "4"}]
+    table = find_table(Source(name=str(write(tmp_path / name, rows))))
+    found = [row for _, row in table.read(["gist", "text"], None)]
+    assert found == [{"gist": row["gist"], "text": row["text"]} for row in rows]
+
+
+def test_scrolls_is_read_from_its_zip_archive(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    archive = tmp_path / "gov_report.zip"
+    with zipfile.ZipFile(archive, "w") as files:
+        files.writestr("gov_report/validation.jsonl", '{"id": "1", "input": "Long.", "output": "Short."}\n')
+    monkeypatch.setattr(sources, "hf_hub_download", lambda name, file, **_: f"{archive.parent}/{file}")
+    source = Source(name="tau/scrolls", subset="gov_report", split="validation")
+    rows = list(find_table(source).read(["input", "output"], None))
+    assert rows == [("tau/scrolls/gov_report/validation.jsonl:1", {"input": "Long.", "output": "Short."})]
+
+
+def test_the_summarization_template_is_the_papers() -> None:
+    assert Task(data_of("x.jsonl")).prompt({"text": "A\nB"}) == (
+        "Read the following article and then summarize it.\nA\nB\nNow summarize the above article.\nSummary:"
+    )
+
+
+@pytest.mark.parametrize(
+    ("keys", "message"),
+    [
+        ({"template": "{a}", "completion": "b", "document": "c"}, r"data.template: names no \{c\}"),
+        ({"template": "no column", "completion": "b"}, r"data.template: names no \{column\}"),
+        ({"template": "{a", "completion": "b"}, "data.template: expected"),
+    ],
+)
+def test_a_malformed_template_is_refused(keys: dict[str, str], message: str) -> None:
+    with pytest.raises(DataError, match=message):
+        Task(Data.model_validate({"source": "x.jsonl", **keys}))
+
+
+@given(words=st.integers(0, 400), window=st.integers(80, 400), limit=st.integers(1, 500))
+def test_only_the_document_is_truncated_and_the_prompt_fits(
+    tokenizer: Any, words: int, window: int, limit: int
+) -> None:
+    text = "reading " + "naïve words 12 " * words
+    data = data_of("x.jsonl", document_tokens=limit, completion_tokens=20)
+    [prompt] = Prompter(data, tokenizer, window).prompts([{"text": text, "gist": "short"}])
+    assert prompt.fits
+    assert len(prompt.ids) <= window - 21
+    shown = tokenizer.decode(prompt.ids, skip_special_tokens=True)
+    before, after = SUMMARIZE.split("{document}")
+    assert shown.startswith(before)
+    assert shown.endswith(after)
+    kept = shown.removeprefix(before).removesuffix(after)
+    assert text.startswith(kept)
+    assert prompt.kept <= min(limit, prompt.document_tokens)
+    assert (kept == text) == (prompt.kept == prompt.document_tokens)
+    # No more is cut than has to be: of either bound, at most what tokenizing the whole costs.
+    frame = len(tokenizer(SUMMARIZE.format(document=""))["input_ids"])
+    assert prompt.kept >= min(limit, prompt.document_tokens, window - 21 - frame) - 4
+
+
+def test_a_completion_follows_the_prompt_and_ends_with_eos(tokenizer: Any) -> None:
+    prompter = Prompter(data_of("x.jsonl", completion_tokens=6), tokenizer, 200)
+    short, long = prompter.completions([{"gist": " A cat.\n"}, {"gist": "one two three four five six seven"}])
+    assert tokenizer.decode(short[:-1]) == " A cat."
+    assert len(long) == 7
+    assert short[-1] == long[-1] == tokenizer.eos_token_id
+    [prompt] = prompter.prompts([{"text": "It sat."}])
+    whole = tokenizer(SUMMARIZE.format(document="It sat.") + " A cat.")["input_ids"]
+    assert prompt.ids + short[:-1] == whole
+
+
+def test_truncated_and_skipped_rows_are_counted(tmp_path: Path, tokenizer: Any) -> None:
+    rows = [*ROWS, {"text": " ", "gist": "x"}, {"text": "x", "gist": None}, {"text": "Fine.", "gist": "Good."}]
+    file, training = write(tmp_path / "rows.jsonl", rows), Training(steps=1, global_batch_size=1)
+    found = training_data(data_of(file, completion_tokens=8), training, tokenizer, 64, 90)
+    assert found.tokens == [len(row["input_ids"]) for row in found.rows]
+    lengths = f"4 sequences of at most {max(found.tokens)} tokens"
+    assert found.messages == [lengths, "empty rows left out: 2", "documents cut: 2"]
+    texts = [tokenizer.decode(row["input_ids"][row["loss_mask"]]) for row in found.rows]
+    assert texts[2:] == [" Cold.</s>", " Good.</s>"]
+    keys = {"template": "Say {text}:", "completion": "gist", "document": None, "summary": None, "completion_tokens": 8}
+    found = training_data(data_of(file, **keys), training, tokenizer, 64, 90)
+    assert found.messages[1:] == ["empty rows left out: 2", "rows too long for the window left out: 1"]
+
+
+def test_a_text_file_has_no_other_columns(tmp_path: Path) -> None:
+    (tmp_path / "rows.txt").write_text("text")
+    [problem] = data_problems(data_of(tmp_path / "rows.txt"))
+    assert "has no text in column gist" in problem
+
+
+@pytest.mark.parametrize(("steps", "batch"), [(3, 2), (2, 4)])
+def test_more_steps_than_examples_are_refused(tmp_path: Path, tokenizer: Any, steps: int, batch: int) -> None:
+    data = data_of(write(tmp_path / "rows.jsonl", ROWS), completion_tokens=8)
+    with pytest.raises(DataError, match=f"training.steps: {steps} of {batch} are more than 1 epochs of 3 examples"):
+        training_data(data, Training(steps=steps, global_batch_size=batch), tokenizer, 64, 90)

@@ -1,0 +1,184 @@
+"""Documents to sequences: packed without a loss, mixed by weight, spread over positions, made once."""
+
+import hashlib
+import itertools
+import json
+import random
+import re
+import sysconfig
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from pi_lora.data.batches import TrainingData, training_data
+from pi_lora.data.packing import pose_positions, wrapped
+from pi_lora.data.recall import WORDS
+from pi_lora.data.sources import RECALL, STDLIB
+from pi_lora.errors import DataError
+from pi_lora.models.files import BUILTIN_FOLDER
+from pi_lora.models.tokenizer import load_tokenizer
+from pi_lora.recipe.files import load_recipe
+from pi_lora.recipe.schema import Data, Training
+from pi_lora.storage import cache_folder
+
+RECIPES = Path(__file__).parents[2] / "recipes"
+
+
+@pytest.fixture(scope="module")
+def tokenizer() -> Any:
+    return load_tokenizer(BUILTIN_FOLDER / "tiny", 1024)
+
+
+@pytest.fixture(scope="module")
+def library(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A small library that is the same under every Python."""
+    folder = tmp_path_factory.mktemp("library")
+    rng = random.Random(0)
+    for number in range(40):
+        lines = (
+            f"{rng.choice(WORDS)} = {rng.randrange(10**6)}  # {' '.join(rng.choices(WORDS, k=6))}" for _ in range(30)
+        )
+        (folder / f"module_{number}.py").write_text("\n".join(lines) + "\n")
+    return folder
+
+
+@pytest.fixture(autouse=True)
+def own_cache(tmp_path: Path, library: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PI_LORA_CACHE", str(tmp_path / "cache"))
+    monkeypatch.setattr(sysconfig, "get_path", lambda name: str(library))
+
+
+@pytest.fixture
+def books(tmp_path: Path) -> Path:
+    folder = tmp_path / "books"
+    folder.mkdir()
+    for index in range(12):
+        (folder / f"{index}.txt").write_text(f"book {index}: " + f"word{index} " * 20 * (index + 1))
+    return folder
+
+
+def prepared(tokenizer: Any, target: int, number: int, original: int = 64, **data: object) -> TrainingData:
+    training = Training(steps=number, global_batch_size=1)
+    return training_data(Data.model_validate(data), training, tokenizer, original, target)
+
+
+def sequences(tokenizer: Any, target: int, number: int, **data: object) -> list[list[int]]:
+    return [row["input_ids"].tolist() for row in prepared(tokenizer, target, number, **data).rows]
+
+
+def tokens_in(tokenizer: Any, folder: Path) -> list[int]:
+    """The tokens of every file, with EOS, which the tokenizer itself does not add."""
+    return [len(tokenizer(file.read_text())["input_ids"]) + 1 for file in folder.iterdir()]
+
+
+def cache_entries() -> int:
+    return len(list((cache_folder() / "sequences").glob("*.arrow")))
+
+
+@pytest.mark.parametrize(
+    ("changes", "digest"),
+    [
+        ([], "3df25a85896a8746"),
+        (["data.positions=pose", "data.chunks=3"], "2c538fef16385830"),
+    ],
+)
+def test_sequences_of_the_demo_recipe_do_not_change(tokenizer: Any, changes: list[str], digest: str) -> None:
+    """Of the demo, on a library of our own. Raise `FORMAT` with these digests if sequences are to change."""
+    data = load_recipe(RECIPES / "demo.yaml", changes).recipe.data
+    found = prepared(tokenizer, 1024, 12, 256, **data.model_dump()).rows
+    rows = [{name: row[name].tolist() for name in found.column_names} for row in found]
+    assert hashlib.sha256(json.dumps(rows).encode()).hexdigest()[:16] == digest
+
+
+@pytest.mark.parametrize(("keys", "length"), [({}, 64), ({"sequence_tokens": 24}, 24)])
+def test_pose_sequences_have_at_most_the_original_window(tokenizer: Any, keys: dict[str, int], length: int) -> None:
+    source = [STDLIB, RECALL]
+    found = prepared(tokenizer, 256, 40, source=source, positions="pose", chunks=3, **keys).rows
+    positions = torch.stack([row["position_ids"] for row in found])
+    assert positions.shape == (40, length)
+    assert (positions.diff() > 0).all()
+    assert 200 < positions.max() < 256
+    assert not positions[:, 0].any()
+    plain = sequences(tokenizer, length, 40, source=source)
+    assert [row["input_ids"].tolist() for row in found] == plain
+
+
+def test_short_documents_are_left_out_and_counted(tokenizer: Any, books: Path) -> None:
+    least = min(tokens_in(tokenizer, books)) + 1
+    found = prepared(tokenizer, 128, 80, source=str(books), min_document_tokens=least, epochs=3)
+    assert "book 0" not in tokenizer.decode([token for row in found.rows for token in row["input_ids"]])
+    assert found.messages[1:] == [f"documents of under {least} tokens left out: 1"]
+    with pytest.raises(DataError, match=r"holds 0 sequences .*, documents of under 100000 tokens left out"):
+        sequences(tokenizer, 128, 10, source=str(books), min_document_tokens=100000)
+
+
+def test_too_little_text_is_refused_with_available_and_needed_sequences(tokenizer: Any, books: Path) -> None:
+    with pytest.raises(
+        DataError, match=r"holds \d+ sequences of 128 tokens in data.epochs: 1; 100 are needed"
+    ) as refused:
+        sequences(tokenizer, 128, 100, source=str(books))
+    assert "add text, raise data.epochs, or lower training.steps" in str(refused.value)
+    assert cache_entries() == 0
+
+
+def test_documents_are_reshuffled_every_epoch(tokenizer: Any, books: Path) -> None:
+    number = sum(tokens_in(tokenizer, books)) * 3 // 128
+    found = sequences(tokenizer, 128, number, source=str(books), epochs=3)
+    order = re.findall(r"book (\d+):", tokenizer.decode([token for ids in found for token in ids]))
+    epochs = [order[start : start + 12] for start in (0, 12, 24)]
+    assert sorted(epochs[0]) == sorted(epochs[1]) == sorted(map(str, range(12)))
+    assert epochs[0] != epochs[1]
+    assert epochs[1] != epochs[2]
+
+
+def test_every_setting_of_the_sequences_changes_the_cache_key(tokenizer: Any, books: Path) -> None:
+    variants: list[dict[str, object]] = [
+        {},
+        {"seed": 1},
+        {"positions": "pose"},
+        {"positions": "pose", "sequence_tokens": 24},
+        {"min_document_tokens": 50},
+        {"epochs": 2},
+        {"source": [{"name": str(books), "weight": 1}, {"name": STDLIB, "weight": 2}]},
+    ]
+    for target, number in ((128, 4), (128, 5), (96, 4)):
+        for variant in variants:
+            sequences(tokenizer, target, number, **{"source": str(books), **variant})
+    assert cache_entries() == 3 * len(variants)
+    (books / "0.txt").write_text("rewritten")
+    for _ in range(2):
+        sequences(tokenizer, 128, 4, source=str(books))
+        assert cache_entries() == 3 * len(variants) + 1
+
+
+@given(st.lists(st.integers(0, 40), max_size=40), st.integers(1, 12))
+def test_packing_drops_only_the_last_partial_sequence(lengths: list[int], length: int) -> None:
+    flat = iter(range(sum(lengths)))
+    found = list(wrapped([list(itertools.islice(flat, tokens)) for tokens in lengths], length))
+    assert [len(sequence) for sequence in found] == [length] * (sum(lengths) // length)
+    assert list(itertools.chain.from_iterable(found)) == list(range(len(found) * length))
+
+
+@given(st.integers(2, 64), st.integers(0, 500), st.integers(2, 8), st.integers(0, 10**6))
+def test_pose_positions_increase_below_the_target_and_skip_between_chunks(
+    original: int, further: int, chunks: int, seed: int
+) -> None:
+    chunks = min(chunks, original)
+    positions = pose_positions(random.Random(seed), original, original + further, chunks)
+    assert len(positions) == original
+    assert positions[0] == 0
+    assert all(before < after for before, after in itertools.pairwise(positions))
+    assert positions[-1] < original + further
+    assert sum(after - before > 1 for before, after in itertools.pairwise(positions)) <= chunks - 1
+
+
+def test_pose_skips_are_uniform() -> None:
+    rng = random.Random(0)
+    biases = [pose_positions(rng, 32, 132, 2)[-1] - 31 for _ in range(20000)]
+    assert abs(sum(biases) / len(biases) - 50) < 1
+    assert 150 < biases.count(0) < 250
+    assert 150 < biases.count(100) < 250

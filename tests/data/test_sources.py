@@ -1,0 +1,314 @@
+"""Rows and documents of files, of the standard library, and of the hub, here a folder laid out like a repository there;
+and the text that training leaves out.
+"""
+
+import gzip
+import json
+from collections.abc import Iterator
+from functools import partial
+from pathlib import Path
+
+import datasets
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+from huggingface_hub import DatasetInfo, HfApi, hf_hub_download
+
+from pi_lora.data import sources
+from pi_lora.data.documents import NamedJson
+from pi_lora.data.examples import data_problems
+from pi_lora.data.sources import (
+    RECALL,
+    STDLIB,
+    evaluation_documents,
+    find_table,
+    held_out_text,
+    hub_dataset,
+    hub_file,
+    shuffled,
+    split_of,
+)
+from pi_lora.errors import DataError
+from pi_lora.recipe.evaluation import PerplexityOptions
+from pi_lora.recipe.schema import Data, Source
+
+ROWS = 200
+CARD = """---
+configs:
+- {config_name: en, data_files: [{split: train, path: "en/train-*.parquet"}, {split: test, path: "en/test-*.parquet"}]}
+- {config_name: de, data_files: [{split: train, path: "de/*.parquet"}]}
+---
+"""
+
+
+def texts(source: str | Path, column: str = "text", seed: int | None = None) -> list[str]:
+    return [document.text for document in find_table(Source(name=str(source), column=column)).documents(seed)]
+
+
+def write_jsonl(file: Path, rows: list[object]) -> Path:
+    file.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return file
+
+
+@pytest.fixture
+def shelf(tmp_path: Path) -> Path:
+    """A folder with a document of every kind, in alphabetical order."""
+    folder = tmp_path / "shelf"
+    (folder / "deep" / "er").mkdir(parents=True)
+    (folder / "a.md").write_text("one")
+    write_jsonl(folder / "b.jsonl", [{"text": "two"}, {"text": "three"}])
+    (folder / "c.jsonl.gz").write_bytes(gzip.compress(b'{"text": "four"}\n\n{"text": null}\n'))
+    pq.write_table(pa.table({"n": [1, 2], "text": ["five", "six"]}), folder / "d.parquet")
+    (folder / "deep" / "er" / "e.TXT").write_text("seven")
+    (folder / "empty.txt").write_text("  \n")
+    (folder / "picture.png").write_bytes(b"\x89PNG")
+    return folder
+
+
+def test_a_folder_gives_the_documents_of_every_file_format(shelf: Path) -> None:
+    assert texts(shelf) == ["one", "two", "three", "four", "five", "six", "seven"]
+
+
+def test_globs_single_files_and_the_home_folder_are_sources(shelf: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HOME", str(shelf.parent))
+    monkeypatch.chdir(shelf.parent)
+    assert texts("shelf/**/*.TXT") == ["seven"]
+    assert texts("shelf/[ab].*") == ["one", "two", "three"]
+    assert texts("~/shelf/d.parquet") == ["five", "six"]
+    (shelf / "notes").write_text("a named file may have any suffix")
+    assert texts("./shelf/notes") == ["a named file may have any suffix"]
+
+
+def test_the_seeded_order_is_a_shuffle_of_files_and_rows(tmp_path: Path) -> None:
+    for index in range(20):
+        write_jsonl(tmp_path / f"{index:02}.jsonl", [{"text": f"{index} {row}"} for row in range(20)])
+    fixed, first, second = (texts(tmp_path, seed=seed) for seed in (None, 1, 2))
+    assert sorted(fixed) == sorted(first)
+    assert first == texts(tmp_path, seed=1) != second
+    files, rows = zip(*(text.split() for text in first), strict=True)
+    assert sorted(files[::20]) != list(files[::20]) != [str(index) for index in range(20)]
+    assert list(rows[:20]) != [str(row) for row in range(20)]
+
+
+def test_the_shuffle_loses_no_row_and_buffers_few(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sources, "SHUFFLED_ROWS", 5)
+    read = 0
+
+    def rows() -> Iterator[NamedJson]:
+        nonlocal read
+        for read in range(1, 31):
+            yield "", {"text": read}
+
+    given_back = []
+    for number, (_, row) in enumerate(shuffled(rows(), 3)):
+        assert read <= number + 6
+        given_back.append(row["text"])
+    assert sorted(given_back) == list(range(1, 31))
+    assert given_back[:20] != list(range(1, 21))
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "message"),
+    [
+        ("gone.txt", None, "no such file or folder"),
+        ("empty.txt", b" \n", "holds no text"),
+        ("latin.txt", b"\xff\xfe\x00", r"cannot be read \('utf-8' codec"),
+        ("broken.jsonl", b'{"text": "a"}\n\n{"text": \n', r"jsonl:2: cannot be read \(Expecting value"),
+        ("list.jsonl", b'["a"]\n', r"jsonl:1: cannot be read \(it is not one value for each column\)"),
+        ("cut.jsonl.gz", gzip.compress(b'{"text": "a"}\n' * 99, mtime=0)[:-12], "cannot be read"),
+        ("broken.parquet", b"PAR1", "cannot be read"),
+        ("none.jsonl", b"", "holds no text"),
+        ("wide.csv", b"text,n\na,b,c\n", r"csv:1: cannot be read \(it is not one value for each column\)"),
+        ("open.csv", b'text,n\n"a,b\n', r"csv:1: cannot be read \(unexpected end of data\)"),
+    ],
+)
+def test_a_file_that_is_not_text_is_refused(tmp_path: Path, name: str, content: bytes | None, message: str) -> None:
+    if content is not None:
+        (tmp_path / name).write_bytes(content)
+    with pytest.raises(DataError, match=message) as refused:
+        list(evaluation_documents(PerplexityOptions(data=str(tmp_path / name))))
+    assert str(refused.value).startswith(str(tmp_path / name))
+    assert "\n" not in str(refused.value)
+
+
+def test_all_problems_of_sources_are_reported_without_asking_the_hub(shelf: Path, tmp_path: Path) -> None:
+    rows = write_jsonl(tmp_path / "rows.jsonl", [{"body": "a"}])
+    sources = [
+        {"name": str(shelf)},
+        {"name": str(rows)},
+        "gone.txt",
+        "builtin:pile",
+        "builtin:stdlib",
+        {"name": "owner/name", "subset": "en", "streaming": True},
+    ]
+    problems = data_problems(Data.model_validate({"source": sources}))
+    assert [problem.split(": ", 2)[:2] for problem in problems] == [
+        ["data.source", f"{rows}:1"],
+        ["data.source", "gone.txt"],
+        ["data.source", "builtin:pile"],
+    ]
+
+
+@pytest.fixture
+def repository(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", tmp_path / "cache")
+    # Threads that read Parquet are given five seconds to end (apache/arrow#45214).
+    monkeypatch.setattr(datasets.config, "SLEEP_TIME_ON_THREADS_SHUTDOWN", 0.1)
+    monkeypatch.setattr(HfApi, "dataset_info", lambda *_, revision: DatasetInfo(id="x", sha=f"of {revision}"))
+    folder = tmp_path / "repository"
+    for part in ("en", "de"):
+        (folder / part).mkdir(parents=True)
+    (folder / "README.md").write_text(CARD)
+    for shard in range(4):
+        rows = [f"en {shard} {row}" for row in range(ROWS // 4)]
+        pq.write_table(pa.table({"content": rows, "n": range(len(rows))}), folder / f"en/train-{shard:05}.parquet")
+    pq.write_table(pa.table({"content": ["test"], "n": [0]}), folder / "en/test-00000.parquet")
+    pq.write_table(pa.table({"content": ["deutsch"], "n": [0]}), folder / "de/train.parquet")
+    return folder
+
+
+def read(folder: Path, seed: int | None = None, **fields: object) -> list[str]:
+    source = Source.model_validate({"name": str(folder), "column": "content", "subset": "en", **fields})
+    return [document.text for document in hub_dataset(source).documents(seed)]
+
+
+@pytest.mark.parametrize("streaming", [False, True])
+def test_subset_split_and_column_select_the_texts_of_a_data_set(repository: Path, streaming: bool) -> None:
+    rows = read(repository, streaming=streaming)
+    assert rows[:2] == ["en 0 0", "en 0 1"]
+    source = Source(name=str(repository), subset="en", streaming=streaming)
+    assert (hub_dataset(source).identity == {"commit": "of main"}) == streaming
+    assert len(rows) == ROWS
+    assert read(repository, split="test", streaming=streaming) == ["test"]
+    assert read(repository, subset="de", streaming=streaming) == ["deutsch"]
+
+
+@pytest.mark.parametrize("streaming", [False, True])
+def test_the_seeded_order_is_a_shuffle_of_all_rows(repository: Path, streaming: bool) -> None:
+    fixed, first, second = (read(repository, seed, streaming=streaming) for seed in (None, 1, 2))
+    assert sorted(first) == sorted(second) == sorted(fixed)
+    assert first == read(repository, 1, streaming=streaming)
+    assert first not in (second, fixed)
+    assert {row.split()[1] for row in first[:20]} != {"0"}
+
+
+@pytest.mark.parametrize("streaming", [False, True])
+@pytest.mark.parametrize(
+    ("fields", "message"),
+    [
+        ({"column": "n"}, "has no text in column n"),
+        ({"split": "validation"}, r"nor a hub data set that can be read \(.*split.*validation"),
+    ],
+)
+def test_a_missing_subset_split_or_column_is_named(
+    repository: Path, streaming: bool, fields: dict, message: str
+) -> None:
+    with pytest.raises(DataError, match=message) as refused:
+        read(repository, streaming=streaming, **fields)
+    # A row is named by its number.
+    assert str(refused.value).startswith((f"{repository}: ", f"{repository}:1: "))
+    assert "\n" not in str(refused.value)
+
+
+def test_a_hub_file_is_identified_by_the_downloaded_commit(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """A branch moves, and what was made from its former commit must not be taken for what is there now."""
+    refs = tmp_path / "datasets--owner--books" / "refs"
+    refs.mkdir(parents=True)
+    monkeypatch.setattr(sources, "hf_hub_download", partial(hf_hub_download, cache_dir=tmp_path))
+    for commit in ("1" * 40, "2" * 40):
+        (refs / "main").write_text(commit)
+        snapshot = refs.parent / "snapshots" / commit / "data"
+        snapshot.mkdir(parents=True)
+        (snapshot / "x.jsonl").write_text("{}")
+        assert hub_file(Source(name="owner/books"), "data/x.jsonl").identity == {"commit": commit}
+
+
+def on_disk(commit: str, texts: list[str], cache: Path) -> None:
+    """What `datasets` keeps of owner/books when it has downloaded a commit."""
+    folder = cache / "owner___books" / "default" / "0.0.0" / commit
+    folder.mkdir(parents=True)
+    rows = pa.table({"text": texts})
+    with pa.ipc.new_stream(folder / "books-train.arrow", rows.schema) as out:
+        out.write_table(rows)
+    features = datasets.Features.from_arrow_schema(rows.schema).to_dict()
+    splits = {"train": {"name": "train", "num_bytes": 1, "num_examples": len(texts), "dataset_name": "books"}}
+    info = {"config_name": "default", "dataset_name": "books", "features": features, "splits": splits}
+    (folder / "dataset_info.json").write_text(json.dumps({**info, "version": {"version_str": "0.0.0"}}))
+
+
+def test_offline_rows_are_identified_by_their_own_commit(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """Without the hub `datasets` takes what it downloaded last: that commit is recorded."""
+    monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", tmp_path / "datasets")
+    first, second = "1" * 40, "2" * 40
+
+    def rows(revision: str) -> tuple[object, list[str]]:
+        table = hub_dataset(Source(name="owner/books", revision=revision))
+        return table.identity["commit"], [each.text for each in table.documents()]
+
+    on_disk(first, ["one"], tmp_path / "datasets")
+    assert rows("main") == rows(first) == (first, ["one"])
+    on_disk(second, ["two"], tmp_path / "datasets")
+    assert rows("main") == rows(second) == (second, ["two"])
+    assert rows(first)[0] == second
+
+
+def parts(source: Source, seed: int | None = None) -> tuple[list[str], list[str]]:
+    """The texts that train, and those that are measured as `held_out_text` says."""
+    measured = evaluation_documents(PerplexityOptions.model_validate(held_out_text(source)))
+    return [each.text for each in find_table(source).documents(seed)], [each.text for each in measured]
+
+
+def write_texts(folder: Path, kind: str) -> list[str]:
+    written = [f"text {number}\n" * 20 for number in range(2 if kind == "two files" else 40)]
+    if kind == "rows":
+        write_jsonl(folder / "rows.jsonl", [{"text": text} for text in written])
+    else:
+        for number, text in enumerate(written):
+            (folder / f"{number}.txt").write_text(text)
+    return written
+
+
+@pytest.mark.parametrize(("kind", "share"), [("files", 0.2), ("two files", 0.1), ("rows", 0.2)])
+def test_training_and_held_out_documents_are_disjoint_in_every_order(tmp_path: Path, kind: str, share: float) -> None:
+    written = write_texts(tmp_path, kind)
+    trained, measured = parts(Source(name=str(tmp_path), hold_out=share))
+    assert sorted(trained + measured) == sorted(written)
+    assert 1 <= len(measured) <= 2 * share * len(written) + 1
+    shuffled, again = parts(Source(name=str(tmp_path), hold_out=share), seed=3)
+    assert (sorted(shuffled), again) == (sorted(trained), measured)
+    assert shuffled != trained or kind == "two files"
+
+
+def test_files_are_held_out_by_name_in_any_folder(tmp_path: Path) -> None:
+    held = []
+    for place in ("here", "there"):
+        (tmp_path / place).mkdir()
+        write_texts(tmp_path / place, "files")
+        held.append(parts(Source(name=str(tmp_path / place), hold_out=0.1))[1])
+    assert held[0] == held[1]
+
+
+def test_a_single_text_holds_out_its_end_from_a_line_start(tmp_path: Path) -> None:
+    book = tmp_path / "book.txt"
+    book.write_text("".join(f"line {number}\n" for number in range(1000)))
+    [trained], [measured] = parts(Source(name=str(book), hold_out=0.25))
+    assert trained + measured == book.read_text()
+    assert trained.endswith("\n")
+    assert len(measured) / len(book.read_text()) == pytest.approx(0.25, abs=0.01)
+
+
+def test_splits_of_the_standard_library_are_disjoint_and_complete() -> None:
+    train, validation, test = (
+        {each.name for each in find_table(Source(name=STDLIB, split=split)).documents()}
+        for split in ("train", "validation", "test")
+    )
+    library = train | validation | test
+    assert len(library) == len(train) + len(validation) + len(test)
+    assert not [name for name in library if "site-packages" in name or "/test/" in name]
+    assert 300 < 0.8 * len(library) < len(train) < 0.95 * len(library)
+    assert {document.name for document in evaluation_documents(PerplexityOptions(split="validation"))} == validation
+    with pytest.raises(DataError, match=r"^builtin:recall: is for training"):
+        evaluation_documents(PerplexityOptions(data=RECALL))
+    # By the name alone. The settings of the demo were chosen by these, and by none of those.
+    assert {split_of(f"{name}.py") for name in ("bz2", "calendar", "chunk")} == {"validation"}
+    assert {split_of(f"{name}.py") for name in ("enum", "html/parser", "json/encoder")} == {"test"}

@@ -1,0 +1,108 @@
+"""Text to token ids: special tokens in a text are text, and a long text is tokenized in pieces."""
+
+import tracemalloc
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from small_tokenizers import made
+from transformers import PreTrainedTokenizerFast
+
+from pi_lora.data import tokens
+from pi_lora.data.batches import training_data
+from pi_lora.data.examples import Prompter
+from pi_lora.data.sources import STDLIB, find_table
+from pi_lora.data.tokens import pieces, tokenized, tokenizer_identity
+from pi_lora.errors import DataError
+from pi_lora.models.files import BUILTIN_FOLDER
+from pi_lora.models.tokenizer import load_tokenizer, save_tokenizer
+from pi_lora.recipe.schema import Data, Source, Training
+
+
+@pytest.fixture(scope="module", params=["builtin", "llama", "cl100k", "unigram"])
+def tokenizer(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Any:
+    if request.param == "builtin":
+        return load_tokenizer(BUILTIN_FOLDER / "tiny", 1024)
+    folder = tmp_path_factory.mktemp(request.param)
+    own = {"unk_token": "<unk>", "bos_token": "<s>", "eos_token": "</s>"}
+    PreTrainedTokenizerFast(tokenizer_object=made(request.param), **own).save_pretrained(folder)
+    return load_tokenizer(folder, 1024)
+
+
+@given(text=st.text("ab \n", max_size=60))
+def test_pieces_join_to_the_text_and_end_with_a_line(text: str) -> None:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(tokens, "PIECE", 7)
+        found = list(pieces(text))
+    assert "".join(found) == text
+    assert all(0 < len(piece) <= 7 for piece in found)
+    assert all(piece.endswith("\n") for piece in found[:-1] if "\n" in piece)
+
+
+def test_a_long_text_is_tokenized_in_pieces(tokenizer: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """With the frame of a whole text, its characters, and other tokens only where it was cut."""
+    text = "".join(
+        document.text for document, _ in zip(find_table(Source(name=STDLIB)).documents(), range(8), strict=False)
+    )
+    [whole] = tokenized(tokenizer, [text])
+    monkeypatch.setattr(tokens, "PIECE", 10_000)
+    cuts = len(list(pieces(text)))
+    short, long = tokenized(tokenizer, ["short", text])
+    assert list(short) == tokenizer("short")["input_ids"]
+    assert (long[0], long[-1]) == (whole[0], whole[-1])
+    plain = (tokenizer.decode(ids, skip_special_tokens=True) for ids in (long, whole))
+    assert len({text.replace(" ", "").replace("▁", "") for text in plain}) == 1
+    assert 0 <= len(long) - len(whole) <= 2 * cuts
+
+
+def test_memory_is_bounded_by_one_piece(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A list of the text's 80,000 ids takes 3 MB and tokenizing it as a whole several times that; the text itself
+    takes 0.2, and its ids as they are kept 0.3.
+    """
+    monkeypatch.setattr(tokens, "PIECE", 10_000)
+    (tmp_path / "book.txt").write_text("The cat sees the house, and then it sleeps.\n" * 5_000)
+    data = Data.model_validate({"source": str(tmp_path / "book.txt")})
+    tokenizer = load_tokenizer(BUILTIN_FOLDER / "tiny", 1024)
+    training_data(data, Training(steps=1, global_batch_size=1), tokenizer, 64, 128)
+    tracemalloc.start()
+    training_data(data, Training(steps=500, global_batch_size=1), tokenizer, 64, 128)
+    _, peak = tracemalloc.get_traced_memory()
+    tracemalloc.stop()
+    assert peak < 2e6
+
+
+@pytest.mark.parametrize("text", ["a </s> b", "</s>", "<s>x</s>", "<unk></s></s>"])
+def test_special_tokens_in_a_text_are_tokenized_as_text(tokenizer: Any, text: str) -> None:
+    special = set(tokenizer.all_special_ids)
+    bare = tokenizer(text, add_special_tokens=False, split_special_tokens=True)["input_ids"]
+    assert not special & set(bare)
+    pieces = "".join(tokenizer.convert_ids_to_tokens(bare))
+    assert pieces.replace("▁", " ").replace("Ġ", " ").strip() == text
+    assert not special & set(tokenized(tokenizer, ["x" + text])[0][1:-1])
+    [allowed] = tokenized(tokenizer, [text], special_tokens=True)
+    assert len(special & set(allowed)) >= 1
+    frame = tokenized(tokenizer, ["x"])[0].count(tokenizer.eos_token_id)
+    assert allowed.count(tokenizer.eos_token_id) == text.count("</s>") + frame
+
+
+def test_a_saved_tokenizer_parses_special_tokens_for_other_loaders(tokenizer: Any, tmp_path: Path) -> None:
+    """Others who load the tokenizer of a run may want the special tokens of a chat template."""
+    save_tokenizer(tokenizer, tmp_path)
+    theirs = PreTrainedTokenizerFast.from_pretrained(tmp_path)
+    assert theirs.split_special_tokens is False
+    assert theirs.eos_token_id in theirs("a </s> b", add_special_tokens=False)["input_ids"]
+    assert tokenizer_identity(load_tokenizer(tmp_path, 64)) == tokenizer_identity(tokenizer)
+
+
+def test_a_template_with_special_tokens_is_refused_with_the_alternative() -> None:
+    tokenizer = load_tokenizer(BUILTIN_FOLDER / "tiny", 1024)
+    data = Data.model_validate({"source": "x.jsonl", "template": "<s>Q: {q}</s>A:", "completion": "a"})
+    with pytest.raises(DataError, match=r"data.template: <s> is a special token.*set data.special_tokens: true"):
+        Prompter(data, tokenizer, 1024)
+    row = {"q": "</s>", "a": "x </s> y"}
+    for keys, ends in (({"special_tokens": True}, 2), ({"template": "Q: {q} A:"}, 0)):
+        prompter = Prompter(data.changed(**keys), tokenizer, 1024)
+        assert prompter.prompts([row])[0].ids.count(1) == ends
+    assert prompter.completions([row])[0].count(1) == 1  # EOS at the end

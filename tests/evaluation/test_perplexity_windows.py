@@ -1,0 +1,118 @@
+import copy
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from oracle_perplexity import losses_by_token, perplexity
+
+from pi_lora.api import load
+from pi_lora.evaluation.measurement import Session
+from pi_lora.evaluation.perplexity import (
+    LossSum,
+    Perplexity,
+    Sweep,
+    choose_documents,
+    mean_loss,
+    pass_losses,
+    window_scores,
+)
+from pi_lora.recipe.evaluation import PerplexityOptions
+from pi_lora.scaling.config import Extension
+
+WINDOWS = st.lists(st.integers(2, 60), min_size=1, max_size=4).map(tuple)
+
+
+def losses(model: Any, document: Sequence[int], sweep: Sweep, at_once: int = 300) -> list[LossSum]:
+    """Those of every forward pass over a document."""
+    passes = sweep.passes(len(document), at_once)
+    return [loss for pieces in passes for loss in pass_losses(model, document, pieces)]
+
+
+@pytest.fixture(scope="module")
+def documents() -> list[list[int]]:
+    generator = torch.Generator().manual_seed(1)
+    return [torch.randint(2, 1024, (length,), generator=generator).tolist() for length in (128, 300, 131)]
+
+
+@pytest.mark.parametrize("stride", [16, 24, 48, 64])
+def test_a_sweep_of_windows_equals_the_oracle(small_model: Any, documents: list[list[int]], stride: int) -> None:
+    model = load(str(small_model)).module
+    sweep = Sweep((64, 96, 128), stride)
+    scores = window_scores([each for document in documents for each in losses(model, document, sweep)], sweep.windows)
+    assert [score.window for score in scores] == [64, 96, 128]
+    for score in scores:
+        expected, tokens = perplexity(model, documents, score.window, stride)
+        assert score.tokens == tokens
+        assert score.perplexity == pytest.approx(expected, rel=1e-5)
+        if stride < score.window:
+            assert tokens == sum(map(len, documents)) - len(documents)
+
+
+def test_dynamic_scaling_computes_every_window_on_its_own(small_model: Any, tmp_path: Path) -> None:
+    """Its frequencies follow the length of the input, and transformers does not forget a longer one."""
+    model = load(str(small_model), Extension(256, scaling="dynamic"))
+    unread = copy.deepcopy(model.module)
+    (tmp_path / "text.txt").write_text("the road is long and the night is dark " * 20)
+    options = PerplexityOptions(data=str(tmp_path), windows=(64, 100, 128), stride=24, truncate=170)
+    [(_, document)], _ = choose_documents(model, options, 128)
+    scores = Perplexity().run(model, options, Session())
+    assert scores.by_position
+    assert sum(each.tokens for each in scores.by_position.bins) == 127
+    for row in scores.windows:
+        oracle, _ = perplexity(lambda **inputs: copy.deepcopy(unread)(**inputs), [list(document)], row.window, 24)
+        assert row.perplexity == pytest.approx(oracle, rel=1e-5)
+
+
+@given(WINDOWS, st.integers(0, 200), st.integers(1, 60), st.integers(0, 5))
+def test_every_token_is_scored_once_with_its_minimal_context(
+    windows: tuple[int, ...], more: int, stride: int, bins: int
+) -> None:
+    stride = max(1, min(stride, min(windows) - 1))
+    length = max(windows) + more
+    planned = list(Sweep(windows, stride, bins).pieces(length))
+    for window in windows:
+        scored = [(token, piece) for piece in planned for token in piece.scored.get(f"window {window}", ())]
+        assert [token for token, _ in scored] == list(range(1, length))
+        for token, piece in scored:
+            assert token - piece.start < window
+            assert token < piece.stop <= length
+            assert piece.start == 0 or token - piece.start >= window - stride
+
+
+@given(st.integers(2, 60), st.integers(0, 200))
+def test_adjacent_windows_leave_their_first_tokens_unscored(window: int, more: int) -> None:
+    length = window + more
+    planned = Sweep((window,), window).pieces(length)
+    scored = [token for piece in planned for token in piece.scored[f"window {window}"]]
+    assert scored == [token for token in range(length) if token % window]
+
+
+@given(WINDOWS, st.integers(0, 200), st.integers(1, 60), st.integers(1, 500))
+def test_batches_hold_every_piece_once_without_mixing_kinds(
+    windows: tuple[int, ...], more: int, stride: int, tokens: int
+) -> None:
+    sweep, length = Sweep(windows, max(1, min(stride, min(windows))), bins=5), max(windows) + more
+    passes = list(sweep.passes(length, tokens))
+    assert sorted(piece.start for each in passes for piece in each) == [piece.start for piece in sweep.pieces(length)]
+    assert all(len(each) == 1 or len(each) * max(windows) <= tokens for each in passes)
+    assert all(len({piece.score_all for piece in each}) == 1 for each in passes)
+
+
+def test_losses_by_position_are_those_of_windows_that_do_not_overlap(
+    small_model: Any, documents: list[list[int]]
+) -> None:
+    model, document, sweep = load(str(small_model)).module, documents[1], Sweep((32, 64), 16, bins=5)
+    by_hand: list[Any] = []
+    for start in range(0, len(document) - 63, 64):
+        by_hand += losses_by_token(model, document[start : start + 64], 64, 64)
+    found = losses(model, document, sweep)
+    for first, last in zip(sweep.positions, sweep.positions[1:], strict=False):
+        expected = [loss for _, before, loss in by_hand if first <= before < last]
+        loss, tokens = mean_loss(found, f"position {first}")
+        assert tokens == len(expected) > 0
+        assert loss == pytest.approx(sum(expected) / tokens, rel=1e-5)
+    assert len(by_hand) == 4 * 63

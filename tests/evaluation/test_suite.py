@@ -1,0 +1,169 @@
+import json
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+from conftest import run_captured, small_recipe, train
+from random_runs import put_on_hub
+
+from pi_lora.evaluation.suite import requested_of_run
+from pi_lora.recipe.evaluation import BenchmarksOptions, PasskeyOptions, PerplexityOptions
+from pi_lora.recipe.files import RECIPE_FILE
+from pi_lora.run import Run
+
+
+@pytest.fixture(scope="module")
+def trained(small_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A run whose window holds the passkey prompt."""
+    recipe = small_recipe(small_model, context={"target": 256})
+    return train(recipe, tmp_path_factory.mktemp("runs") / "run")
+
+
+@pytest.fixture
+def own_run(trained: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "text.txt").write_text("The door is open and the road is long. " * 60)
+    (tmp_path / "dev.jsonl").write_text('{"question": "is it open", "passage": "It is.", "label": 1}\n' * 3)
+    return Path(shutil.copytree(trained, tmp_path / "run"))
+
+
+def asks_for(folder: Path, evaluation: dict[str, Any]) -> None:
+    """Let the recipe of a run name what is to be measured."""
+    recipe = yaml.safe_load((folder / RECIPE_FILE).read_text())
+    (folder / RECIPE_FILE).write_text(yaml.safe_dump({**recipe, "evaluation": evaluation}))
+
+
+def loaded(*_: object, **__: object) -> None:
+    raise AssertionError("a model was loaded")
+
+
+PERPLEXITY = {"data": "text.txt", "windows": [64, 256], "stride": 32}
+PASSKEY = {"depths": 2, "trials": 1, "seed": 3}
+BENCHMARKS = {"tasks": ["boolq"], "limit": 2, "data": ["boolq=dev.jsonl"]}
+
+
+def test_eval_all_measures_and_saves_the_measurements_of_the_recipe(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, own_run: Path
+) -> None:
+    asks_for(own_run, {"perplexity": PERPLEXITY, "passkey": PASSKEY, "benchmarks": BENCHMARKS})
+    status, out, err = run_captured(capsys, monkeypatch, "eval", "all", "run")
+    assert (status, err.count("\n"), err.count("pi-lora report")) == (0, 1, 1)
+    kept = {file.stem: json.loads(file.read_text()) for file in (own_run / "scores").iterdir()}
+    assert set(kept) == {"perplexity", "passkey", "benchmarks"}
+    assert [row["window"] for row in kept["perplexity"]["windows"]] == [64, 256]
+    assert (kept["passkey"]["seed"], len(kept["passkey"]["depths"])) == (3, 2)
+    assert (kept["benchmarks"]["tasks"]["boolq"]["examples"], kept["benchmarks"]["window"]) == (2, 64)
+    assert all((scores["model"], scores["scale"]) == ("run", 4) for scores in kept.values())
+    assert f"{kept['perplexity']['windows'][0]['perplexity']:,.3f}" in out
+    assert "k_max" in out
+    assert "boolq (0-shot)" in out
+
+
+def test_existing_scores_are_measured_again_only_on_request(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, own_run: Path
+) -> None:
+    asks_for(own_run, {"perplexity": PERPLEXITY, "benchmarks": BENCHMARKS})
+    assert run_captured(capsys, monkeypatch, "eval", "all", "run")[0] == 0
+    marked = own_run / "scores" / "perplexity.json"
+    measured = json.loads(marked.read_text())
+    marked.write_text(json.dumps({**measured, "marked": True}))
+    with monkeypatch.context() as patched:
+        patched.setattr("pi_lora.evaluation.suite.load_model", loaded)
+        assert run_captured(capsys, monkeypatch, "eval", "all", "run")[0] == 0
+    (own_run / "scores" / "benchmarks.json").unlink()
+    status, out, err = run_captured(capsys, monkeypatch, "eval", "all", "run")
+    assert (status, err.count("\n"), err.count("pi-lora report")) == (0, 1, 1)
+    assert json.loads(marked.read_text())["marked"]
+    assert (own_run / "scores" / "benchmarks.json").is_file()
+    assert "perplexity" in out
+
+    status, _, err = run_captured(capsys, monkeypatch, "eval", "all", "run", "--again")
+    assert (status, err.count("\n"), err.count("pi-lora report")) == (0, 1, 1)
+    assert json.loads(marked.read_text()) == measured
+
+
+def test_a_recipe_without_measurements_gets_perplexity_and_passkey(own_run: Path) -> None:
+    asked = requested_of_run(Run(own_run))
+    assert asked == {"perplexity": PerplexityOptions(), "passkey": PasskeyOptions()}
+    asks_for(own_run, {"every": 5})
+    assert requested_of_run(Run(own_run)) == asked
+    asks_for(own_run, {"benchmarks": {}})
+    assert requested_of_run(Run(own_run)) == {"benchmarks": BenchmarksOptions()}
+
+
+def test_scores_of_another_text_have_a_file_of_their_own(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, own_run: Path
+) -> None:
+    asks_for(own_run, {"perplexity": {**PERPLEXITY, "documents": 1}})
+    (own_run.parent / "other.txt").write_text("A light burns in every window of the old house. " * 60)
+    for words in ([], ["--data", "other.txt"], ["--data", "text.txt"]):
+        assert run_captured(capsys, monkeypatch, "eval", "all", "run", *words)[0] == 0
+    kept = {file.stem: json.loads(file.read_text()) for file in (own_run / "scores").iterdir()}
+    assert {name: scores["data"] for name, scores in kept.items()} == {
+        "perplexity": "text.txt",
+        "perplexity-text_other_txt": "other.txt",
+    }
+    assert kept["perplexity-text_other_txt"]["options"]["windows"] == [64, 256]
+    asks_for(own_run, {"perplexity": {**PERPLEXITY, "documents": 1, "stride": 64}})
+    assert run_captured(capsys, monkeypatch, "eval", "all", "run")[0] == 0
+    assert json.loads((own_run / "scores" / "perplexity.json").read_text())["stride"] == 64
+
+
+@pytest.mark.parametrize("name", ["base", "knowledge-base", "x-step-3"])
+def test_a_text_named_like_a_stage_is_not_taken_for_one(own_run: Path, name: str) -> None:
+    [file] = [each for each in requested_of_run(Run(own_run), f"texts/{name}") if each.startswith("perplexity-")]
+    kept = Run(own_run).scores_file(file)
+    kept.parent.mkdir(exist_ok=True)
+    kept.write_text("{}")
+    assert Run(own_run).score_files() == [("tuned", file, kept)]
+
+
+@pytest.mark.parametrize(
+    ("evaluation", "line"),
+    [
+        (None, "gone: holds no recipe.yaml; name a run folder"),
+        (
+            {"benchmarks": {**BENCHMARKS, "data": ["boolq=gone.jsonl"]}},
+            "gone.jsonl: cannot be read as examples",
+        ),
+    ],
+)
+def test_a_mistake_is_one_line_before_the_model_is_loaded(
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+    own_run: Path,
+    evaluation: dict[str, Any] | None,
+    line: str,
+) -> None:
+    if evaluation:
+        asks_for(own_run, evaluation)
+    monkeypatch.setattr("pi_lora.evaluation.suite.load_model", loaded)
+    status, out, err = run_captured(capsys, monkeypatch, "eval", "all", "run" if evaluation else "gone")
+    assert (status, out) == (2, "")
+    assert err.startswith(line)
+    assert err.count("\n") == 1
+
+
+def test_a_run_on_the_hub_is_measured_and_compared_by_its_id(
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+    own_run: Path,
+    small_model: Path,
+    tmp_path: Path,
+) -> None:
+    asks_for(own_run, {"perplexity": PERPLEXITY})
+    put_on_hub(own_run, "you/run", tmp_path / "hub", monkeypatch)
+    status, _, err = run_captured(capsys, monkeypatch, "eval", "all", "you/run")
+    assert (status, err.count("\n"), err.count("pi-lora report")) == (0, 1, 1)
+    [file] = (tmp_path / "hub").glob("models--you--run/snapshots/*/scores/perplexity.json")
+    scores = json.loads(file.read_text())
+    assert scores["model"] == "you/run"
+    status, _, err = run_captured(
+        capsys, monkeypatch, "compare", str(small_model), "you/run", "--json", "compared.json"
+    )
+    assert status == 0, err
+    [short, long] = json.loads(Path("compared.json").read_text())["rows"]
+    assert [short["run"], long["run"]] == [row["perplexity"] for row in scores["windows"]]
+    assert short["run"] != short["base"]

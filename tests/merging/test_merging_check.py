@@ -1,0 +1,237 @@
+"""The check lets through what merging may change, and nothing else."""
+
+import json
+import re
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from random_runs import save_base, save_run, stored
+from safetensors.torch import load_file, save_file
+from small_configs import ALL, NEOX, NORMS, TIED, UNTIED, llama
+
+from pi_lora.api import merge
+from pi_lora.errors import ModelError
+from pi_lora.merging import check, merging
+from pi_lora.models import saving
+from pi_lora.models.device import dtype_named
+from pi_lora.types import Permissions
+
+SETTINGS = {
+    "untied": (UNTIED, {"target_modules": ALL, "modules_to_save": ["embed_tokens", *NORMS]}),
+    "tied": (TIED, {"target_modules": ALL, "modules_to_save": ["embed_tokens"], "ensure_weight_tying": True}),
+    "head": (UNTIED, {"target_modules": ["q_proj", "v_proj", "up_proj", "down_proj", "lm_head"]}),
+    "gpt-neox": (NEOX, {"target_modules": ALL}),
+}
+Tensors = dict[str, torch.Tensor]
+UP, QUERY, NORM = "model.layers.1.mlp.up_proj", "model.layers.1.self_attn.q_proj", "model.layers.1.input_layernorm"
+
+
+@pytest.fixture(scope="module")
+def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("checked")
+    base = save_base(llama(num_hidden_layers=3), folder / "base", torch.bfloat16, max_shard_size="80KB")
+    return save_run(base, folder / "run", r=4, target_modules=ALL)
+
+
+def exact(run: Path, name: str, scaling: float = 2.0) -> torch.Tensor:
+    adapter = load_file(run / "adapter_model.safetensors")
+    a, b = (adapter[f"base_model.model.{name}.lora_{part}.weight"] for part in "AB")
+    return stored(run.parent / "base")[f"{name}.weight"].float() + scaling * b @ a
+
+
+def edit(folder: Path, change: Callable[[str, torch.Tensor], torch.Tensor | None]) -> None:
+    """Replace the tensors of a folder; None removes one, from the index as well."""
+    for path in folder.glob("*.safetensors"):
+        changed = {name: change(name, tensor) for name, tensor in load_file(path).items()}
+        save_file(
+            {name: t.contiguous() for name, t in changed.items() if t is not None}, path, metadata={"format": "pt"}
+        )
+        index = folder / "model.safetensors.index.json"
+        content = json.loads(index.read_text())
+        for name in (name for name, tensor in changed.items() if tensor is None):
+            del content["weight_map"][name]
+        index.write_text(json.dumps(content))
+
+
+def one(name: str, change: Callable[[torch.Tensor], torch.Tensor | None]) -> Callable[[Path, Path], None]:
+    return lambda folder, _: edit(folder, lambda key, tensor: change(tensor) if key == f"{name}.weight" else tensor)
+
+
+def configured(**changes: Any) -> Callable[[Path, Path], None]:
+    def write(folder: Path, _: Path) -> None:
+        config = json.loads((folder / "config.json").read_text())
+        (folder / "config.json").write_text(json.dumps({**config, **changes}))
+
+    return write
+
+
+def rope(**changes: Any) -> dict[str, Any]:
+    return {"rope_theta": 10000.0, "rope_type": "linear", "factor": 2.0, **changes}
+
+
+def with_scaling(scaling: float) -> Callable[[Path, Path], None]:
+    def change(folder: Path, run: Path) -> None:
+        edit(folder, lambda key, t: exact(run, key[:-7], scaling).to(t.dtype) if "_proj" in key else t)
+
+    return change
+
+
+def set_nan(tensor: torch.Tensor) -> torch.Tensor:
+    tensor.view(-1)[-1] = torch.nan
+    return tensor
+
+
+def from_base(*files: str) -> Callable[[Path, Path], None]:
+    def copy(folder: Path, run: Path) -> None:
+        for path in (path for file in files for path in folder.glob(file)):
+            shutil.copyfile(run.parent / "base" / path.name, path)
+
+    return copy
+
+
+BROKEN: dict[str, Callable[[Path, Path], None]] = {
+    "scaled wrongly": with_scaling(1.9),
+    "no adapter": from_base("*.safetensors"),
+    "one shard old": from_base("model-00002*"),
+    "no adapter in one tensor": lambda folder, run: one(
+        QUERY, lambda _: stored(run.parent / "base")[f"{QUERY}.weight"]
+    )(folder, run),
+    "transposed": one(QUERY, torch.t),
+    # Of one block the first row alone is compared number by number.
+    "rows swapped": one(UP, lambda tensor: tensor[[0, 2, 1, *range(3, len(tensor))]]),
+    "another layer's": lambda folder, run: one(UP, lambda t: exact(run, UP.replace("1", "0")).to(t.dtype))(folder, run),
+    "cut instead of rounded": lambda folder, run: one(
+        UP, lambda t: (exact(run, UP).view(torch.int32) & -65536).view(torch.float32).to(t.dtype)
+    )(folder, run),
+    "a copy that is not": one(NORM, lambda tensor: tensor.float().mul(1.01).to(tensor.dtype)),
+    "NaN": one(UP, set_nan),
+    "another dtype": one(NORM, lambda tensor: tensor.half()),
+    "a tensor missing": one(NORM, lambda _: None),
+}
+CONFIGS: dict[str, tuple[dict[str, Any], str]] = {
+    "unscaled": (
+        {"rope_parameters": {"rope_theta": 10000.0, "rope_type": "default"}},
+        "its scaling is not the run",
+    ),
+    "another factor": ({"rope_parameters": rope(factor=4.0)}, "its scaling is not the run"),
+    "another theta": ({"rope_parameters": rope(rope_theta=20000.0)}, "its scaling is not the run"),
+    "another window": ({"max_position_embeddings": 128}, "its scaling is not the run"),
+    "a tied head": ({"tie_word_embeddings": True}, "lm_head.weight is tied"),
+    "another width": ({"intermediate_size": 64}, r"mlp.down_proj.weight is \[32, 48\] instead of \[32, 64\]"),
+    "a layer too many": ({"num_hidden_layers": 4}, "model.layers.3.input_layernorm.weight is missing"),
+}
+
+
+@pytest.mark.parametrize("how", BROKEN)
+def test_a_broken_merge_is_reported_and_removed(
+    how: str, run: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    verify = check.check_tensors
+
+    def broken(adapter: Path, tensors: Any, folder: Path, progress: Any) -> Any:
+        BROKEN[how](folder, run)
+        return verify(adapter, tensors, folder, progress)
+
+    monkeypatch.setattr(merging, "check_tensors", broken)
+    with pytest.raises(ModelError, match="failed the check and are not kept: ") as raised:
+        merge(run, tmp_path / "merged")
+    assert "\n" not in str(raised.value)
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize("how", CONFIGS)
+def test_a_config_of_another_model_is_refused(
+    how: str, run: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    changes, message = CONFIGS[how]
+    save = saving.save_config
+    monkeypatch.setattr("pi_lora.models.saving.save_config", lambda config, folder: save({**config, **changes}, folder))
+    with pytest.raises(ModelError, match=message):
+        merge(run, tmp_path / "merged")
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize(("base", "dtype"), [("bfloat16", "bfloat16"), ("float32", "float16"), ("float32", "float32")])
+@pytest.mark.parametrize("case", SETTINGS)
+def test_a_sound_merge_passes_the_check(
+    case: str, base: str, dtype: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("pi_lora.models.weights.BLOCK", 100)  # many blocks
+    config, settings = SETTINGS[case]
+    run = save_run(save_base(config, tmp_path / "base", dtype_named(base)), tmp_path / "run", r=4, **settings)
+    merged = merge(run, tmp_path / "merged", dtype=dtype)
+    assert json.loads((merged.folder / "config.json").read_text())["dtype"] == dtype
+    [line] = merged.lines
+    summed, copied = map(int, re.findall(r"\d+", line))
+    assert summed >= 8
+    assert copied >= 6
+
+
+def test_logits_are_compared_on_request(run: Path, tmp_path: Path) -> None:
+    merged = merge(run, tmp_path / "merged", check="logits")
+    checked, line = merged.lines
+    assert checked == "checked: 21 tensors are base + adapter, 9 are copies"
+    assert 0 < float(line.split()[6]) < 0.02
+    assert f"- {checked}\n- {line}\n" in (merged.folder / "README.md").read_text()
+    assert json.loads((merged.folder / "merge.json").read_text())["checks"] == [checked, line]
+
+
+def test_a_merge_with_other_logits_is_refused(run: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    compare = check.check_logits
+
+    def of_the_base(found: Any, adapter: Path, tensors: Any, folder: Path) -> str:
+        from_base("*.safetensors")(folder, run)
+        return compare(found, adapter, tensors, folder)
+
+    monkeypatch.setattr(merging, "check_logits", of_the_base)
+    with pytest.raises(ModelError, match="failed the check and are not kept: logits at 128 tokens differ by"):
+        merge(run, tmp_path / "merged", check="logits")
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_logits_that_do_not_fit_in_memory_are_one_line(
+    run: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("pi_lora.merging.check.free_memory", lambda place: 1000)
+    lines = merge(run, tmp_path / "merged", check="logits").lines
+    assert lines[1:] == ["logits not compared: a model takes 0.0 GB in float32, 0.0 GB are free"]
+
+
+def test_a_merge_needs_no_tokenizer(run: Path, tmp_path: Path) -> None:
+    for name in ("base", "run"):
+        shutil.copytree(run.parent / name, tmp_path / name)
+        for path in (tmp_path / name).glob("tokenizer*"):
+            path.unlink()
+    assert merge(tmp_path / "run", tmp_path / "merged", base=str(tmp_path / "base")).lines
+
+
+OWN = """
+from transformers import LlamaConfig, LlamaForCausalLM
+
+class OwnConfig(LlamaConfig):
+    model_type = "own"
+
+class OwnModel(LlamaForCausalLM):
+    config_class = OwnConfig
+"""
+
+
+def test_a_model_with_its_own_code_is_merged_with_permission(
+    run: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    cached = tmp_path / "hub" / "models--someone--own"
+    snapshot = Path(shutil.copytree(run.parent / "base", cached / "snapshots" / ("a" * 40)))
+    (cached / "refs").mkdir()
+    (cached / "refs" / "main").write_text("a" * 40)
+    (snapshot / "own.py").write_text(OWN)
+    adapter = Path(shutil.copytree(run, tmp_path / "run"))
+    for folder, prefix in ((snapshot, ""), (adapter, "someone/own--")):
+        code = {"AutoConfig": f"{prefix}own.OwnConfig", "AutoModelForCausalLM": f"{prefix}own.OwnModel"}
+        configured(model_type="own", auto_map=code)(folder, run)
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path / "hub"))
+    merged = merge(adapter, tmp_path / "merged", base="someone/own", permissions=Permissions(trust_remote_code=True))
+    assert merged.lines[0].startswith("checked: 21 tensors")

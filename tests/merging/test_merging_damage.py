@@ -1,0 +1,151 @@
+"""Whatever is wrong is one line that names file and tensor, and nothing is left behind."""
+
+import errno
+import json
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+from random_runs import save_base, save_run
+from safetensors.torch import load_file, save_file
+from small_configs import ALL, llama
+
+from pi_lora.api import merge
+from pi_lora.errors import PiLoraError
+
+SECOND = "model-00002-of-00003.safetensors"
+ADAPTER = "adapter_model.safetensors"
+Q = "model.layers.1.self_attn.q_proj"
+
+
+@pytest.fixture(scope="module")
+def whole(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("whole")
+    base = save_base(llama(), folder / "base", torch.bfloat16, max_shard_size="80KB")
+    save_run(base, folder / "run", r=4, target_modules=ALL)
+    return folder
+
+
+@pytest.fixture
+def broken(whole: Path, tmp_path: Path) -> Path:
+    """A copy to break: `base` and `run`."""
+    shutil.copytree(whole, tmp_path / "broken")
+    return tmp_path / "broken"
+
+
+def edit(path: Path, change: Callable[[dict[str, torch.Tensor]], object]) -> None:
+    tensors = load_file(path)
+    change(tensors)
+    save_file(tensors, path, metadata={"format": "pt"})
+
+
+def edit_json(path: Path, **changes: object) -> None:
+    path.write_text(json.dumps({**json.loads(path.read_text()), **changes}))
+
+
+def flip_a_bit(path: Path, position: int) -> None:
+    data = bytearray(path.read_bytes())
+    data[position] ^= 64
+    path.write_bytes(data)
+
+
+def pickled(folder: Path, name: str, new: str) -> None:
+    for path in folder.glob(name):
+        path.rename(folder / new)
+
+
+DAMAGE: dict[str, tuple[Callable[[Path], object], str]] = {
+    "truncated shard": (
+        lambda at: (at / "base" / SECOND).write_bytes((at / "base" / SECOND).read_bytes()[:-100]),
+        rf"{SECOND}: missing, damaged or not safetensors \(",
+    ),
+    "bit of the header": (lambda at: flip_a_bit(at / "base" / SECOND, 9), rf"{SECOND}: (missing, damaged|lacks)"),
+    "bit that makes no number": (
+        lambda at: edit(at / "base" / SECOND, lambda each: each[f"{Q}.weight"].view(-1)[3:4].fill_(torch.nan)),
+        rf"{SECOND}: {Q}\.weight: has infinite or NaN values once merged; base or adapter is damaged",
+    ),
+    "missing shard": (lambda at: (at / "base" / SECOND).unlink(), rf"{SECOND}: is missing \(it holds model\.layers"),
+    "tensor that its shard lacks": (
+        lambda at: edit(at / "base" / SECOND, lambda each: each.pop(f"{Q}.weight")),
+        rf"{SECOND}: lacks {Q}\.weight, which the index places there",
+    ),
+    "pickled base": (
+        lambda at: pickled(at / "base", "*.index.json", "pytorch_model.bin.index.json"),
+        r"has no model\.safetensors \(pickle can run code and is not read\)",
+    ),
+    "base of another shape": (
+        lambda at: edit(at / "base" / SECOND, lambda each: each.update({f"{Q}.weight": torch.zeros(8, 32)})),
+        rf"does not fit its base, which has no {Q}\.weight \[32, 32\]$",
+    ),
+    "pickled adapter": (
+        lambda at: (at / "run" / ADAPTER).rename(at / "run" / "adapter_model.bin"),
+        r"adapter_model\.safetensors: missing, damaged or not safetensors \(",
+    ),
+    "half an adapter": (
+        lambda at: edit(at / "run" / ADAPTER, lambda each: each.pop(f"base_model.model.{Q}.lora_A.weight")),
+        rf"does not fit its base, which has no {Q}\.lora_B\.weight \[32, 4\]",
+    ),
+    "adapter of other layers": (
+        lambda at: edit(at / "run" / ADAPTER, rename_layers),
+        r"does not fit its base, which has no .*layers\.10\.self_attn\.q_proj\.weight \[32, 32\]; .*layers\.11\.",
+    ),
+    "adapter of infinities": (
+        lambda at: edit(
+            at / "run" / ADAPTER, lambda each: each[f"base_model.model.{Q}.lora_B.weight"].fill_(torch.inf)
+        ),
+        rf"{Q}\.weight: has infinite or NaN values once merged; base or adapter is damaged",
+    ),
+    "adapter of another kind": (
+        lambda at: edit_json(at / "run" / "adapter_config.json", peft_type="LOHA"),
+        r"adapter_config\.json: peft_type LOHA: only LoRA adapters can be loaded and merged",
+    ),
+    "adapter with another update than B A": (
+        lambda at: edit_json(at / "run" / "adapter_config.json", use_dora=True, init_lora_weights="pissa"),
+        r"use_dora, init_lora_weights pissa: cannot be merged",
+    ),
+    "adapter of embeddings": (
+        lambda at: edit(
+            at / "run" / ADAPTER,
+            lambda each: each.update({"base_model.model.model.embed_tokens.lora_embedding_A": torch.zeros(4, 1024)}),
+        ),
+        r"run: LoRA on embeddings: cannot be merged",
+    ),
+    "another vocabulary": (lambda at: edit_json(at / "base" / "config.json", vocab_size=999), "vocab_size 999 instead"),
+}
+
+
+def rename_layers(tensors: dict[str, torch.Tensor]) -> None:
+    for name in list(tensors):
+        tensors[name.replace("layers.", "layers.1")] = tensors.pop(name)
+
+
+@pytest.mark.parametrize("kind", DAMAGE)
+def test_a_damaged_input_is_named_and_no_output_is_left(kind: str, broken: Path, tmp_path: Path) -> None:
+    damage, message = DAMAGE[kind]
+    damage(broken)
+    with pytest.raises(PiLoraError, match=message) as raised:
+        merge(broken / "run", tmp_path / "out" / "merged", base=str(broken / "base"))
+    assert "\n" not in str(raised.value)
+    assert not list(tmp_path.glob("out/*"))
+    assert not list(tmp_path.glob("out/.*"))
+
+
+def test_a_full_disk_leaves_no_output(whole: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def full(_descriptor: int) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr("os.fsync", full)
+    with pytest.raises(OSError, match="No space left on device"):
+        merge(whole / "run", tmp_path / "merged")
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_weights_that_overflow_a_dtype_are_refused(broken: Path, tmp_path: Path) -> None:
+    edit(broken / "base" / SECOND, lambda each: each[f"{Q}.weight"].fill_(1e6))
+    with pytest.raises(
+        PiLoraError, match=rf"{Q}\.weight: has infinite or NaN values once merged; .* do not fit torch\.float16"
+    ):
+        merge(broken / "run", tmp_path / "merged", base=str(broken / "base"), dtype="float16")
+    assert not (tmp_path / "merged").exists()

@@ -1,0 +1,83 @@
+"""A base that is extended without tuning: what the folder holds, and what transformers makes of it."""
+
+import json
+import os
+from pathlib import Path
+
+import pytest
+import torch
+from conftest import extend, run_captured
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+from pi_lora.api import load
+from pi_lora.errors import ModelError
+from pi_lora.evaluation.probe import probe
+from pi_lora.models.source import resolve_model
+from pi_lora.recipe.evaluation import ProbeOptions
+from pi_lora.scaling.config import Extension
+
+IDS = torch.randint(2, 1024, (2, 256), generator=torch.Generator().manual_seed(5))
+YARN = Extension(256, scaling="yarn")
+
+
+@torch.no_grad()
+def test_an_extended_folder_is_the_base_with_the_scaling(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, small_model: Path, tmp_path: Path
+) -> None:
+    folder, words = tmp_path / "extended", ["--target", "256", "--scaling", "yarn"]
+    (small_model / "model.safetensors").chmod(0o600)
+    status, out, _ = run_captured(capsys, monkeypatch, "extend", str(small_model), *words, "--output", str(folder))
+    assert status == 0
+    assert f"vllm serve {folder} --max-model-len 256" in out
+    expected = load(str(small_model), YARN).module(IDS).logits
+    for model in (load(str(folder)).module, AutoModelForCausalLM.from_pretrained(folder)):
+        torch.testing.assert_close(model(IDS).logits, expected, rtol=1e-6, atol=1e-6)
+    assert (expected - load(str(small_model)).module(IDS).logits).abs().max() > 0.01
+    own, linked = ((place / "model.safetensors").stat() for place in (small_model, folder))
+    assert own.st_ino == linked.st_ino
+    assert own.st_mode & 0o777 == 0o600
+    assert AutoTokenizer.from_pretrained(folder).model_max_length == 256
+    config = json.loads((folder / "config.json").read_text())
+    assert config["rope_scaling"]["rope_type"] == config["rope_parameters"]["rope_type"] == "yarn"
+    card = (folder / "README.md").read_text()
+    assert "vllm serve . --max-model-len 256" in card
+    assert "adapter" not in card
+
+
+def test_the_card_of_an_extended_model_has_the_scores_of_the_probe(small_model: Path, tmp_path: Path) -> None:
+    text = tmp_path / "text.txt"
+    text.write_text("The door is open and the road is long. " * 60)
+    options = ProbeOptions(target=(256,), data=str(text), documents=1, trials=1, scalings=("yarn",))
+    found = probe(resolve_model(str(small_model)), options, dtype="float32")
+    extend(resolve_model(str(small_model), YARN), tmp_path / "extended", found)
+    before, after = (found.at(256).scalings[name] for name in ("direct", "yarn"))
+    card = (tmp_path / "extended" / "README.md").read_text()
+    assert f"| {before.windows[1].text} | {after.windows[1].text} |" in card
+    assert "model-index" in card
+    assert ".partial" not in card
+    kept = json.loads((tmp_path / "extended" / "scores" / "perplexity-step-0.json").read_text())
+    assert kept["windows"][1]["perplexity"] == after.windows[1].value
+    with pytest.raises(ModelError, match=r"is of .* under direct, yarn, not of .* under theta"):
+        extend(resolve_model(str(small_model), Extension(256, scaling="theta")), tmp_path / "other", found)
+    assert not (tmp_path / "other").exists()
+
+
+def test_weights_are_copied_file_by_file_to_another_disk(
+    small_model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    base, folder = tmp_path / "base", tmp_path / "extended"
+    AutoModelForCausalLM.from_pretrained(small_model).save_pretrained(base, max_shard_size="20KB")
+    shards = {file.name for file in base.glob("model*")}
+    assert len(shards) > 2
+
+    def no_link(*_: object) -> None:
+        raise OSError("another disk")
+
+    monkeypatch.setattr(os, "link", no_link)
+    extend(resolve_model(str(base), YARN), folder)
+    assert {file.name for file in folder.glob("model*")} == shards
+    assert all((folder / name).read_bytes() == (base / name).read_bytes() for name in shards)
+    (base / sorted(shards)[0]).unlink()
+    with pytest.raises(ModelError, match="is missing"):
+        extend(resolve_model(str(base), YARN), tmp_path / "again")
+    assert not (tmp_path / "again").exists()

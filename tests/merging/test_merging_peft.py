@@ -1,0 +1,140 @@
+"""What is streamed equals what PEFT makes in memory, and computes what base + adapter does; on a sibling, the sum."""
+
+import importlib.util
+import json
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from conftest import small_recipe, train
+from random_runs import save_base, save_run, stored, tuned
+from safetensors.torch import save_file
+from small_configs import ALL, ATTENTION, MIXTRAL, NEOX, NORMS, SIZES, TIED, UNTIED
+from transformers import AutoModelForCausalLM, Phi3Config, PreTrainedConfig
+
+from pi_lora.api import merge
+from pi_lora.errors import ModelError
+
+IDS = torch.randint(2, 1024, (2, 100), generator=torch.Generator().manual_seed(5))
+EXACT_TIES = {"ensure_weight_tying": True}
+HEAD, EMBEDDING = "lm_head.weight", "model.embed_tokens.weight"
+
+CASES: dict[str, tuple[PreTrainedConfig, dict[str, Any]]] = {
+    "lora": (UNTIED, {"r": 4, "target_modules": ALL}),
+    "attention only": (UNTIED, {"r": 4, "target_modules": ATTENTION}),
+    "rank-stabilized": (UNTIED, {"r": 4, "target_modules": ALL, "use_rslora": True}),
+    "own ranks": (
+        UNTIED,
+        {"r": 4, "target_modules": ALL, "rank_pattern": {"q_proj": 2}, "alpha_pattern": {r"layers\.1\..*up_proj": 3}},
+    ),
+    "embeddings and norms": (UNTIED, {"r": 4, "target_modules": ALL, "modules_to_save": ["embed_tokens", *NORMS]}),
+    "norms": (TIED, {"r": 4, "target_modules": ALL, "modules_to_save": NORMS}),
+    "head": (UNTIED, {"r": 4, "target_modules": [*ATTENTION, "lm_head"]}),
+    "tied": (TIED, {"r": 4, "target_modules": ALL}),
+    "tied, trained": (TIED, {"r": 4, "target_modules": ALL, "modules_to_save": ["embed_tokens", *NORMS], **EXACT_TIES}),
+    "biases": (NEOX, {"r": 4, "target_modules": ALL, "bias": "all"}),
+    "gpt-neox": (NEOX, {"r": 4, "target_modules": ALL, "modules_to_save": ["embed_in", "final_layer_norm"]}),
+    "phi-3": (Phi3Config(**SIZES), {"r": 4, "target_modules": ALL}),
+    "joined experts": (MIXTRAL, {"r": 4, "target_modules": ATTENTION}),
+}
+
+
+# PEFT says what it does to tied embeddings that it was told to train, and to biases without the adapter.
+KNOWN = pytest.mark.filterwarnings("ignore:.*(tie_word_embeddings|tied|disabling adapter layers with bias):UserWarning")
+
+
+@KNOWN
+@torch.no_grad()
+@pytest.mark.parametrize("case", CASES)
+def test_a_streamed_merge_equals_pefts(case: str, tmp_path: Path) -> None:
+    config, settings = CASES[case]
+    base = save_base(config, tmp_path / "base")
+    run = save_run(base, tmp_path / "run", **settings)
+    expected = tuned(base, run)
+    logits = expected(IDS).logits
+    merged = AutoModelForCausalLM.from_pretrained(merge(run, tmp_path / "merged").folder)
+    assert merged.config.tie_word_embeddings == config.tie_word_embeddings
+    torch.testing.assert_close(merged(IDS).logits, logits, rtol=1e-5, atol=1e-5)
+    theirs = expected.merge_and_unload().state_dict()
+    ours = merged.state_dict()
+    assert ours.keys() == theirs.keys()
+    for name, weight in ours.items():
+        torch.testing.assert_close(weight, theirs[name], rtol=1e-6, atol=1e-6, msg=lambda text, name=name: name + text)
+
+
+@KNOWN
+@torch.no_grad()
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {"target_modules": ATTENTION, "modules_to_save": ["embed_tokens"]},
+        {"target_modules": [*ATTENTION, "lm_head"]},
+    ],
+    ids=["embeddings trained", "lora on the head"],
+)
+def test_a_tied_head_that_diverged_is_untied(settings: dict[str, Any], tmp_path: Path) -> None:
+    """PEFT's own merging adds both changes to the one tensor, and the model is another."""
+    base = save_base(TIED, tmp_path / "base")
+    run = save_run(base, tmp_path / "run", r=4, **settings)
+    logits = tuned(base, run)(IDS).logits
+    folder = merge(run, tmp_path / "merged").folder
+    merged = AutoModelForCausalLM.from_pretrained(folder)
+    assert not merged.config.tie_word_embeddings
+    assert not torch.equal(merged.lm_head.weight, merged.model.embed_tokens.weight)
+    torch.testing.assert_close(merged(IDS).logits, logits, rtol=1e-5, atol=1e-5)
+    assert "they diverged" in (folder / "README.md").read_text()
+
+
+@pytest.mark.skipif(importlib.util.find_spec("bitsandbytes") is None, reason="bitsandbytes is not installed")
+def test_a_qlora_adapter_is_added_to_the_unquantized_base(tmp_path: Path) -> None:
+    base = save_base(TIED, tmp_path / "base", torch.bfloat16)
+    recipe = small_recipe(base, tuning={"method": "qlora", "rank": 4, "target_modules": "attention"})
+    run = train(recipe, tmp_path / "run")
+    expected = tuned(base, run).merge_and_unload().state_dict()
+    for name, weight in stored(merge(run, tmp_path / "merged").folder).items():
+        assert torch.equal(weight, expected[name].to(torch.bfloat16)), name
+
+
+def sibling_of(base: Path, folder: Path) -> Path:
+    sibling = Path(shutil.copytree(base, folder / "sibling"))
+    tensors = {name: tensor * 1.1 + 0.01 for name, tensor in stored(sibling).items()}
+    save_file(tensors, sibling / "model.safetensors", {"format": "pt"})
+    return sibling
+
+
+@KNOWN
+@pytest.mark.parametrize("case", ["lora", "embeddings and norms", "tied, trained", "tied, diverged"])
+def test_merging_into_a_sibling_adds_the_same_difference(case: str, tmp_path: Path) -> None:
+    diverged = (TIED, {"r": 4, "target_modules": ATTENTION, "modules_to_save": ["embed_tokens", "lm_head"]})
+    config, settings = CASES.get(case, diverged)
+    base = save_base(config, tmp_path / "base")
+    run = save_run(base, tmp_path / "run", **settings)
+    sibling = sibling_of(base, tmp_path)
+    for name, entry in (("config.json", {"eos_token_id": 7}), ("tokenizer_config.json", {"chat_template": "{{ 1 }}"})):
+        (sibling / name).write_text(json.dumps({**json.loads((sibling / name).read_text()), **entry}))
+    own = stored(merge(run, tmp_path / "own").folder)
+    merged = merge(run, tmp_path / "merged", base=str(sibling), sibling=True)
+    before, after = ({HEAD: tensors[EMBEDDING], **tensors} for tensors in (stored(base), stored(sibling)))
+    assert own.keys() == stored(merged.folder).keys()
+    for name, tensor in stored(merged.folder).items():
+        expected = after[name] + own[name] - before[name]
+        torch.testing.assert_close(tensor, expected, rtol=1e-5, atol=1e-5, msg=lambda text, name=name: name + text)
+    config_file = json.loads((merged.folder / "config.json").read_text())
+    assert (config_file["eos_token_id"], config_file["rope_parameters"]["factor"]) == (7, 2.0)
+    settings_file = json.loads((merged.folder / "tokenizer_config.json").read_text())
+    assert settings_file["model_max_length"] == 128
+    said = "tuned on base, and added to sibling"
+    assert merged.lines[0] == f"sibling: {said}"
+    assert merged.lines[-1].startswith("checked: ")
+    assert f"- sibling: {said}" in (merged.folder / "README.md").read_text()
+
+
+def test_merging_into_a_sibling_needs_the_option(lora_run: Path, small_model: Path, tmp_path: Path) -> None:
+    sibling = sibling_of(small_model, tmp_path)
+    with pytest.raises(ModelError, match="has other weights than those that it was tuned on"):
+        merge(lora_run, tmp_path / "merged", base=str(sibling))
+    assert merge(lora_run, tmp_path / "merged", base=str(sibling), sibling=True).lines
+    with pytest.raises(ModelError, match="--sibling: name the sibling of its base with --base"):
+        merge(lora_run, tmp_path / "other", sibling=True)

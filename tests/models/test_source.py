@@ -1,0 +1,187 @@
+import json
+import math
+import shutil
+from pathlib import Path
+
+import pytest
+import torch
+from architectures import small_config
+from random_runs import put_on_hub
+from transformers import AutoModelForCausalLM
+
+from pi_lora.api import load, merge
+from pi_lora.errors import ModelError
+from pi_lora.models.files import read_adapter_settings, read_config, save_config
+from pi_lora.models.loaded import load_base
+from pi_lora.models.source import resolve_model
+from pi_lora.scaling.config import Extension, Method, method_of, window_of
+from pi_lora.scaling.verify import build_on_meta, rotary_frequencies
+
+IDS = torch.randint(2, 1024, (1, 128), generator=torch.Generator().manual_seed(3))
+
+
+@torch.no_grad()
+def test_step_0_equals_hand_scaled_positions(small_model: Path) -> None:
+    """paper.tex, Eqn. 4: the interpolated model at position m is the plain one at position m L / L'."""
+    plain = load(str(small_model)).module
+    interpolated = load(str(small_model), Extension(target=256)).module
+    by_hand = plain(IDS, position_ids=torch.arange(128)[None] / 4).logits
+    torch.testing.assert_close(interpolated(IDS).logits, by_hand, rtol=1e-5, atol=1e-5)
+    assert (interpolated(IDS).logits - plain(IDS).logits).abs().max() > 0.01
+
+
+@torch.no_grad()
+def test_direct_gives_the_logits_of_the_base(small_model: Path) -> None:
+    direct = load(str(small_model), Extension(target=256, scaling="direct"))
+    assert direct.window == 256
+    assert direct.scale == 1
+    assert direct.source.original == 64
+    torch.testing.assert_close(direct.module(IDS).logits, load(str(small_model)).module(IDS).logits, rtol=0, atol=0)
+
+
+@torch.no_grad()
+def test_yarn_frequencies_are_the_papers(small_model: Path) -> None:
+    """arXiv 2309.00071, section 3: a frequency that turns more than 32 times in L stays, one that turns less than once
+    is divided by s, those between are mixed; cosines and sines, so queries and keys, are scaled by 0.1 ln(s) + 1."""
+    loaded = load(str(small_model), Extension(target=256, scaling="yarn"))
+    assert (loaded.window, loaded.scale) == (256, 4)
+    rotary = loaded.module.model.rotary_emb
+    window, dim, theta = 64, 16, 500.0
+
+    def index_of(turns: float) -> float:
+        return dim * math.log(window / (turns * 2 * math.pi)) / (2 * math.log(theta))
+
+    low, high = max(math.floor(index_of(32)), 0), min(math.ceil(index_of(1)), dim - 1)
+    for index, got in enumerate(rotary.inv_freq.tolist()):
+        plain = theta ** (-2 * index / dim)
+        turns = window * plain / (2 * math.pi)
+        ramp = min(max((index - low) / (high - low), 0), 1)
+        assert got == pytest.approx(plain * (1 - ramp) + plain / 4 * ramp)
+        if turns > 32 or turns < 1:
+            assert got == pytest.approx(plain if turns > 32 else plain / 4)
+    assert rotary.attention_scaling == pytest.approx(0.1 * math.log(4) + 1)
+    assert (loaded.module(IDS).logits - load(str(small_model)).module(IDS).logits).abs().max() > 0.01
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("tokens", [32, 64, 65, 200, 256])
+def test_dynamic_changes_theta_beyond_the_original_window(small_model: Path, tokens: int) -> None:
+    """NTK by length: theta grows by (s n / L - (s - 1)) ^ (d / (d - 2)) for n > L tokens, and not up to there."""
+    loaded = load(str(small_model), Extension(target=256, scaling="dynamic"))
+    assert (loaded.window, loaded.scale) == (256, 4)
+    loaded.module(torch.full((1, tokens), 5))
+    dim = 16
+    theta = 500.0 * max(4 * tokens / 64 - 3, 1) ** (dim / (dim - 2))
+    expected = [theta ** (-2 * index / dim) for index in range(dim // 2)]
+    assert loaded.module.model.rotary_emb.inv_freq.tolist() == pytest.approx(expected, rel=1e-5)
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("method", ["pi", "dynamic", "yarn"])
+def test_every_reader_of_a_saved_config_gets_the_same_model(small_model: Path, tmp_path: Path, method: Method) -> None:
+    """Plain transformers reads the file as it is, with the top level alone, and with `rope_parameters` alone."""
+    base = resolve_model(str(small_model))
+    found = base.extended(Extension(256, 64, method))
+    config, ours = found.config, load_base(found, torch.float32)(IDS).logits
+    for left_out in ((), ("rope_parameters",), ("rope_scaling", "rope_theta")):
+        folder = tmp_path / "-".join(left_out)
+        shutil.copytree(small_model, folder, dirs_exist_ok=True)
+        save_config(config, folder)
+        written = json.loads((folder / "config.json").read_text())
+        assert "_name_or_path" not in written
+        kept = {key: value for key, value in written.items() if key not in left_out}
+        (folder / "config.json").write_text(json.dumps(kept))
+        theirs = AutoModelForCausalLM.from_pretrained(folder)
+        torch.testing.assert_close(theirs(IDS).logits, ours, rtol=0, atol=0)
+        assert window_of(read_config(folder)) == 256
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("method", ["dynamic", "yarn"])
+def test_a_run_is_loaded_and_merged_with_its_method(lora_run: Path, tmp_path: Path, method: Method) -> None:
+    run = tmp_path / "run"
+    shutil.copytree(lora_run, run)
+    base = resolve_model(str(read_adapter_settings(run).base_model_name_or_path))
+    save_config(base.extended(Extension(96, 64, method)).config, run)
+    loaded, merged = load(str(run)), load(str(merge(run, tmp_path / "merged").folder))
+    assert (loaded.window, loaded.scale) == (merged.window, merged.scale) == (96, 1.5)
+    assert method_of(loaded.source.config) == method_of(merged.source.config) == method
+    torch.testing.assert_close(merged.module(IDS).logits, loaded.module(IDS).logits, rtol=1e-4, atol=1e-4)
+
+
+def test_a_run_whose_scaling_contradicts_its_base_is_refused(lora_run: Path, tmp_path: Path) -> None:
+    """A base that is interpolated farther than the run, or to which the run adds another method."""
+    run, base_folder = tmp_path / "run", tmp_path / "base"
+    shutil.copytree(lora_run, run)
+    base = resolve_model(str(read_adapter_settings(run).base_model_name_or_path))
+    shutil.copytree(base.base.path, base_folder)
+    save_config(base.extended(Extension(192, 64)).config, base_folder)
+    with pytest.raises(ModelError, match="its own scale 3 does not lead to 2"):
+        resolve_model(str(run), base=str(base_folder))
+
+
+@pytest.mark.parametrize("model_type", ["stablelm", "gpt_neox", "glm", "phi3", "gemma3_text"])
+def test_theta_and_partial_rotary_factor_survive_saving(tmp_path: Path, model_type: str) -> None:
+    """Readers of the top level name them differently; what is lost falls back to a default without a word."""
+    config = small_config(model_type)
+    ropes = [config.rope_parameters] if "rope_theta" in config.rope_parameters else config.rope_parameters.values()
+    for rope in ropes:
+        rope["rope_theta"] = 777.0
+        if model_type != "gemma3_text":
+            rope["partial_rotary_factor"] = 0.75
+    config.save_pretrained(tmp_path)
+    base = resolve_model(str(tmp_path))
+    save_config(base.extended(Extension(128, 64)).config, tmp_path)
+    plain = rotary_frequencies(base.base.meta_model)
+    written = rotary_frequencies(build_on_meta(type(config), read_config(tmp_path)))
+    for name, values in plain.items():
+        torch.testing.assert_close(written[name], values if "sliding" in name else values / 2)
+
+
+def test_a_name_without_a_model_is_refused(tmp_path: Path) -> None:
+    for name, message in {
+        "builtin:huge": "no such model; .* or builtin:tiny",
+        "./nowhere": "no such model",
+        str(tmp_path / "nowhere"): "no such model",
+        str(tmp_path): "give a hub id, a model folder or builtin:tiny",
+        "some-user/not-cached": r"some-user/not-cached: has no config\.json that can be read",
+    }.items():
+        with pytest.raises(ModelError, match=message):
+            load(name)
+
+
+def test_pickled_weights_are_refused(small_model: Path, tmp_path: Path) -> None:
+    folder = tmp_path / "pickled"
+    shutil.copytree(small_model, folder)
+    torch.save({}, folder / "pytorch_model.bin")
+    (folder / "model.safetensors").unlink()
+    with pytest.raises(ModelError, match="its weights cannot be loaded"):
+        load(str(folder))
+
+
+def test_a_recipe_file_of_another_tool_is_ignored(small_model: Path, tmp_path: Path) -> None:
+    """llm-compressor writes such a file."""
+    folder = tmp_path / "model"
+    shutil.copytree(small_model, folder)
+    (folder / "recipe.yaml").write_text("default_stage:\n  default_modifiers: {}\n")
+    assert load(str(folder)).source.recipe is None
+
+
+def test_a_pushed_adapter_is_loaded_and_merged_by_its_hub_id(
+    lora_run: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    put_on_hub(lora_run, "you/run", tmp_path / "hub", monkeypatch)
+    pushed, local = load("you/run"), load(str(lora_run))
+    assert (pushed.name, pushed.window, pushed.scale) == ("you/run", local.window, local.scale)
+    torch.testing.assert_close(pushed.module(IDS).logits, local.module(IDS).logits, rtol=0, atol=0)
+    merged = merge(Path("you/run"), tmp_path / "merged").folder
+    assert json.loads((merged / "merge.json").read_text())["run"] == "you/run"
+
+
+def test_a_missing_base_is_named(lora_run: Path, small_model: Path, tmp_path: Path) -> None:
+    run, gone = shutil.copytree(lora_run, tmp_path / "run"), str(tmp_path / "gone")
+    for name, before in (("run.json", str(small_model.resolve())), ("adapter_config.json", str(small_model))):
+        (run / name).write_text((run / name).read_text().replace(before, gone))
+    with pytest.raises(ModelError, match=f"its base is no longer in {gone}; say where it is with --base MODEL"):
+        resolve_model(str(run))
+    assert load(str(run), base=str(small_model)).scale == 2

@@ -1,0 +1,241 @@
+"""The recipe that `pi-lora new` writes: it fits, it is the best that does, and it loads, plans and trains."""
+
+import json
+import os
+import shutil
+from collections.abc import Callable
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+from conftest import plan_of, run_captured, train
+
+from pi_lora.data.chats import NO_CHATS_WARNING
+from pi_lora.data.sources import evaluation_documents, find_table
+from pi_lora.errors import PiLoraError
+from pi_lora.models.source import resolve_model
+from pi_lora.planning import new_recipe as choosing
+from pi_lora.planning.advice import plan_lines
+from pi_lora.planning.gpus import CPU, GPUS, device_for, device_here, find_gpu
+from pi_lora.planning.memory import MARGIN
+from pi_lora.planning.new_recipe import choose, first_plan
+from pi_lora.planning.training_plan import TrainingPlan, plan_recipe
+from pi_lora.preflight import check, plan_or_refuse
+from pi_lora.recipe.files import load_recipe
+from pi_lora.scaling.config import window_of
+
+MODELS = """HuggingFaceTB/SmolLM2-1.7B Qwen/Qwen3-0.6B-Base Qwen/Qwen3-8B-Base huggyllama/llama-7b huggyllama/llama-13b
+huggyllama/llama-65b meta-llama/Meta-Llama-3-8B mistralai/Mistral-7B-v0.3""".split()
+LLAMA = "huggyllama/llama-7b"
+BOTH = "embeddings_and_norms"
+Command = Callable[..., tuple[int, str, str]]
+
+
+def chosen(model: str = LLAMA, target: int = 8192, gpu: str = "H100", source: Path | None = None) -> TrainingPlan:
+    given = {"data": {"source": [str(source)]}} if source else {}
+    return choose(first_plan(model, target, find_gpu(gpu), given))
+
+
+def levers(plan: TrainingPlan) -> tuple[str, int, str, str]:
+    recipe = plan.recipe
+    sequence = recipe.data.tokens_per_sequence(plan.target.original, recipe.context.target)
+    return recipe.data.positions, sequence, recipe.tuning.method, recipe.tuning.modules_to_save
+
+
+def lever(plan: TrainingPlan) -> tuple[object, ...]:
+    return plan.recipe.training.activation_checkpointing, *levers(plan)
+
+
+@pytest.fixture
+def command(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Command:
+    """`pi-lora new` in an empty folder: exit status, stdout and stderr."""
+    monkeypatch.chdir(tmp_path)
+    return partial(run_captured, capsys, monkeypatch, "new")
+
+
+@pytest.mark.parametrize("memory", ["12GB", "24GB", "48GB", "80GB"])
+@pytest.mark.parametrize("model", MODELS)
+def test_a_plan_fits_the_card_or_is_refused(model: str, memory: str, tmp_path: Path) -> None:
+    target = 4 * window_of(resolve_model(model, shipped=True).config)
+    try:
+        plan = chosen(model, target, memory)
+    except PiLoraError:
+        assert (model, memory) in {("huggyllama/llama-65b", "12GB"), ("huggyllama/llama-65b", "24GB")}
+        return
+    file = tmp_path / "recipe.yaml"
+    file.write_text(choosing.recipe_text(plan, file))
+    written = load_recipe(file).recipe
+    again = plan_of(written, device_for(written))
+    assert again.gpu == plan.gpu
+    assert again.recipe.context.target == target
+    assert again.memory.peak == plan.memory.peak <= plan.gpu.memory
+    assert again.tokens == plan.tokens
+
+
+def test_the_best_quality_that_fits_is_chosen() -> None:
+    """Whole sequences first, LoRA before QLoRA, and PoSE only where neither has whole ones."""
+    assert levers(chosen(gpu="H100")) == ("contiguous", 8192, "lora", BOTH)
+    assert levers(chosen("huggyllama/llama-13b", gpu="24GB")) == ("contiguous", 8192, "qlora", BOTH)
+    assert levers(chosen("meta-llama/Meta-Llama-3-8B", 65536, "4090")) == ("pose", 8192, "lora", "norms")
+    assert levers(chosen("mistralai/Mistral-7B-v0.3", 131072, "12GB")) == ("pose", 4096, "qlora", BOTH)
+    assert levers(chosen("meta-llama/Meta-Llama-3-8B", 65536, "12GB")) == ("pose", 4096, "qlora", "norms")
+
+
+@pytest.mark.parametrize(
+    ("model", "target", "gpu", "checkpointing"),
+    [
+        ("meta-llama/Meta-Llama-3-8B", 65536, "4090", True),
+        (LLAMA, 16384, "H200", False),
+        (LLAMA, 16384, "H100", 2),
+        (LLAMA, 16384, "A100-40", "selective"),
+    ],
+)
+def test_no_better_candidate_fits_memory_and_time(model: str, target: int, gpu: str, checkpointing: Any) -> None:
+    """Every candidate before the one that was taken lacks memory or time, counted anew."""
+    plan = chosen(model, target, gpu)
+    assert plan.recipe.training.activation_checkpointing == checkpointing
+    first = first_plan(model, target, plan.gpu, {})
+    for overrides, each in choosing.replanned(first, choosing.candidates(first)):
+        if lever(each) == lever(plan):
+            return
+        too_much = each.memory.peak * MARGIN > plan.gpu.memory
+        assert too_much or (each.hours or 0) > choosing.MOST_HOURS, overrides
+    pytest.fail("what was taken is no candidate")
+
+
+def test_a_candidate_of_days_is_preferred_to_one_of_weeks() -> None:
+    slow = replace(GPUS["H100"], peak=1e12)
+    whole = chosen(target=32768)
+    assert levers(whole)[0] == "contiguous"
+    found = choose(first_plan(LLAMA, 32768, slow, {}))
+    assert found.recipe.data.positions == "pose"
+    assert (plan_recipe(whole.recipe, whole.target, slow).hours or 0) > 2 * (found.hours or 0) > 0
+
+
+def test_the_amount_of_text_decides_the_steps(tmp_path: Path) -> None:
+    text = tmp_path / "notes.txt"
+
+    def size(sequences: float) -> tuple[int, int]:
+        text.touch()
+        os.truncate(text, int(sequences * 8192 * choosing.BYTES_PER_TOKEN))
+        training = chosen(source=text).recipe.training
+        return training.steps, training.global_batch_size
+
+    endless = chosen().recipe.training
+    assert (endless.steps, endless.global_batch_size) == (1000, 16)
+    assert size(500 * 16) == (500, 16)
+    assert size(120 * 8) == (240, 4)
+    assert size(0.1) == (20, 2)
+
+
+def test_the_chosen_recipe_trains(command: Command, tmp_path: Path) -> None:
+    (tmp_path / "notes.txt").write_text("Long documents serve best. " * 10_000)
+    words = "builtin:tiny --target 512 --gpu cpu --data notes.txt --output my.yaml".split()
+    status, out, errors = command(*words)
+    assert (status, errors) == (0, "")
+    assert out.splitlines()[-1] == "my.yaml: written; read it, then: pi-lora train my.yaml"
+    written = load_recipe(tmp_path / "my.yaml").recipe
+    header = (tmp_path / "my.yaml").read_text().split("\nmodel:")[0]
+    assert f"#   {out.splitlines()[1]}" in header.splitlines()
+    changes = ["training.steps=1", "training.global_batch_size=1"]
+    run = train(load_recipe(tmp_path / "my.yaml", changes).recipe, tmp_path / "run")
+    assert (run / "adapter_model.safetensors").is_file()
+    measured, source = written.evaluation.perplexity, written.data.source[0]
+    assert measured
+    assert (measured.data, measured.hold_out) == (source.name, source.hold_out) == ("notes.txt", 0.03)
+    held_out = next(evaluation_documents(measured)).text
+    assert len(held_out) + len(next(find_table(source).documents()).text) == 270_000
+
+
+def test_new_reads_text_from_any_column_and_holds_out_ten_rows(command: Command, tmp_path: Path) -> None:
+    row = json.dumps({"id": 1, "body": "Long documents serve best. " * 100})
+    (tmp_path / "rows.jsonl").write_text(f"{row}\n" * 100)
+    words = "builtin:tiny --target 512 --gpu cpu --data rows.jsonl --column body --output my.yaml".split()
+    assert command(*words)[0] == 0
+    recipe = load_recipe(tmp_path / "my.yaml").recipe
+    measured, source = recipe.evaluation.perplexity, recipe.data.source[0]
+    assert measured
+    assert (measured.column, measured.hold_out) == (source.column, source.hold_out) == ("body", 0.1)
+    assert (measured.documents, measured.truncate) == (5, 512)
+    check(recipe, tmp_path / "run")
+
+
+def test_new_trains_on_all_chats_without_a_warning(command: Command, small_model: Path, tmp_path: Path) -> None:
+    folder = tmp_path / "model"
+    shutil.copytree(small_model, folder)
+    (folder / "chat_template.jinja").write_text("{% for message in messages %}{{ message.content }}{% endfor %}")
+    turns = [{"role": role, "content": "Long documents serve best. " * 50} for role in ("user", "assistant")]
+    (tmp_path / "chats.jsonl").write_text(json.dumps({"messages": turns}) + "\n")
+    words = [str(folder), *"--target 256 --gpu cpu --data chats.jsonl --column messages --output my.yaml".split()]
+    status, _, errors = command(*words)
+    assert (status, errors) == (0, "")
+    recipe = load_recipe(tmp_path / "my.yaml").recipe
+    assert (recipe.data.has_chats, recipe.data.source[0].hold_out) == (True, None)
+    check(recipe, tmp_path / "run")
+
+
+def test_new_plan_and_train_print_the_same_plan(command: Command, tmp_path: Path) -> None:
+    words = "builtin:tiny --target 512 --output my.yaml".split()
+    _, out, _ = command(*words)
+    recipe = load_recipe(tmp_path / "my.yaml").recipe
+    written = plan_lines(plan_of(recipe, device_for(recipe)))
+    assert written == out.splitlines()[:-1] == plan_or_refuse(recipe.model.name, plan_of(recipe, device_here()))
+    assert "1 x cpu (this machine's)" in written[1]
+
+
+def test_new_warns_about_a_chat_model_without_chats(command: Command, small_model: Path, tmp_path: Path) -> None:
+    folder = tmp_path / "model"
+    shutil.copytree(small_model, folder)
+    words = [str(folder), "--target", "256", "--gpu", "cpu", "--output"]
+    settings = json.loads((folder / "tokenizer_config.json").read_text())
+    (folder / "tokenizer_config.json").write_text(json.dumps({**settings, "chat_template": None}))
+    assert NO_CHATS_WARNING not in command(*words, "one.yaml")[2]
+    (folder / "chat_template.jinja").write_text("{{ messages }}")
+    status, _, errors = command(*words, "two.yaml")
+    assert (status, errors.splitlines()[-1]) == (0, f"data: {NO_CHATS_WARNING}")
+
+
+def test_new_does_not_overwrite_a_file(command: Command, tmp_path: Path) -> None:
+    (tmp_path / "llama-7b_8k.yaml").write_text("mine")
+    status, out, errors = command(LLAMA, "--target", "8192", "--gpu", "H100")
+    assert (status, out) == (2, "")
+    assert errors.startswith("llama-7b_8k.yaml: exists, and is not overwritten; ")
+    assert (tmp_path / "llama-7b_8k.yaml").read_text() == "mine"
+
+
+@pytest.mark.parametrize(
+    ("arguments", "line"),
+    [
+        ("huggyllama/llama-65b --target 8192 --gpu 12GB", "--gpu: 12GB: holds no tuning of huggyllama/llama-65b, "),
+        (f"{LLAMA} --target 1024 --gpu 12GB", "context.target: 1024 is not longer than the model's own window of 2048"),
+        (f"{LLAMA} --target 8192 --gpu 12GB --data gone.txt", "--data: gone.txt: no such file or folder"),
+        ("builtin:tiny --target 512 --data notes", "--data: notes: is neither a file or folder nor a hub data set"),
+    ],
+)
+def test_a_mistake_in_new_is_one_line_and_leaves_no_file(
+    command: Command, tmp_path: Path, arguments: str, line: str
+) -> None:
+    status, out, errors = command(*arguments.split())
+    assert (status, out, errors.count("\n")) == (2, "", 1)
+    assert errors.startswith(line)
+    assert not list(tmp_path.iterdir())
+
+
+def test_a_name_that_yaml_would_misread_is_quoted(small_model: Path, tmp_path: Path) -> None:
+    odd = tmp_path / "a: {b} # - 'c'"
+    odd.symlink_to(small_model)
+    plan = choose(first_plan(str(odd), 256, GPUS[CPU], {"data": {"source": 'no: "text"'}}))
+    file = tmp_path / "odd.yaml"
+    file.write_text(choosing.recipe_text(plan, file))
+    written = load_recipe(file).recipe
+    assert written.model.name == str(odd)
+    assert written.data.source[0].name == 'no: "text"'
+
+
+def test_a_data_name_without_a_file_is_reported_as_a_hub_id(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(choosing, "data_problems", lambda data, ask_hub: [])
+    texts = ["owner/books", "builtin:recall"]
+    _, _, notes = choosing.new_recipe("builtin:tiny", 512, gpu=CPU, texts=texts, output=tmp_path / "mine.yaml")
+    assert notes == ["--data: owner/books: no such file or folder; it is taken for a data set on the hub"]

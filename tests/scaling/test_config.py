@@ -1,0 +1,252 @@
+from copy import deepcopy
+from typing import Any, get_args
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from pi_lora.errors import ScalingError
+from pi_lora.scaling.config import (
+    Extension,
+    Method,
+    extend_config,
+    is_extension_of,
+    local_window,
+    method_of,
+    normalize_max_positions,
+    read_rope,
+    scale_of,
+    window_of,
+    with_legacy_rope_keys,
+)
+
+LLAMA_5: dict[str, Any] = {
+    "model_type": "llama",
+    "max_position_embeddings": 2048,
+    "rope_parameters": {"rope_type": "default", "rope_theta": 10000.0},
+}
+LLAMA_4: dict[str, Any] = {"model_type": "llama", "max_position_embeddings": 2048, "rope_theta": 10000.0}
+GEMMA: dict[str, Any] = {
+    "model_type": "gemma3_text",
+    "max_position_embeddings": 8192,
+    "rope_parameters": {
+        "full_attention": {"rope_type": "default", "rope_theta": 1e6},
+        "sliding_attention": {"rope_type": "default", "rope_theta": 1e4},
+    },
+}
+BASES = [LLAMA_5, LLAMA_4, GEMMA]
+windows = st.integers(16, 8192)
+
+
+@pytest.mark.parametrize("base", [LLAMA_5, LLAMA_4])
+def test_pi_writes_both_dialects_and_keeps_theta(base: dict[str, Any]) -> None:
+    before = deepcopy(base)
+    extended = extend_config(base, Extension(16384, 2048))
+    assert extended["rope_parameters"] == {"rope_type": "linear", "rope_theta": 10000.0, "factor": 8.0}
+    assert extended["rope_theta"] == 10000.0
+    assert extended["rope_scaling"] == {"type": "linear", "rope_type": "linear", "factor": 8.0, "rope_theta": 10000.0}
+    assert extended["max_position_embeddings"] == 2048
+    assert window_of(extended) == 16384
+    assert base == before
+
+
+def test_direct_declares_the_window_and_rescales_nothing() -> None:
+    extended = extend_config(LLAMA_5, Extension(8192, 2048, "direct"))
+    assert scale_of(extended) == 1
+    assert extended["rope_scaling"] is None
+    assert window_of(extended) == 8192
+
+
+@given(windows, st.integers(1, 100_000))
+def test_the_extended_window_is_the_target_and_the_original_stays(original: int, more: int) -> None:
+    target = original + more
+    extended = extend_config({**LLAMA_5, "max_position_embeddings": original}, Extension(target, original))
+    assert window_of(extended) == target
+    assert extended["max_position_embeddings"] == original
+
+
+DEEPSEEK_V3 = {"type": "yarn", "factor": 40, "original_max_position_embeddings": 4096}
+# Of configs on the hub: what they declare, their scaling, their tokenizer's limit, and the window that they mean.
+PUBLISHED = {
+    "deepseek-ai/deepseek-coder-6.7b-base": (16384, {"type": "linear", "factor": 4.0}, 16384, 16384),
+    "lmsys/vicuna-7b-v1.5-16k": (4096, {"type": "linear", "factor": 4.0}, 16384, 16384),
+    "Yukang/Llama-2-7b-longlora-32k-ft": (4096, {"type": "linear", "factor": 8.0}, None, 32768),
+    "deepseek-ai/DeepSeek-V3": (163840, DEEPSEEK_V3, 131072, 163840),
+    # As their cards say how to extend them.
+    "Qwen/Qwen2.5-7B": (32768, {"type": "yarn", "factor": 4.0}, 131072, 131072),
+    "meta-llama/Llama-3.1-8B": (131072, {"rope_type": "llama3", "factor": 8.0}, None, 131072),
+    "google/gemma-3-4b-pt": (131072, {"rope_type": "linear", "factor": 8.0}, None, 131072),
+}
+
+
+@pytest.mark.parametrize("name", PUBLISHED)
+def test_the_window_is_read_as_each_architecture_defines_it(name: str) -> None:
+    declared, scaling, longest_input, window = PUBLISHED[name]
+    config = {"model_type": "llama", "max_position_embeddings": declared, "rope_theta": 1e5, "rope_scaling": scaling}
+    if "gemma" in name:
+        config |= {"model_type": "gemma3_text", "rope_local_base_freq": 1e4}
+    read = normalize_max_positions(config, longest_input)
+    assert window_of(read) == window
+    if method_of(read) == "pi":
+        extended = extend_config(read, Extension(2 * window, window))
+        assert (window_of(extended), scale_of(extended)) == (2 * window, 2 * scale_of(config))
+
+
+def test_per_layer_ropes_change_on_full_attention_only() -> None:
+    extended = extend_config(GEMMA, Extension(32768, 8192))
+    assert extended["rope_parameters"]["full_attention"] == {
+        "rope_type": "linear",
+        "rope_theta": 1e6,
+        "factor": 4.0,
+    }
+    assert extended["rope_parameters"]["sliding_attention"] == GEMMA["rope_parameters"]["sliding_attention"]
+    assert extended["rope_local_base_freq"] == 1e4
+    old_reader = {key: value for key, value in extended.items() if key != "rope_parameters"}
+    assert read_rope(old_reader) == extended["rope_parameters"]
+
+
+def test_dynamic_is_written_in_every_dialect() -> None:
+    """Engines multiply `max_position_embeddings` by the factor, and transformers rescales beyond it: it stays L."""
+    extended = extend_config(LLAMA_5, Extension(8192, 2048, "dynamic"))
+    assert extended["rope_parameters"] == {"rope_type": "dynamic", "rope_theta": 10000.0, "factor": 4.0}
+    assert extended["rope_scaling"] == {"type": "dynamic", "rope_type": "dynamic", "factor": 4.0}
+    assert extended["max_position_embeddings"] == 2048
+
+
+def test_yarn_is_written_in_every_dialect() -> None:
+    """transformers 4 divides `max_position_embeddings` by the original, and SGLang reads it as it is: it is L'."""
+    extended = extend_config(LLAMA_5, Extension(8192, 2048, "yarn"))
+    parameters = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 2048}
+    assert extended["rope_parameters"] == {**parameters, "rope_theta": 10000.0}
+    assert extended["rope_scaling"] == {"type": "yarn", **parameters}
+    assert extended["max_position_embeddings"] == 8192
+
+
+@given(
+    st.sampled_from(["pi", "yarn", "theta", "llama3", "dynamic"]),
+    windows,
+    st.integers(1, 100_000),
+    st.sampled_from(BASES),
+)
+def test_every_method_declares_target_and_scale_in_both_dialects(
+    method: Method, original: int, more: int, base: dict[str, Any]
+) -> None:
+    target = original + more
+    small = {**base, "max_position_embeddings": original, "head_dim": 16}
+    extended = extend_config(small, Extension(target, original, method))
+    old_reader = {key: value for key, value in extended.items() if key != "rope_parameters"}
+    for config in (extended, old_reader):
+        assert window_of(config) == target
+        assert scale_of(config) == pytest.approx(target / original)
+        assert method_of(config) == method
+    assert read_rope(old_reader) == extended["rope_parameters"]
+    assert with_legacy_rope_keys(old_reader) == with_legacy_rope_keys(extended) == extended
+
+
+@given(st.sampled_from(get_args(Method)), st.integers(1, 512), st.integers(1, 512))
+def test_an_extended_config_is_recognized_as_an_extension_of_its_base(
+    method: Method, more: int, even_more: int
+) -> None:
+    base = {**LLAMA_5, "max_position_embeddings": 64, "head_dim": 16}
+    run = extend_config(base, Extension(64 + more, 64, method))
+    assert is_extension_of(run, base)
+    further = extend_config(base, Extension(64 + more + even_more, 64))
+    interpolated = extend_config(base, Extension(64 + more, 64))
+    assert is_extension_of(further, interpolated)
+    assert not is_extension_of(interpolated, further)
+    assert is_extension_of(run, interpolated) == (method == "pi")
+
+
+@pytest.mark.parametrize("method", ["dynamic", "yarn", "llama3"])
+def test_an_interpolated_base_is_refused_with_the_scalings_that_fit(method: Method) -> None:
+    once = extend_config(LLAMA_5, Extension(4096, 2048))
+    with pytest.raises(ScalingError, match=f"scaling: {method}: .*rope type linear; use pi or theta or direct"):
+        extend_config(once, Extension(8192, 4096, method))
+
+
+def test_phi3_is_interpolated_as_longrope() -> None:
+    base = {**LLAMA_5, "model_type": "phi3", "hidden_size": 64, "num_attention_heads": 4}
+    once = extend_config(base, Extension(4096, 2048))
+    assert once["rope_scaling"] == {"type": "longrope", "short_factor": [2.0] * 8, "long_factor": [2.0] * 8}
+    assert once["max_position_embeddings"] == once["original_max_position_embeddings"] == 4096
+    twice = extend_config(once, Extension(16384, window_of(once)))
+    assert (scale_of(twice), window_of(twice), method_of(twice)) == (8, 16384, "pi")
+
+
+def test_ropes_per_layer_type_unknown_to_transformers_4_get_no_top_level_fields() -> None:
+    """transformers 5 would give a top-level `rope_scaling` to the sliding layers too, or replace both ropes by it."""
+    extended = extend_config({**GEMMA, "model_type": "mimo_v2_flash"}, Extension(32768, 8192))
+    assert scale_of(extended) == 4
+    assert not {"rope_scaling", "rope_theta", "rope_local_base_freq"} & extended.keys()
+
+
+@pytest.mark.parametrize("method", ["pi", "dynamic"])
+def test_olmo_in_transformers_4_reads_two_fields(method: Method) -> None:
+    extended = extend_config({**LLAMA_5, "model_type": "olmo2"}, Extension(4096, 2048, method))
+    assert extended["rope_scaling"] == {"type": {"pi": "linear"}.get(method, method), "factor": 2.0}
+
+
+def test_gpt_neox_gets_its_own_field_names_too() -> None:
+    rope = {"rope_type": "default", "rope_theta": 500.0, "partial_rotary_factor": 0.5}
+    extended = extend_config({**LLAMA_5, "model_type": "gpt_neox", "rope_parameters": rope}, Extension(4096, 2048))
+    assert (extended["rotary_emb_base"], extended["rotary_pct"]) == (500.0, 0.5)
+
+
+@pytest.mark.parametrize(
+    ("fields", "reach"),
+    [
+        ({}, None),
+        ({"sliding_window": None}, None),
+        ({"sliding_window": 4096}, 4096),
+        ({"sliding_window": 4096, "use_sliding_window": False}, None),
+        ({"sliding_window": 4096, "layer_types": ["sliding_attention", "full_attention"]}, None),
+        ({"sliding_window": 4096, "layer_types": ["sliding_attention"] * 2}, 4096),
+        ({"attention_chunk_size": 8192, "layer_types": ["chunked_attention"]}, 8192),
+        ({"sliding_window": 4096, "layer_types": ["full_attention"]}, None),
+    ],
+)
+def test_the_attention_span_is_that_of_the_longest_layer(fields: dict[str, Any], reach: int | None) -> None:
+    assert local_window({**LLAMA_5, **fields}) == reach
+
+
+@given(st.integers(2049, 16384))
+def test_a_target_beyond_every_attention_span_is_refused(target: int) -> None:
+    base = {**LLAMA_5, "sliding_window": 4096}
+    if target <= 4096:
+        assert window_of(extend_config(base, Extension(target, 2048))) == target
+    else:
+        with pytest.raises(ScalingError, match=f"target: {target}: every layer of this model attends to at most 4096"):
+            extend_config(base, Extension(target, 2048))
+
+
+def test_a_config_without_a_window_is_refused() -> None:
+    with pytest.raises(ScalingError, match="llama: its config has no max_position_embeddings"):
+        window_of({"model_type": "llama", "rope_theta": 1e4})
+
+
+def test_a_dynamic_base_is_refused() -> None:
+    dynamic = {**LLAMA_5, "rope_parameters": {"rope_type": "dynamic", "rope_theta": 1e4, "factor": 2.0}}
+    with pytest.raises(ScalingError, match=r"scaling: pi: .*rope type dynamic; start from an unextended base"):
+        extend_config(dynamic, Extension(8192, 2048))
+
+
+@pytest.mark.parametrize("target", [2048, 1000])
+def test_a_target_that_is_not_longer_is_refused(target: int) -> None:
+    with pytest.raises(ScalingError, match=f"{target} is not longer than the model's own window of 2048"):
+        extend_config(LLAMA_5, Extension(target, 2048))
+
+
+def test_layers_without_a_rope_have_none_in_either_dialect() -> None:
+    """transformers writes null for layers that have none."""
+    full = {"rope_type": "default", "rope_theta": 1e6}
+    nested = {"full_attention": full, "sliding_attention": None}
+    config = {"model_type": "gemma3_text", "rope_parameters": nested, "max_position_embeddings": 512}
+    both = with_legacy_rope_keys(config)
+    assert both["rope_parameters"] == nested
+    assert both["rope_theta"] == 1e6
+    assert "rope_local_base_freq" not in both
+
+
+def test_a_yarn_without_its_original_window_multiplies_the_declared_one() -> None:
+    rope = {"rope_theta": 1e4, "rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": None}
+    assert window_of({"model_type": "llama", "max_position_embeddings": 2048, "rope_parameters": rope}) == 8192

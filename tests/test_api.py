@@ -1,0 +1,99 @@
+"""The functions of `pi_lora` give what the commands write."""
+
+import json
+import shutil
+from pathlib import Path
+
+import pytest
+from conftest import run_captured, small_recipe
+from safetensors.torch import load_file, save_file
+
+import pi_lora
+from pi_lora.errors import PiLoraError, RecipeError
+from pi_lora.evaluation.measurement import as_json
+from pi_lora.recipe.files import dump_recipe
+
+
+def test_functions_return_what_commands_write(
+    small_model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("mine.yaml").write_text(dump_recipe(small_recipe(small_model)))
+    steps: list[int] = []
+    pi_lora.train("mine", {"training.steps": 1}, output="adapters/one", progress=False)
+    assert not capsys.readouterr().err
+    made = pi_lora.train("mine", "training.steps=2", progress=lambda done, total, note="": steps.append(total))
+    assert (made.path, steps[-1]) == (Path("adapters/mine"), 2)
+    assert pi_lora.merge(made).folder == Path("models/mine")
+    assert str(pi_lora.load("models/mine")) == "models/mine: 128 tokens, scale 2, torch.float32 on cpu"
+
+    perplexity = pi_lora.evaluate_perplexity(made, "builtin:stdlib", [64, 128], documents=1)
+    passkey = pi_lora.evaluate_passkey(pi_lora.load(made), depths=2, trials=1)
+    plan = pi_lora.plan("mine", gpu="cpu")
+    options = {
+        "perplexity": f"eval perplexity {made} --data builtin:stdlib --windows 64,128 --documents 1".split(),
+        "passkey": ["eval", "passkey", str(made), "--depths", "2", "--trials", "1"],
+        "plan": ["plan", "mine", "--gpu", "cpu"],
+    }
+    told = {"perplexity": as_json(perplexity), "passkey": as_json(passkey), "plan": plan.as_json()}
+    for name, words in options.items():
+        assert run_captured(capsys, monkeypatch, *words, "--json", f"{name}.json")[0] == 0
+        written = json.loads(Path(f"{name}.json").read_text())
+        assert {key: told[name][key] for key in written} == written
+
+
+def test_train_refuses_a_recipe_for_several_processes(tmp_path: Path) -> None:
+    two = ("hardware.gpus=2", "training.per_device_batch_size=1")
+    with pytest.raises(RecipeError, match=r"^hardware: asks for 2 processes; start them with pi-lora train "):
+        pi_lora.train("demo", *two, output=tmp_path / "run")
+
+
+def test_models_and_files_may_be_paths_runs_or_in_the_home_folder(
+    small_model: Path, lora_run: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("HOME", str(tmp_path))
+    shutil.copytree(small_model, tmp_path / "model")
+    assert pi_lora.resolve("~/model").window == pi_lora.resolve(small_model).window == 64
+    run = pi_lora.Run(lora_run)
+    merged = pi_lora.merge(run, "~/merged")
+    assert merged.folder == tmp_path / "merged"
+    for model in (run, merged, pi_lora.resolve(run), pi_lora.load(run)):
+        scores = pi_lora.evaluate(model, "passkey", depths=1, trials=1, json="~/scores.json")
+        assert scores.window == 128
+    assert json.loads((tmp_path / "scores.json").read_text())["target"] == 128
+
+
+def test_a_dtype_may_be_short(small_model: Path) -> None:
+    loaded = pi_lora.load(small_model, dtype="bf16")
+    assert loaded.dtype == "bfloat16"
+    assert pi_lora.evaluate(loaded, "passkey", target=256, depths=1, trials=1).dtype == "bfloat16"
+    with pytest.raises(PiLoraError, match="dtype: int8: is not known; choose from bfloat16, float16, float32"):
+        pi_lora.load(small_model, dtype="int8")
+
+
+@pytest.mark.parametrize(
+    ("measurement", "options", "message"),
+    [
+        ("perplexitty", {}, "perplexitty: no such measurement; choose from perplexity, passkey"),
+        ("passkey", {"depths": 0}, "depths: input should be greater than 0, not 0"),
+        ("passkey", {"deaths": 1}, "deaths: extra inputs are not permitted, not 1"),
+        ("perplexity", {"windows": [64], "stride": 65}, "stride: 65 is longer than the shortest window, 64; lower it"),
+    ],
+)
+def test_a_wrong_option_is_one_line(
+    small_model: Path, measurement: str, options: dict[str, object], message: str
+) -> None:
+    with pytest.raises(PiLoraError, match=message):
+        pi_lora.evaluate(small_model, measurement, **options)
+
+
+def test_permissions_are_given_in_python_as_on_the_command_line(
+    lora_run: Path, small_model: Path, tmp_path: Path
+) -> None:
+    base = tmp_path / "base"
+    shutil.copytree(small_model, base)
+    weights = load_file(base / "model.safetensors")
+    save_file({name: tensor * 2 for name, tensor in weights.items()}, base / "model.safetensors", {"format": "pt"})
+    with pytest.raises(PiLoraError, match="has other weights than those that it was tuned on"):
+        pi_lora.load(lora_run, base=str(base))
+    assert pi_lora.load(lora_run, base=str(base), permissions=pi_lora.Permissions(allow_mismatch=True))

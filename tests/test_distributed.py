@@ -1,0 +1,223 @@
+"""Several processes: the same training as one, and what accelerate is asked for."""
+
+import json
+import os
+import random
+import re
+import signal
+import socket
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import psutil
+import pytest
+from accelerate.commands.launch import launch_command_parser
+from conftest import small_recipe, train
+from processes import without_progress
+
+from pi_lora.distributed import (
+    check_launched,
+    is_launched,
+    is_main_process,
+    launch_arguments,
+    world_size,
+)
+from pi_lora.errors import RecipeError
+from pi_lora.recipe.evaluation import Evaluation
+from pi_lora.recipe.files import dump_recipe
+from pi_lora.recipe.schema import Recipe
+
+CLUSTER = {"gpus": 8, "machines": 4}
+
+
+def recipe_for(
+    model: Path | str, hardware: dict[str, object], tuning: dict[str, object] | None = None, **training: object
+) -> Recipe:
+    base = small_recipe(model).training.model_dump()
+    once = {**base, "steps": 5, "global_batch_size": 64, "per_device_batch_size": 1, "precision": "float32"}
+    return small_recipe(model, hardware=hardware, tuning=tuning or {"rank": 4}, training={**once, **training})
+
+
+def flags(recipe: Recipe, rank: int = 0, port: int | None = None) -> dict[str, object]:
+    """What accelerate's own parser makes of the arguments."""
+    arguments = launch_arguments(recipe, ["train", "r.yaml"], rank, "10.0.0.1", port)
+    return vars(launch_command_parser().parse_args(arguments))
+
+
+def test_full_tuning_on_a_cluster_is_sharded_by_fsdp2() -> None:
+    recipe = recipe_for("m", CLUSTER, {"method": "full"}, precision="auto")
+    asked = flags(recipe, 2, 1234)
+    assert (asked["num_processes"], asked["num_machines"], asked["machine_rank"]) == (32, 4, 2)
+    assert (asked["main_process_ip"], asked["main_process_port"]) == ("10.0.0.1", 1234)
+    assert asked["rdzv_conf"] == "timeout=604800", "machines pack their data at their own pace"
+    assert (asked["use_fsdp"], asked["use_parallelism_config"]) == (True, False)
+    asked = flags(recipe_for("m", {"gpus": 8, "context_parallel": 4}))
+    assert asked["use_parallelism_config"]
+    assert (asked["parallelism_config_cp_size"], asked["parallelism_config_dp_shard_size"]) == (4, 2)
+
+
+def test_a_launcher_with_another_number_of_processes_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name, value in {"WORLD_SIZE": "16", "RANK": "0", "LOCAL_RANK": "0"}.items():
+        monkeypatch.setenv(name, value)
+    with pytest.raises(RecipeError, match="hardware: asks for 32 processes, the launcher started 16"):
+        check_launched(recipe_for("m", CLUSTER))
+
+
+def test_rank_variables_of_a_cluster_are_not_taken_for_a_launcher(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Kubeflow sets these for each pod, in which the launcher is to be started."""
+    for name, value in {"WORLD_SIZE": "2", "RANK": "1", "MASTER_ADDR": "10.0.0.1", "MASTER_PORT": "23456"}.items():
+        monkeypatch.setenv(name, value)
+    assert not is_launched()
+    assert (world_size(), is_main_process()) == (1, True)
+
+
+def start(interpreter: str, folder: Path, *arguments: str) -> "subprocess.Popen[str]":
+    """`pi-lora train recipe.yaml ARGUMENTS` in `folder`, as the foreground process group of a terminal."""
+    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+    if interpreter == sys.executable:
+        environment.pop("PYTHON_EXEC", None)
+    command = [interpreter, "-m", "pi_lora", "train", "recipe.yaml", *arguments]
+    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
+    return subprocess.Popen(command, cwd=folder, text=True, env=environment, start_new_session=True, **pipes)
+
+
+def losses(run: Path) -> list[float]:
+    return [json.loads(line)["loss"] for line in (run / "training.jsonl").read_text().splitlines()]
+
+
+@pytest.fixture(scope="module")
+def alone(small_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder with a recipe, and the run of it in one process."""
+    folder = tmp_path_factory.mktemp("several")
+    asked = {
+        "perplexity": {"data": "builtin:stdlib", "windows": [64, 128], "documents": 3, "truncate": 512},
+        "passkey": {"depths": 3, "trials": 1},
+    }
+    recipe = recipe_for(small_model, {}, global_batch_size=4)
+    recipe = recipe.model_copy(update={"evaluation": Evaluation.model_validate({"every": 5, **asked})})
+    (folder / "recipe.yaml").write_text(dump_recipe(recipe))
+    train(recipe, folder / "alone")
+    return folder
+
+
+def test_two_processes_train_like_one(alone: Path) -> None:
+    """The one launch whose processes are all started as a user's are, imports and what they print included."""
+    process = start(sys.executable, alone, "hardware.cpu_processes=2", "--output", "two")
+    said = process.communicate(timeout=200)
+    assert process.returncode == 0, said
+    assert without_progress(said[1]) == ""
+    assert losses(alone / "two") == pytest.approx(losses(alone / "alone"), rel=1e-5)
+    assert len({round(loss, 4) for loss in losses(alone / "two")}) == 5
+    for name in ("perplexity", "passkey"):
+        two, one = (
+            json.loads((alone / run / "scores" / f"{name}-step-0.json").read_text()) for run in ("two", "alone")
+        )
+        assert {**two, "model": ""} == {**one, "model": ""}, "documents are dealt out, and the result is the same"
+
+
+# What torch's launcher warns of on the machine that ends last, if the first one has closed its store by then.
+STORE_CLOSED = re.compile(
+    r"^\[W\S+ \S+ TCPStore\.cpp.*\n(Exception raised from .*\n|frame #.*\n|<omitting .*\n|\n)*", re.MULTILINE
+)
+
+
+def test_two_machines_train_like_one(python: str, alone: Path) -> None:
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = str(free.getsockname()[1])
+    where = ["hardware.machines=2", "--main-process-ip", "127.0.0.1", "--main-process-port", port]
+    machines = [start(python, alone, "--output", "machines", *where, "--machine-rank", rank) for rank in "01"]
+    for machine in machines:
+        said = machine.communicate(timeout=200)
+        assert machine.returncode == 0, said
+        assert STORE_CLOSED.sub("", without_progress(said[1])) == ""
+    assert losses(alone / "machines") == pytest.approx(losses(alone / "alone"), rel=1e-5)
+
+
+@pytest.fixture
+def folder(alone: Path, tmp_path: Path) -> Path:
+    """A new one with the same recipe."""
+    (tmp_path / "recipe.yaml").write_text((alone / "recipe.yaml").read_text())
+    return tmp_path
+
+
+LONG = ["hardware.cpu_processes=2", "training.steps=400"]
+
+
+def wait_for_steps(process: "subprocess.Popen[str]", run: Path, steps: int) -> None:
+    log = run / "training.jsonl"
+    deadline = time.monotonic() + 200
+    while not (log.exists() and log.read_text().count("\n") >= steps):
+        assert process.poll() is None, process.communicate()
+        assert time.monotonic() < deadline
+        time.sleep(0.02)
+
+
+def worker(folder: Path) -> psutil.Process:
+    """One of those that the launching process, the first of this folder, has started."""
+    here = [each for each in psutil.process_iter(["cwd", "cmdline"]) if each.info["cwd"] == str(folder)]
+    forked = [each for each in here if any("processes.serve" in part for part in each.info["cmdline"])]
+    return max(forked, key=lambda each: each.create_time())
+
+
+def one_line(process: "subprocess.Popen[str]", folder: Path) -> str:
+    """The only line on stderr of a run that is interrupted; nothing of it goes on."""
+    errors = without_progress(process.communicate(timeout=100)[1])
+    assert (process.returncode, errors.count("\n")) == (130, 1), errors
+    assert [each for each in psutil.process_iter(["cwd"]) if each.info["cwd"] == str(folder)] == []
+    return errors
+
+
+@pytest.mark.parametrize("told", ["Ctrl-C", "SIGTERM", "SIGHUP twice"])
+def test_a_signal_ends_all_processes_after_one_checkpoint(python: str, folder: Path, told: str) -> None:
+    """Both the shell and the kernel report a connection that drops; the second report kills no process."""
+    process = start(python, folder, *LONG, "--output", "long")
+    wait_for_steps(process, folder / ".long.partial", 3)
+    if told == "Ctrl-C":
+        os.killpg(process.pid, signal.SIGINT)
+    else:
+        for _ in range(1 + told.endswith("twice")):
+            process.send_signal(getattr(signal, told.split()[0]))
+            time.sleep(0.05)
+    assert "long: interrupted after step" in one_line(process, folder)
+    checkpoints = list((folder / ".long.partial" / "checkpoints").glob("checkpoint-*"))
+    assert [(path / "complete").is_file() for path in checkpoints] == [True]
+
+
+def test_a_second_ctrl_c_ends_the_launch_at_once(python: str, folder: Path) -> None:
+    process = start(python, folder, *LONG, "--output", "long")
+    wait_for_steps(process, folder / ".long.partial", 3)
+    worker(folder).suspend()
+    for _ in range(2):
+        os.killpg(process.pid, signal.SIGINT)
+        time.sleep(0.2)
+    assert "interrupted" in one_line(process, folder)
+
+
+@pytest.mark.parametrize("number", [0, 1])
+def test_ctrl_c_at_any_moment_of_the_launch_is_one_line(python: str, folder: Path, number: int) -> None:
+    process = start(python, folder, *LONG, "--output", "long")
+    assert process.stdout
+    assert process.stdout.readline()
+    time.sleep(2 * random.Random(number).random())
+    os.killpg(process.pid, signal.SIGINT)
+    assert "interrupted" in one_line(process, folder)
+
+
+def test_a_process_that_is_killed_is_named_and_ends_the_others(python: str, folder: Path) -> None:
+    process = start(python, folder, *LONG, "--output", "long")
+    wait_for_steps(process, folder / ".long.partial", 3)
+    worker(folder).kill()
+    errors = without_progress(process.communicate(timeout=100)[1])
+    assert process.returncode == 1
+    assert re.fullmatch(r"process [01]: ended by SIGKILL; go on with --resume", errors.splitlines()[-1])
+
+
+def test_a_mistake_reported_by_workers_is_one_line(python: str, folder: Path) -> None:
+    process = start(python, folder, *LONG, "training.learning_rate=1e12", "training.warmup_steps=0", "--output", "long")
+    errors = without_progress(process.communicate(timeout=100)[1])
+    assert process.returncode == 2
+    assert errors.count("\n") == 1, errors
+    assert re.search(r"the loss of step \d+ became infinite or NaN at a rate of 1e\+12", errors), errors

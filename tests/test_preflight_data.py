@@ -1,0 +1,36 @@
+"""Data that is prepared ahead of training: elsewhere, once."""
+
+from pathlib import Path
+
+import pytest
+from conftest import run_command, small_recipe
+
+from pi_lora.preflight import check_data
+from pi_lora.recipe.files import dump_recipe
+from pi_lora.training.job import TrainingJob
+
+
+def never(done: int, total: int, note: str = "") -> None:
+    pytest.fail(f"{total} tokens are packed again")
+
+
+def test_data_of_a_gpu_recipe_is_prepared_without_gpus_and_read_by_training(
+    small_model: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    monkeypatch.setenv("PI_LORA_CACHE", str(tmp_path / "cache"))
+    folder = tmp_path / "model"
+    folder.mkdir()
+    for file in small_model.iterdir():
+        if file.suffix != ".safetensors":
+            (folder / file.name).write_bytes(file.read_bytes())
+    recipe = small_recipe(folder, hardware={"gpus": 8}, training={"steps": 2, "global_batch_size": 8})
+    file = tmp_path / "recipe.yaml"
+    file.write_text(dump_recipe(recipe))
+    assert run_command("prepare", str(file)) == 0
+    said = capsys.readouterr().out
+    assert "data: 16 sequences of at most 128 tokens" in said
+    assert f"{tmp_path / 'cache'}: has the data of {file}; pi-lora train reads it from there" in said
+    assert len(TrainingJob(recipe, check_data(recipe), Path()).pack(never).rows) == 16

@@ -1,0 +1,177 @@
+"""Where a run is made: places that cannot become one are refused before it, one process makes it, and what is finished
+is never left where a later run removes it. A damaged checkpoint is noticed on resume, and the one before is used.
+"""
+
+import json
+import os
+import subprocess
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+from conftest import small_recipe
+from safetensors.torch import save_file
+
+from pi_lora.errors import ModelError, RunExistsError
+from pi_lora.preflight import check
+from pi_lora.run import Run, check_output, staged, staging_path
+
+
+def test_an_output_that_is_a_link_is_made_at_its_target(tmp_path: Path) -> None:
+    (tmp_path / "disk" / "empty").mkdir(parents=True)
+    for link, target in (("to-empty", "disk/empty"), ("dangling", "disk/new")):
+        output = tmp_path / link
+        output.symlink_to(target)
+        with staged(output) as staging:
+            assert staging.parent == tmp_path / "disk"
+            (staging / "weights").write_text("w")
+        assert output.is_symlink()
+        assert [path.name for path in (tmp_path / target).iterdir()] == ["weights"]
+        with pytest.raises(RunExistsError, match="already exists"), staged(output):
+            pass
+    assert sorted(path.name for path in (tmp_path / "disk").iterdir()) == ["empty", "new"]
+
+
+@pytest.mark.parametrize("output", [".", "..", "/", "file/run"])
+def test_an_impossible_output_is_refused_in_one_line(
+    output: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "here").mkdir()
+    monkeypatch.chdir(tmp_path / "here")
+    (tmp_path / "file").touch()
+    path = Path(output) if output != "file/run" else tmp_path / output
+    with pytest.raises(RunExistsError, match="; choose another --output") as refused, staged(path):
+        pass
+    assert "\n" not in str(refused.value)
+
+
+def test_a_finished_run_stays_in_staging_if_its_name_was_taken_meanwhile(tmp_path: Path) -> None:
+    output = tmp_path / "run"
+
+    def another_takes_its_name() -> None:
+        with staged(output) as staging:
+            (staging / "weights").write_text("mine")
+            output.mkdir()
+            (output / "weights").write_text("another's")
+
+    with pytest.raises(RunExistsError, match=rf"is not overwritten; move the result from {staging_path(output)}$"):
+        another_takes_its_name()
+    assert (output / "weights").read_text() == "another's"
+    assert (staging_path(output) / "weights").read_text() == "mine"
+    with pytest.raises(RunExistsError, match="already exists"), staged(output):
+        pass
+    assert (staging_path(output) / "weights").exists()
+
+
+def test_an_output_is_locked_to_one_process(tmp_path: Path, small_model: Path) -> None:
+    output = tmp_path / "run"
+    owner = "is being made by another process; wait for it, or choose another --output"
+    with staged(output) as staging:
+        (staging / "weights").touch()
+        for resume in (False, True):
+            with pytest.raises(RunExistsError, match=owner), staged(output, resume=resume):
+                pass
+            with pytest.raises(RunExistsError, match=owner):
+                check(small_recipe(small_model), output, resume=resume)
+        assert (staging / "weights").exists()
+    assert [path.name for path in output.iterdir()] == ["weights"]
+    with pytest.raises(RunExistsError, match="already exists"), staged(output):
+        pass
+
+
+# Begins to make argv[1] and says so.
+BEGIN = """
+import sys, time
+from pathlib import Path
+from pi_lora.run import staged
+
+with staged(Path(sys.argv[1])) as staging:
+    (staging / "half").touch()
+    print("begun", flush=True)
+    time.sleep(60)
+"""
+
+
+def test_a_lock_is_released_when_its_process_is_killed(python: str, tmp_path: Path) -> None:
+    output = tmp_path / "run"
+    with subprocess.Popen([python, "-c", BEGIN, str(output)], stdout=subprocess.PIPE, text=True) as process:
+        assert process.stdout
+        assert process.stdout.readline() == "begun\n"
+        with pytest.raises(RunExistsError, match="is being made by another process"):
+            check_output(output)
+        process.kill()
+        assert process.stdout.read() == ""  # the pipe closes when the process itself has ended
+    assert staging_path(output).with_suffix(".lock").exists()
+    check_output(output)
+    with staged(output) as staging:
+        assert not list(staging.iterdir())
+        (staging / "whole").touch()
+    assert [path.name for path in output.iterdir()] == ["whole"]
+    assert [path.name for path in tmp_path.iterdir()] == ["run"]
+
+
+def test_files_of_a_run_have_the_permissions_of_the_umask(tmp_path: Path) -> None:
+    """safetensors writes files for their owner alone, whatever the umask."""
+    before = os.umask(0o027)
+    try:
+        with staged(tmp_path / "run") as staging:
+            save_file({"weight": torch.zeros(1)}, staging / "model.safetensors")
+            (staging / "config.json").touch()
+    finally:
+        os.umask(before)
+    assert {path.stat().st_mode & 0o777 for path in (tmp_path / "run").iterdir()} == {0o640}
+
+
+def half(file: Path) -> None:
+    file.write_bytes(file.read_bytes()[: file.stat().st_size // 2])
+
+
+def interrupted(staging: Path) -> list[Path]:
+    """Checkpoints of steps 2 and 4, of a run that never was."""
+    for step in (2, 4):
+        with (staging / "training.jsonl").open("a") as log:
+            log.writelines(json.dumps({"step": each, "loss": 1.0}) + "\n" for each in (step - 1, step))
+        checkpoint = staging / "checkpoints" / f"checkpoint-{step}"
+        (checkpoint / "shards").mkdir(parents=True)
+        (checkpoint / "optimizer.pt").write_bytes(os.urandom(100))
+        (checkpoint / "shards" / "0").write_bytes(os.urandom(100))
+        Run(staging).mark_complete(checkpoint)
+    return [staging / "checkpoints" / f"checkpoint-{step}" for step in (4, 2)]
+
+
+@pytest.mark.parametrize("damage", [half, Path.unlink])
+@pytest.mark.parametrize("name", ["optimizer.pt", "shards/0", "training.jsonl", "complete"])
+def test_a_damaged_checkpoint_is_skipped_for_the_one_before(
+    name: str, damage: Callable[[Path], None], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    newest, before = interrupted(tmp_path)
+    assert Run(tmp_path).checkpoint_to_resume() == newest
+    damage(newest / name)
+    assert Run(tmp_path).checkpoint_to_resume() == before
+    said = capsys.readouterr().err.splitlines()
+    # Without its mark a checkpoint is one that was never finished.
+    assert len(said) == (0 if (name, damage) == ("complete", Path.unlink) else 1)
+    assert all(line.startswith(f"{newest}: ") and line.endswith("; resuming from checkpoint-2") for line in said)
+    assert not newest.exists()
+    assert [line["step"] for line in Run(tmp_path).log] == [1, 2]
+
+
+def test_if_all_checkpoints_are_damaged_none_is_resumed_or_removed(tmp_path: Path) -> None:
+    both = interrupted(tmp_path)
+    for each in both:
+        half(each / "optimizer.pt")
+    with pytest.raises(
+        ModelError, match=r"optimizer\.pt changed since .*; no checkpoint before is left: remove "
+    ) as raised:
+        Run(tmp_path).checkpoint_to_resume()
+    assert "\n" not in str(raised.value)
+    assert all(each.is_dir() for each in both)
+
+
+def test_damaged_lines_of_a_log_are_skipped(tmp_path: Path) -> None:
+    log = tmp_path / "training.jsonl"
+    first, second, fourth = (b'{"step": %d, "loss": 1.0}\n' % step for step in (1, 2, 4))
+    damaged = b"\xff\xfe\n"
+    log.write_bytes(first + bytes(40) + b"\n" + second + damaged + fourth + b'{"st')
+    assert [line["step"] for line in Run(tmp_path).log] == [1, 2, 4]

@@ -1,0 +1,147 @@
+import importlib.metadata
+import json
+import logging
+import shutil
+import warnings
+from pathlib import Path
+
+import pytest
+import torch
+from conftest import small_recipe, train
+from peft.tuners.lora import LoraLayer
+from safetensors.torch import load_file
+
+from pi_lora.api import load
+from pi_lora.recipe.files import load_recipe
+from pi_lora.scaling.config import scale_of, window_of
+from pi_lora.training.callbacks import LIBRARY_LOG, redirect_library_logs
+
+
+def weights(run: Path) -> dict[str, torch.Tensor]:
+    return load_file(next(run.glob("*.safetensors")))
+
+
+def log_of(run: Path) -> list[dict[str, float]]:
+    return [json.loads(line) for line in (run / "training.jsonl").read_text().splitlines()]
+
+
+def test_a_lora_run_folder_is_complete(lora_run: Path, small_model: Path) -> None:
+    names = {path.name for path in lora_run.iterdir()}
+    assert names == {
+        "README.md",
+        "adapter_config.json",
+        "adapter_model.safetensors",
+        "config.json",
+        "recipe.yaml",
+        "run.json",
+        "tokenizer.json",
+        "tokenizer_config.json",
+        "training.jsonl",
+    }
+    config = json.loads((lora_run / "config.json").read_text())
+    assert (scale_of(config), window_of(config)) == (2, 128)
+    assert json.loads((lora_run / "tokenizer_config.json").read_text())["model_max_length"] == 128
+    assert load_recipe(lora_run / "recipe.yaml").recipe == small_recipe(small_model)
+    made_with = json.loads((lora_run / "run.json").read_text())
+    assert made_with["versions"]["torch"] == importlib.metadata.version("torch")
+    assert made_with["trainable_parameters"] > 0
+    assert not list(lora_run.parent.glob(".*"))
+
+
+def test_the_log_has_one_line_for_each_step(lora_run: Path) -> None:
+    log = log_of(lora_run)
+    assert [line["step"] for line in log] == [1, 2, 3, 4]
+    assert [line["tokens"] for line in log] == [256, 512, 768, 1024]
+    assert [line["learning_rate"] for line in log] == pytest.approx([1e-3, 5.5e-3, 1e-2, 1e-2])
+    assert all(line["loss"] > 0 and line["tokens_per_second"] > 0 and line["peak_memory"] > 1e8 for line in log)
+
+
+def test_a_run_of_full_tuning_loads_as_a_model(full_run: Path, small_model: Path) -> None:
+    loaded = load(str(full_run))
+    assert (loaded.scale, loaded.window) == (2, 128)
+    base = load(str(small_model)).module.state_dict()
+    moved = [name for name, weight in loaded.module.state_dict().items() if not torch.equal(weight, base[name])]
+    assert set(moved) == set(base)
+
+
+def test_a_full_run_declares_the_dtype_of_its_weights(small_model: Path, tmp_path: Path) -> None:
+    """And not that of its base, in which engines and `load` on a GPU would round them."""
+    base = Path(shutil.copytree(small_model, tmp_path / "base"))
+    config = json.loads((base / "config.json").read_text())
+    (base / "config.json").write_text(json.dumps({**config, "dtype": "float16"}))
+    for method, dtype in (("full", "float32"), ("lora", "float16")):
+        run = train(small_recipe(base, tuning={"method": method}), tmp_path / method)
+        assert json.loads((run / "config.json").read_text())["dtype"] == dtype
+
+
+def test_pose_trains_short_sequences_for_the_long_window(small_model: Path, tmp_path: Path) -> None:
+    data = {"source": "builtin:stdlib", "positions": "pose"}
+    run = train(small_recipe(small_model, data=data), tmp_path / "skip")
+    assert (load(str(run)).scale, load(str(run)).window) == (2, 128)
+    # Two sequences a step, of L tokens each.
+    assert [line["tokens"] for line in log_of(run)] == [128, 256, 384, 512]
+    contiguous = train(
+        small_recipe(small_model, context={"target": 128}, data={"source": "builtin:stdlib"}), tmp_path / "c"
+    )
+    assert log_of(run)[0]["loss"] != log_of(contiguous)[0]["loss"]
+
+
+@pytest.mark.parametrize(("scaling", "rope_type"), [("dynamic", "dynamic"), ("yarn", "yarn"), ("direct", "default")])
+def test_other_scalings_train_and_load_again(small_model: Path, tmp_path: Path, scaling: str, rope_type: str) -> None:
+    loaded = load(str(train(small_recipe(small_model, scaling=scaling), tmp_path / scaling)))
+    assert (loaded.source.original, loaded.window) == (64, 128)
+    assert loaded.module.config.rope_parameters["rope_type"] == rope_type
+
+
+@pytest.mark.parametrize(("key", "value", "scaling"), [("rank_stabilized", True, 8 / 4**0.5), ("dropout", 0.5, 8 / 4)])
+def test_kinds_of_lora_train_and_load_again(
+    small_model: Path, tmp_path: Path, key: str, value: object, scaling: float
+) -> None:
+    model = load(str(train(small_recipe(small_model, tuning={"rank": 4, key: value}), tmp_path / "run"))).module
+    layers = [module for module in model.modules() if isinstance(module, LoraLayer)]
+    assert {layer.scaling["default"] for layer in layers} == {scaling}
+    assert {type(layer.lora_dropout["default"]) for layer in layers} == {torch.nn.Identity}
+
+
+def test_tensorboard_logs_are_saved_with_the_run(
+    small_model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pytest.importorskip("tensorboard", reason="pip install pi-lora[tensorboard]")
+    training = {**small_recipe(small_model).training.model_dump(), "tracking": ["tensorboard"]}
+    run = train(small_recipe(small_model, training=training), tmp_path / "run")
+    assert [path.name.split(".")[0] for path in (run / "tensorboard").iterdir()] == ["events"]
+
+
+@pytest.mark.parametrize(
+    ("schedule", "options", "after"),
+    [
+        ("linear", {}, [1, 0.75, 0.5, 0.25]),
+        ("cosine_with_min_lr", {"min_lr_rate": 0.1}, [1, 0.8682, 0.55, 0.2318]),
+    ],
+)
+def test_learning_rates_warm_up_from_a_tenth(
+    small_model: Path, tmp_path: Path, schedule: str, options: dict[str, float], after: list[float]
+) -> None:
+    training = {**small_recipe(small_model).training.model_dump(), "steps": 8, "warmup_steps": 4}
+    recipe = small_recipe(small_model, training={**training, "schedule": schedule, "schedule_options": options})
+    rates = [line["learning_rate"] / 1e-2 for line in log_of(train(recipe, tmp_path / "run"))]
+    assert rates == pytest.approx([0.1, 0.325, 0.55, 0.775, *after], abs=1e-4)
+
+
+def test_messages_of_libraries_are_logged_with_the_run(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    before = logging.getLogger().handlers[:]
+    with warnings.catch_warnings(), redirect_library_logs(tmp_path):
+        warnings.simplefilter("always")
+        logging.getLogger("transformers.trainer").warning("of transformers")
+        logging.getLogger("trl.trainer").warning("of TRL")
+        logging.getLogger("trl.trainer").info("of no interest")
+        warnings.warn(" ".join(["of", "torch"]), stacklevel=1)
+    said = (tmp_path / LIBRARY_LOG).read_text()
+    assert [said.count(f"of {name}") for name in ("TRL", "torch", "no interest")] == [1, 1, 0]
+    assert capfd.readouterr() == ("", "")
+    assert logging.getLogger().handlers == before
+
+
+def test_liger_has_the_table_of_supported_models() -> None:
+    patches = pytest.importorskip("liger_kernel.transformers.monkey_patch", reason="pip install pi-lora[liger]")
+    assert {"llama", "mistral", "qwen3"} < set(patches.MODEL_TYPE_TO_APPLY_LIGER_FN)
