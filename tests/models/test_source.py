@@ -7,6 +7,7 @@ import pytest
 import torch
 from architectures import small_config
 from random_runs import put_on_hub
+from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 
 from pi_lora.api import load, merge
@@ -185,3 +186,24 @@ def test_a_missing_base_is_named(lora_run: Path, small_model: Path, tmp_path: Pa
     with pytest.raises(ModelError, match=f"its base is no longer in {gone}; say where it is with --base MODEL"):
         resolve_model(str(run))
     assert load(str(run), base=str(small_model)).scale == 2
+
+
+def test_a_push_after_resolving_does_not_mix_two_commits(
+    small_model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    put_on_hub(small_model, "someone/model", tmp_path, monkeypatch)
+    source = resolve_model("someone/model")
+    assert source.base.revision == "a" * 40
+    digest, weights = source.base.weights_digest, load_base(source, torch.float32).state_dict()
+    kept = tmp_path / "models--someone--model"
+    pushed = shutil.copytree(kept / "snapshots" / ("a" * 40), kept / "snapshots" / ("b" * 40))
+    other = load_file(pushed / "model.safetensors")
+    save_file({name: tensor + 1 for name, tensor in other.items()}, pushed / "model.safetensors", {"format": "pt"})
+    (kept / "refs" / "main").write_text("b" * 40)
+    assert resolve_model("someone/model").base.weights_digest != digest
+    again = resolve_model("someone/model", revision="a" * 40)
+    for each in (source, again):
+        assert each.base.folder.name == "a" * 40
+        assert each.base.fingerprint("0", "0").commit == "a" * 40
+        for name, tensor in load_base(each, torch.float32).state_dict().items():
+            assert torch.equal(tensor, weights[name])
