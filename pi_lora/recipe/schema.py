@@ -383,7 +383,7 @@ class Recipe(Section):
             yield (
                 f"hardware.context_parallel: {hardware.context_parallel} does not divide {hardware.processes} processes"
             )
-        if global_batch_size % self.sequences_at_once:
+        elif global_batch_size % self.sequences_at_once:
             yield (
                 f"training.global_batch_size: {global_batch_size} is not a multiple of {self.sequences_at_once} "
                 f"(per_device_batch_size {batch_size} on {hardware.data_parallel} processes)"

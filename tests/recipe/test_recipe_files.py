@@ -161,6 +161,7 @@ def test_dump_then_load_is_the_same_recipe(
     ("overrides", "said"),
     [
         (["hardware.gpus=3", "hardware.context_parallel=2"], "hardware.context_parallel: 2 does not divide 3"),
+        (["hardware.context_parallel=2"], "hardware.context_parallel: 2 does not divide 1 processes"),
         (
             ["hardware.gpus=2", "hardware.context_parallel=2", "context.target=1026"],
             "context.target: 1026 is not a multiple of 4",
