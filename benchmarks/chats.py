@@ -1,4 +1,4 @@
-"""What chats in the mixture keep of a model that people talk to: SmolLM2-135M-Instruct, 8k to 16k tokens, tuned on
+"""The effect of chats in the mixture on a model that people talk to: SmolLM2-135M-Instruct, 8k to 16k tokens, tuned on
 novels alone and on novels with 15 % chats, the same number of tokens; and extended by the same scaling without tuning.
 
     python scripts/fetch_smollm2.py

@@ -1,4 +1,4 @@
-"""What servers of other engines compute of extended models beyond the base's window, by `pi-lora check-server`.
+"""The answers of other engines' servers for extended models beyond the base's window, by `pi-lora check-server`.
 
     python benchmarks/engines.py [--engines ENGINE ...] [--cases CASE ...]
 
@@ -123,7 +123,7 @@ def gguf(case: str) -> Path:
 
 
 def verdicts_of(command: list[str], reader: ReferenceComputer, served: str | None = None) -> dict[str, Any]:
-    """What the server that `command` starts makes of both prompts, or why it says nothing."""
+    """The verdicts on both prompts of the server that `command` starts, or why the server says nothing."""
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]

@@ -1,4 +1,4 @@
-"""What a grid of passkeys costs: pi-lora beside `generate` with a cache and without, on one model, in one run.
+"""The cost of a grid of passkeys: pi-lora beside `generate` with a cache and without, on one model, in one run.
 
     python benchmarks/passkey.py
 

@@ -1,4 +1,4 @@
-"""What a sweep of windows costs: pi-lora's beside a straightforward script's.
+"""The cost of a sweep of windows: pi-lora's beside a straightforward script's.
 
     python benchmarks/perplexity.py
 

@@ -1,4 +1,4 @@
-"""What `pi-lora plan` says of memory on a CPU, beside the peak of the process that trains: a row for each setting.
+"""The memory that `pi-lora plan` computes for a CPU, beside the peak of the training process: a row a setting.
 
     python benchmarks/plan_memory.py
 

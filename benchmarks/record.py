@@ -1,4 +1,4 @@
-"""What the scripts here share: results in results/, each row with its own date, machine and versions, and clocks."""
+"""Functions that the scripts share: results in results/, with date, machine and versions a row, and clocks."""
 
 import json
 import os
@@ -54,7 +54,7 @@ def seconds_of(work: Callable[[], object]) -> float:
 
 
 def in_a_process(*arguments: str) -> Any:
-    """What a Python process prints as its last line, read as JSON."""
+    """The last line that a Python process prints, read as JSON."""
     done = subprocess.run([sys.executable, *arguments], check=True, stdout=subprocess.PIPE, text=True)
     return json.loads(done.stdout.splitlines()[-1])
 

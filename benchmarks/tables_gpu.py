@@ -86,7 +86,7 @@ def attention(row: Row) -> str:
 
 
 def measure(row: Row) -> str:
-    """What a row of the evaluation measured."""
+    """The measurement of a row of the evaluation."""
     if row["measure"] == "perplexity":
         return f"perplexity at {row['tokens']:,}, stride {row['stride']}"
     return f"{row['depths']} x {row['trials']} passkeys in {row['tokens']:,} tokens"

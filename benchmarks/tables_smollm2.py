@@ -130,7 +130,7 @@ def validation(_: Result) -> Iterator[str]:
 
 
 def with_stride() -> Iterator[str]:
-    """What a window of 16k changes beside a window of 8k that moves by 2,048 tokens, a model of 8k a row."""
+    """The change by a window of 16k beside a window of 8k that moves by 2,048 tokens, a model of 8k a row."""
     rows = []
     for row in (BEST, CONTROL, "base"):
         if scores := scores_of("perplexity", f"test {row} stride {SHORT_STRIDE}"):
@@ -163,7 +163,7 @@ def short_benchmarks() -> Iterator[str]:
 
 
 def float32() -> Iterator[str]:
-    """What bfloat16 changes of the documents that were also measured in float32."""
+    """The change by bfloat16, of the documents that were also measured in float32."""
     for row in ("base", BEST):
         if exact := scores_of("perplexity", f"test {row} float32"):
             for novel, loss in by_novel(exact, TARGET).items():

@@ -1,4 +1,4 @@
-"""What `pi-lora train` costs over a bare SFTTrainer: tokens a second of both, in turns, in one run.
+"""The cost of `pi-lora train` over a bare SFTTrainer: tokens a second of both, in turns, in one run.
 
     python benchmarks/train_overhead.py [--recipe demo] [--steps 60] [--warm 10] [--rounds 3] [key=value ...]
 

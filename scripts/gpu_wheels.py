@@ -81,7 +81,7 @@ def pip(words: list[str]) -> None:
 
 
 def requirements_of(wheel: Path) -> Iterator[Requirement]:
-    """What a wheel asks for."""
+    """The requirements of a wheel."""
     with zipfile.ZipFile(wheel) as archive:
         name = next(each for each in archive.namelist() if each.endswith(".dist-info/METADATA"))
         return map(Requirement, message_from_string(archive.read(name).decode()).get_all("Requires-Dist", []))

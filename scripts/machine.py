@@ -1,4 +1,4 @@
-"""What a measurement was made on."""
+"""The machine of a measurement."""
 
 import datetime
 import importlib.metadata

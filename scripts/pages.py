@@ -36,7 +36,7 @@ def mean_and_range(values: Sequence[float], style: str) -> str:
 
 
 def block(page: Path, name: str) -> str:
-    """What stands between `<!-- name -->` and `<!-- end of name -->` in a page."""
+    """The text between `<!-- name -->` and `<!-- end of name -->` in a page."""
     return _around(page, name)[1]
 
 

@@ -1,4 +1,4 @@
-"""What pre-training a small model takes: a tokenizer, a mixture of text and recall, Muon, and a folder to put it in."""
+"""The parts of pre-training a small model: a tokenizer, a mixture of text and recall, Muon, and saving."""
 
 import itertools
 import random

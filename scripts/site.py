@@ -1,5 +1,5 @@
-"""What mkdocs needs beside docs/ (`make docs`): README and other pages as pages of the site, notebooks as text, and
-links that fit. A link to a file that has no page keeps its text only.
+"""The files that mkdocs needs beside docs/ (`make docs`): README and other pages as pages of the site, notebooks as
+text, and links that fit. A link to a file that has no page keeps its text only.
 """
 
 import json

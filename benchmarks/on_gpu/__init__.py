@@ -1,1 +1,1 @@
-"""What benchmarks/gpu.py measures, part by part."""
+"""The parts of benchmarks/gpu.py."""

@@ -1,4 +1,4 @@
-"""What measuring a long window costs: pi-lora's way beside YaRN's (perplexity) and LongLoRA's (passkeys).
+"""The cost of measuring a long window: pi-lora's way beside YaRN's (perplexity) and LongLoRA's (passkeys).
 
     python evaluation.py BASE STRIDE perplexity WINDOW
     python evaluation.py BASE STRIDE passkey TARGET DEPTHS TRIALS COMPARED

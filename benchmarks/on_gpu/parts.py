@@ -200,7 +200,7 @@ def answer(arguments: Sequence[str], seconds: float) -> Row:
 
 
 def failure_of(said: str) -> Row:
-    """What a process that failed said: that memory ran out, or its exception from its first line on."""
+    """The reason why a process failed: that memory ran out, or its exception from its first line on."""
     if re.search(r"OutOfMemoryError|out of memory", said):
         return {"out_of_memory": True}
     found = list(ERROR.finditer(said))

@@ -31,7 +31,7 @@ LENGTHS = (2048, 8192, 16384, 32768, 65536)
 
 @dataclass(frozen=True)
 class Setting:
-    """What all contenders have in common; lengths in tokens. Levers and neighbours are compared at `compared`."""
+    """The setting of all contenders; lengths in tokens. Levers and neighbours are compared at `compared`."""
 
     name: str
     config: Mapping[str, Any]

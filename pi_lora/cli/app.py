@@ -1,4 +1,4 @@
-"""What all commands share: the application, and the options that several have."""
+"""The application, and the options that several commands have."""
 
 import importlib.metadata
 from collections.abc import Sequence

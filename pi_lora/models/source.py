@@ -189,7 +189,7 @@ class ModelSource:
 
     @property
     def permissions(self) -> Permissions:
-        """What the user permits."""
+        """The permissions that the user gives."""
         return self.base.permissions
 
     @property
