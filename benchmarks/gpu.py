@@ -17,11 +17,11 @@ import tempfile
 import time
 from pathlib import Path
 
+import record  # first: it finds scripts/
 from machine import machine
 from on_gpu.contender import PI_LORA
 from on_gpu.parts import PARTS, Bench, Job, Row, jobs
 from on_gpu.setting import TINY, setting_of
-from record import RESULTS
 
 # Seconds: the most that a job may take, and the least that is worth beginning one.
 JOB_SECONDS, LEAST_SECONDS = 420, 45
@@ -92,7 +92,7 @@ def main() -> None:
         raise SystemExit("benchmarks/gpu.py: no CUDA device here; --tiny runs every part in a small shape on a CPU")
     shape = TINY if options.tiny else options.shape
     options.parts = options.parts or [part for part in PARTS if options.tiny or part != "longest"]
-    rows = Rows(options.json or (None if options.tiny else RESULTS / "gpu.json"), shape, gpu)
+    rows = Rows(options.json or (None if options.tiny else record.RESULTS / "gpu.json"), shape, gpu)
     with tempfile.TemporaryDirectory() as folder:
         measure(Bench(setting_of(shape), Path(folder)), rows, options)
     print("\n".join(tables({**rows.facts, "rows": rows.rows})))
