@@ -97,3 +97,20 @@ def test_permissions_are_given_in_python_as_on_the_command_line(
     with pytest.raises(PiLoraError, match="has other weights than those that it was tuned on"):
         pi_lora.load(lora_run, base=str(base))
     assert pi_lora.load(lora_run, base=str(base), permissions=pi_lora.Permissions(allow_mismatch=True))
+
+
+def test_options_that_come_too_late_are_refused(small_model: Path, lora_run: Path) -> None:
+    loaded = pi_lora.load(small_model)
+    extension = pi_lora.Extension(128)
+    for call in (
+        lambda: pi_lora.load(loaded, dtype="bf16"),
+        lambda: pi_lora.load(loaded, extension),
+        lambda: pi_lora.evaluate(loaded, "passkey", dtype="bf16"),
+        lambda: pi_lora.generate(loaded, "x", base="elsewhere"),
+        lambda: pi_lora.resolve(pi_lora.resolve(lora_run), base="elsewhere"),
+    ):
+        with pytest.raises(PiLoraError, match="is resolved already; give the name of the model instead"):
+            call()
+    assert pi_lora.resolve(pi_lora.resolve(small_model), extension=extension).window == 128
+    with pytest.raises(PiLoraError, match="brings its own scaling"):
+        pi_lora.resolve(pi_lora.resolve(lora_run), extension=extension)

@@ -77,12 +77,10 @@ def merge(
     api.merge(
         run,
         output,
-        base=loading.base,
-        dtype=loading.dtype,
         check=check,
         sibling=sibling,
         reference=reference,
-        permissions=loading.permissions,
+        **loading.keywords,
         progress=TERMINAL,
     )
 
@@ -157,9 +155,7 @@ def check_server(
             write_reference,
             reference,
             text=text,
-            dtype=loading.dtype,
-            base=loading.base,
-            permissions=loading.permissions,
+            **loading.keywords,
             progress=TERMINAL,
         )
         out.lines(f"{reference}: written; pi-lora check-server URL --reference {reference} needs no weights")
@@ -175,9 +171,7 @@ def check_server(
         text=text,
         served=served,
         tolerance=tolerance,
-        dtype=loading.dtype,
-        base=loading.base,
-        permissions=loading.permissions,
+        **loading.keywords,
         json=json,
         progress=TERMINAL,
     )

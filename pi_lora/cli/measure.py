@@ -69,16 +69,13 @@ def _measure(name: str, models: list[str], options: Any, measuring: Measuring, t
     if not target and (measuring.original or measuring.scaling):
         raise PiLoraError("--original, --scaling: need --target, the window to extend to; give it as well")
     extension = Extension(target, measuring.original, measuring.scaling or "pi") if target else None
-    loading = measuring.loading
     api.evaluate_models(
         models,
         name,
         options,
         extension=extension,
-        dtype=loading.dtype,
-        base=loading.base,
-        permissions=loading.permissions,
         json=measuring.json,
+        **measuring.loading.keywords,
         progress=TERMINAL,
     )
 
@@ -167,9 +164,7 @@ def everything(
         run,
         data=data,
         again=again,
-        dtype=loading.dtype,
-        base=loading.base,
-        permissions=loading.permissions,
+        **loading.keywords,
         progress=TERMINAL,
     )
 
@@ -267,9 +262,7 @@ def generate(
         temperature=temperature,
         seed=seed,
         stream=True,
-        dtype=loading.dtype,
-        base=loading.base,
-        permissions=loading.permissions,
+        **loading.keywords,
         progress=TERMINAL,
     )
 
@@ -290,9 +283,7 @@ def summarize(
     api.summarize(
         model,
         file,
-        dtype=loading.dtype,
-        base=loading.base,
-        permissions=loading.permissions,
+        **loading.keywords,
         progress=TERMINAL,
         **sampling.model_dump(exclude_defaults=True),
     )

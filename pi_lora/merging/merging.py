@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Literal, NamedTuple
+from typing import Literal
 
 from transformers import PreTrainedConfig, PreTrainedModel
 
@@ -12,7 +12,7 @@ from pi_lora.merging.deltas import OutputTensor, match_tensors, write_tensors
 from pi_lora.models.files import public_name
 from pi_lora.models.quiet import quiet_loading
 from pi_lora.models.saving import save_without_weights
-from pi_lora.models.source import ModelSource, base_of_adapter
+from pi_lora.models.source import ModelSource, base_of_adapter, require_adapter
 from pi_lora.models.weights import read_weights
 from pi_lora.scaling.config import ORIGINAL_WINDOW, Config, with_legacy_rope_keys
 from pi_lora.scaling.verify import build_on_meta, config_of
@@ -69,8 +69,9 @@ class Merge:
             self.lines.append(check_logits(self.source, self.run, self.tensors, folder))
 
 
-class Merged(NamedTuple):
-    """A merged model.
+@dataclass(frozen=True)
+class Merged:
+    """A merged model, which stands for the path of its folder.
 
     Attributes:
         folder: The folder of full weights.
@@ -81,6 +82,9 @@ class Merged(NamedTuple):
     folder: Path
     lines: list[str]
     serving: list[str]
+
+    def __fspath__(self) -> str:
+        return str(self.folder)
 
 
 def plan_merge(run: ModelSource, *, dtype: str | None = None, sibling: bool = False) -> Merge:
@@ -95,14 +99,13 @@ def plan_merge(run: ModelSource, *, dtype: str | None = None, sibling: bool = Fa
     Raises:
         ModelError: `run` is no adapter, or the base is missing, damaged, quantized or another one.
     """
-    if run.adapter is None:
-        raise ModelError(f"{run.name}: holds no adapter; name a run of lora tuning (full tuning needs no merge)")
+    adapter = require_adapter(run.name, run.adapter)
     source = run
     before = None
     lines = []
     if sibling:
         source = _onto_sibling(run)
-        tuned_on = base_of_adapter(run.adapter, permissions=run.permissions)
+        tuned_on = base_of_adapter(adapter, permissions=run.permissions)
         before = read_weights(tuned_on.name, tuned_on.file)
         lines.append(f"sibling: tuned on {public_name(tuned_on.name)}, and added to {public_name(source.base.name)}")
     else:
@@ -114,14 +117,14 @@ def plan_merge(run: ModelSource, *, dtype: str | None = None, sibling: bool = Fa
     with quiet_loading():
         expected = build_on_meta(base.config_class, source.config, source.permissions.trust_remote_code)
     base_tensors = read_weights(base.name, base.file)
-    tensors = match_tensors(expected, base_tensors, run.adapter, dtype=dtype, before=before)
+    tensors = match_tensors(expected, base_tensors, adapter, dtype=dtype, before=before)
     largest = max(tensors, key=lambda tensor: tensor.size)
     stored_dtype = str(largest.dtype).removeprefix("torch.")
     config = {**source.config, "architectures": [type(expected).__name__], "dtype": stored_dtype}
     if any(tensor.name in expected.all_tied_weights_keys for tensor in tensors):
         config["tie_word_embeddings"] = False
         lines.append("head: was tied to the embeddings, but they diverged: it is a tensor of its own now")
-    return Merge(source, run.adapter, expected=expected, tensors=tensors, config=config, lines=lines)
+    return Merge(source, adapter, expected=expected, tensors=tensors, config=config, lines=lines)
 
 
 def _onto_sibling(run: ModelSource) -> ModelSource:

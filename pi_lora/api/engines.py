@@ -1,0 +1,310 @@
+"""Models for other engines: merged, extended, exported, and compared with a running server."""
+
+import os
+from collections.abc import Sequence
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import TYPE_CHECKING, Any, Literal
+
+from pi_lora.api.inputs import AnyModel, FilePath, dtype_of, name_of, path_of, resolve, ui_of
+from pi_lora.errors import ModelError, PiLoraError
+from pi_lora.types import LIBRARIES, NO_PERMISSIONS, UI, Permissions, Progress
+
+if TYPE_CHECKING:
+    from pi_lora.merging.merging import Merged
+    from pi_lora.scaling.config import Method
+    from pi_lora.serving.check import Verdict
+
+# Each function imports what it needs: a plan does without torch.
+
+
+def merge(
+    run: AnyModel,
+    output: FilePath | None = None,
+    *,
+    base: str | None = None,
+    dtype: str | None = None,
+    check: Literal["tensors", "logits", "none"] = "tensors",
+    sibling: bool = False,
+    reference: bool = False,
+    permissions: Permissions = NO_PERMISSIONS,
+    progress: Progress | bool | UI = False,
+) -> "Merged":
+    """Add an adapter to the weights of its base as `pi-lora merge` does, and check the sum. Every engine loads
+    the folder of full weights with its scaling.
+
+    Args:
+        run: A run of lora or qlora tuning: a folder, a hub id, or what `train` returns.
+        output: The new folder; by default `models/<run>`.
+        base: Where the base of the run is now, if it moved; or the sibling of the base.
+        dtype: `float32`, `bfloat16` or `float16`; by default what the base stores.
+        check: Compare the written tensors with base + adapter, or their logits too, or nothing.
+        sibling: `base` is another model of the family of the base, such as its instruct model.
+        reference: Also write the answers that `check_server` compares into the folder.
+        permissions: Whether code of the model may run, and a run be used whose base changed.
+        progress: Whether to show a progress bar, or a function that is called with the bytes done and all bytes.
+
+    Returns:
+        The `folder` of full weights, `lines` of what was checked, and the commands that serve the folder (`serving`).
+
+    Raises:
+        ModelError: `run` is no adapter folder, its base is missing or another one, or the check failed.
+        RunExistsError: `output` exists.
+    """
+    ui = ui_of(progress)
+    with ui.working(LIBRARIES):
+        from pi_lora.merging.merging import MERGE_FILE, Merged, plan_merge
+        from pi_lora.models.source import adapter_folder, require_adapter
+        from pi_lora.report.card import CARD, card_of
+        from pi_lora.report.scores import MeasuredRun
+        from pi_lora.run import check_output, staged
+        from pi_lora.serving.check import REFERENCE_FILE
+        from pi_lora.serving.commands import serving_lines
+        from pi_lora.storage import write_json, write_whole
+
+    name = name_of(run)
+    folder = path_of(output) if output else Path("models") / Path(name).resolve().name
+    if sibling and base is None:
+        raise ModelError(f"{name}: --sibling: name the sibling of its base with --base")
+    if isinstance(run, str | os.PathLike):
+        # Before the base is read. The folder in the cache of the hub is that of one commit.
+        run = require_adapter(name, adapter_folder(name))
+    source = resolve(run, base=base, permissions=permissions)
+    check_output(folder)
+    with ui.progress("merging bytes") as written:
+        planned = plan_merge(source, dtype=dtype_of(dtype), sibling=sibling)
+        with staged(folder) as staging:
+            planned.write_small_files(staging)
+            merged_run = MeasuredRun(planned.run, merged=staging, base_name=planned.source.base.name)
+            card_of(merged_run)  # damaged scores show before the weights are written
+            planned.write_weights(staging, check, written)
+            card = card_of(merged_run, merged=planned.lines, serving=serving_lines(planned.typed_config))
+            write_whole(staging / CARD, card)
+            facts = {"base": planned.source.base.name, "run": name, "checks": planned.lines}
+            write_json(staging / MERGE_FILE, facts)
+    if reference:
+        write_reference(folder, folder / REFERENCE_FILE, permissions=permissions, progress=ui)
+    for line in planned.lines:
+        ui.show(line)
+    ui.show(f"{folder}: merged; it loads like any model, its scaling is in config.json")
+    merged = Merged(folder, planned.lines, serving_lines(planned.typed_config, folder))
+    _show_commands(ui, merged.serving)
+    return merged
+
+
+def extend(
+    model: AnyModel,
+    output: FilePath,
+    *,
+    target: int,
+    scaling: "Method",
+    original: int | None = None,
+    probe: FilePath | None = None,
+    permissions: Permissions = NO_PERMISSIONS,
+    progress: Progress | bool | UI = False,
+) -> Path:
+    """Write a base with a longer window and no tuning as `pi-lora extend` does, for every engine, and return the
+    folder. Weights are hard links where the disk allows it, else copies.
+
+    Args:
+        model: A plain base.
+        output: The new folder.
+        target: L', the window to extend to, in tokens.
+        scaling: The scaling of the rotary frequencies.
+        original: L, the window of the base, if its config does not say it.
+        probe: A file that `probe` wrote: the scores of the scaling go to the card and to `scores/`.
+        permissions: Whether code of the model may run.
+        progress: Whether to show a progress bar, or a function that is called with the files done and all files.
+
+    Raises:
+        ModelError: A file of weights is missing or damaged, or the probe is of another model.
+        ScalingError: The model cannot be extended so.
+        RunExistsError: `output` exists.
+    """
+    ui = ui_of(progress)
+    with ui.working(LIBRARIES):
+        from pi_lora.evaluation.probe import read_probe
+        from pi_lora.evaluation.suite import write_scores
+        from pi_lora.models.saving import link_weights, save_without_weights, weight_files
+        from pi_lora.report.card import CARD, card_of
+        from pi_lora.report.scores import MeasuredRun
+        from pi_lora.run import staged
+        from pi_lora.scaling.config import Extension
+        from pi_lora.serving.commands import serving_lines
+        from pi_lora.storage import write_whole
+
+    source = resolve(model, extension=Extension(target, original, scaling), permissions=permissions)
+    folder = path_of(output)
+    scores = read_probe(path_of(probe)).scores_by_stage(source.name, target, scaling) if probe else {}
+    files = weight_files(source)
+    with staged(folder) as staging, ui.progress("linking weights") as linked:
+        run = MeasuredRun(staging, untuned=True, base_name=source.base.name)
+        save_without_weights(source, source.config, staging)
+        for stage, measured in scores.items():
+            for each in measured:
+                write_scores([each], run.scores_file(each.measurement, stage))
+        write_whole(staging / CARD, card_of(run, serving=serving_lines(source.typed_config)))
+        link_weights(files, staging, linked)
+    ui.show(f"{folder}: written; it loads like any model, its scaling is in config.json")
+    _show_commands(ui, serving_lines(source.typed_config, folder))
+    return folder
+
+
+def export_gguf(
+    model: AnyModel,
+    output: FilePath | None = None,
+    *,
+    converter: FilePath | None = None,
+    dtype: str | None = None,
+    progress: Progress | bool | UI = False,
+) -> Path:
+    """Convert a model, or a run after merging it, with llama.cpp's converter, set its window, and return the file.
+
+    Args:
+        model: The model or run.
+        output: The file; by default `models/<model>.gguf`.
+        converter: The folder of llama.cpp; by default `$LLAMA_CPP`.
+        dtype: `f32`, `f16`, `bf16` or `q8_0`; by default the dtype of the weights.
+        progress: Whether to show a progress bar, or a function that is called with the bytes done and all bytes.
+
+    Raises:
+        ModelError: There is no converter, it drops the scaling of the model, or it fails.
+        RunExistsError: `output` exists.
+    """
+    ui = ui_of(progress)
+    with ui.working(LIBRARIES):
+        from pi_lora.serving.commands import llama_cpp_lines
+        from pi_lora.serving.gguf import export_gguf, find_converter
+    source = resolve(model)
+    name = Path(source.name).resolve().name.rpartition(":")[2]  # builtin:tiny is tiny
+    file = path_of(output) if output else Path("models") / f"{name.removesuffix('.gguf')}.gguf"
+    script = find_converter(source, file, path_of(converter) if converter else None)
+    file.parent.mkdir(parents=True, exist_ok=True)
+    with ui.progress("exporting") as done, TemporaryDirectory(prefix=f".{name}.", dir=file.parent) as temporary:
+        full = resolve(merge(source, Path(temporary, name), progress=done).folder) if source.adapter else source
+        done(0, 0, "converting")
+        export_gguf(full, file, script, dtype)
+    ui.show(f"{file}: written for llama.cpp, with a window of {source.window:,} tokens")
+    _show_commands(ui, llama_cpp_lines(file, source.window, source.name))
+    return file
+
+
+def check_server(
+    url: str,
+    model: AnyModel | None = None,
+    *,
+    reference: FilePath | None = None,
+    text: FilePath | None = None,
+    served: str | None = None,
+    tolerance: float = 0.1,
+    dtype: str | None = None,
+    base: str | None = None,
+    permissions: Permissions = NO_PERMISSIONS,
+    json: FilePath | None = None,
+    progress: Progress | bool | UI = False,
+) -> "list[Verdict]":
+    """Check whether a running server computes a model beyond its original window, as `pi-lora check-server` does.
+
+    Args:
+        url: The server, as `http://localhost:8000`.
+        model: The model that the server should compute; its answers are computed here.
+        reference: The answers of a model that `write_reference` wrote, instead of `model`.
+        text: A file of text that is longer than the window; by default made-up sentences.
+        served: The server's name of the model, if the server has several.
+        tolerance: The mean difference of log probabilities that is allowed, in nats.
+        dtype: The dtype of the weights, as for `load`.
+        base: Where the base of a run is now, if it moved.
+        permissions: Whether code of the model may run, and a run be used whose base changed.
+        json: A file to write the verdicts to.
+        progress: Whether to show a progress bar, or a function that is called with notes.
+
+    Raises:
+        PiLoraError: The server cannot be reached, or the model or reference cannot be read.
+    """
+    ui = ui_of(progress)
+    if (model is None) == (reference is None):
+        raise PiLoraError("check-server: takes a model or a reference; give one of the two")
+    with ui.working(LIBRARIES):
+        from pi_lora.serving import check
+        from pi_lora.storage import check_can_write, read_json, write_json
+
+    file = path_of(json) if json else None
+    check_can_write(file)
+    with ui.progress("checking") as note:
+        answer = check.stored_answer
+        if reference:
+            server = check.Server(url, served)
+            known = read_json(path_of(reference), check.Reference, "write it again with --write-reference")
+        else:
+            computer = _reference_computer(model, text, dtype=dtype, base=base, permissions=permissions, progress=note)
+            server = check.Server(url, served)
+            known, answer = computer.reference, computer.answer
+        verdicts = check.check_server(server, known, answer=answer, tolerance=tolerance, progress=note)
+    if file:
+        right = all(verdict.verdict == check.RIGHT for verdict in verdicts)
+        rows = [verdict.model_dump() for verdict in verdicts]
+        write_json(file, {"url": server.url, "model": known.model, "right": right, "prompts": rows})
+    ui.show_table(check.verdicts_table(f"{server.url}: {known.model}", verdicts))
+    return verdicts
+
+
+def write_reference(
+    model: AnyModel,
+    file: FilePath,
+    *,
+    text: FilePath | None = None,
+    dtype: str | None = None,
+    base: str | None = None,
+    permissions: Permissions = NO_PERMISSIONS,
+    progress: Progress | bool | UI = False,
+) -> Path:
+    """Compute the answers that `check_server` compares, and write them to a file: then a check needs no weights.
+
+    Args:
+        model: The model that servers should compute.
+        file: The file to write.
+        text: A file of text that is longer than the window; by default made-up sentences.
+        dtype: The dtype of the weights, as for `load`.
+        base: Where the base of a run is now, if it moved.
+        permissions: Whether code of the model may run, and a run be used whose base changed.
+        progress: Whether to show a progress bar, or a function that is called with notes.
+
+    Raises:
+        PiLoraError: The model or the text cannot be read.
+    """
+    ui = ui_of(progress)
+    with ui.working(LIBRARIES):
+        from pi_lora.serving import check
+        from pi_lora.storage import check_can_write
+
+    path = path_of(file)
+    check_can_write(path)
+    with ui.progress("computing answers") as note:
+        computer = _reference_computer(model, text, dtype=dtype, base=base, permissions=permissions, progress=note)
+        check.write_reference(computer, path)
+    return path
+
+
+def _reference_computer(
+    model: AnyModel | None,
+    text: FilePath | None,
+    *,
+    dtype: str | None,
+    base: str | None,
+    permissions: Permissions,
+    progress: Progress,
+) -> Any:
+    from pi_lora.serving.check import ReferenceComputer
+
+    assert model is not None, "a model or a reference is given"
+    words = path_of(text).read_text(encoding="utf-8") if text else ""
+    source = resolve(model, base=base, permissions=permissions)
+    return ReferenceComputer(source, text=words, dtype=dtype_of(dtype), progress=progress)
+
+
+def _show_commands(ui: UI, lines: Sequence[str]) -> None:
+    """Show the commands that serve a model, in lines that can be copied."""
+    ui.show("")
+    ui.copy("Serve it:")
+    for line in lines:
+        ui.copy(line)

@@ -1,0 +1,177 @@
+"""The values that users give, as the package takes them: models, paths, dtypes, options, overrides and progress."""
+
+import json
+import os
+from collections.abc import Mapping, Sequence
+from contextlib import nullcontext
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, TypeAlias, TypeVar, Union
+
+from pi_lora.errors import ModelError, PiLoraError
+from pi_lora.types import NO_PERMISSIONS, SILENT, UI, Permissions, Progress
+
+if TYPE_CHECKING:
+    from pi_lora.models.loaded import LoadedModel
+    from pi_lora.models.source import ModelSource
+    from pi_lora.recipe.section import Section
+    from pi_lora.scaling.config import Extension
+
+# Each function imports what it needs: a plan does without torch.
+
+FilePath: TypeAlias = str | Path
+# A run and a merged model stand for the paths of their folders.
+AnyModel: TypeAlias = Union[str, os.PathLike[str], "ModelSource", "LoadedModel"]
+Override: TypeAlias = str | Mapping[str, Any]
+SectionT = TypeVar("SectionT", bound="Section")
+SHORT_DTYPES = {"bf16": "bfloat16", "fp16": "float16", "fp32": "float32"}
+
+
+def resolve(
+    model: AnyModel,
+    *,
+    extension: "Extension | None" = None,
+    base: str | None = None,
+    revision: str = "main",
+    permissions: Permissions = NO_PERMISSIONS,
+) -> "ModelSource":
+    """Resolve a model without reading weights: window, scale, configs and tokenizer are known.
+
+    Args:
+        model: A hub id, a folder of full weights, `builtin:tiny`, or a run or adapter, which brings its own scaling.
+        extension: How to extend a plain base, such as `Extension(target=16384)`.
+        base: Where the base of a run or adapter is now, if it moved.
+        revision: The branch, tag or commit of a hub id.
+        permissions: Whether code of the model may run, and a run be used whose base changed.
+
+    Raises:
+        ModelError: The model is missing, incomplete or not the one that a run was tuned from.
+        ScalingError: The model cannot be extended.
+    """
+    from pi_lora.models.source import ModelSource, resolve_model
+
+    if isinstance(model, str | os.PathLike):
+        return resolve_model(name_of(model), extension, permissions=permissions, revision=revision, base=base)
+    source = model if isinstance(model, ModelSource) else model.source
+    refuse_options(model, base=base, revision=None if revision == "main" else revision)
+    if extension is None:
+        return source
+    if source.adapter or source.extension:
+        raise ModelError(f"{source.name}: brings its own scaling; give its base, or leave the extension out")
+    return source.extended(extension)
+
+
+def load(
+    model: AnyModel,
+    extension: "Extension | None" = None,
+    dtype: str | None = None,
+    permissions: Permissions = NO_PERMISSIONS,
+    base: str | None = None,
+) -> "LoadedModel":
+    """Load a model with its scaling, ready to be measured.
+
+    Args:
+        model: A hub id, a folder of full weights, `builtin:tiny`, or a run or adapter, which brings its own scaling.
+        extension: How to extend a plain base that was not tuned, such as `Extension(target=16384)`.
+        dtype: `float32`, `bfloat16` or `float16`; by default as stored on a GPU, float32 on a CPU, and bfloat16 after
+            QLoRA.
+        permissions: Whether code of the model may run, and a run be used whose base or data changed.
+        base: Where the base of a run or adapter is now, if it moved.
+
+    Returns:
+        The model: `module` is that of transformers or PEFT; `tokenizer`, the `window` in tokens, the `scale` L'/L.
+
+    Raises:
+        ModelError: The model is missing, incomplete or not the one that a run was tuned from.
+        ScalingError: The model cannot be extended.
+    """
+    from pi_lora.models.loaded import LoadedModel, load_model
+
+    if isinstance(model, LoadedModel):
+        refuse_options(model, extension=extension, dtype=dtype, base=base)
+        return model
+    return load_model(resolve(model, extension=extension, base=base, permissions=permissions), dtype_of(dtype))
+
+
+def refuse_options(model: "ModelSource | LoadedModel", **options: object) -> None:
+    """Raise PiLoraError for options that come too late, since the model is resolved or loaded already."""
+    given = [name for name, value in options.items() if value is not None]
+    if given:
+        raise PiLoraError(f"{', '.join(given)}: {model.name} is resolved already; give the name of the model instead")
+
+
+def ui_of(progress: Progress | bool | UI) -> UI:
+    """Return the functions that show a user what happens."""
+    if isinstance(progress, UI):
+        return progress
+    if progress is True:
+        from pi_lora.terminal import progress_bar
+
+        return UI(progress=progress_bar)
+    if progress is False:
+        return SILENT
+    report = progress
+    return UI(progress=lambda title: nullcontext(report))
+
+
+def path_of(file: FilePath) -> Path:
+    """Return a path, with the home folder spelled out."""
+    return Path(file).expanduser()
+
+
+def name_of(model: AnyModel) -> str:
+    """Return a model as a user names it, with the home folder spelled out."""
+    if not isinstance(model, str | os.PathLike):
+        return model.name
+    name = os.fspath(model)
+    return os.path.expanduser(name) if name.startswith("~") else name
+
+
+def dtype_of(dtype: str | None) -> str | None:
+    """Return the full name of a dtype, as of `bf16` or `torch.bfloat16`; raise PiLoraError if there is no such one."""
+    if dtype is None:
+        return None
+    name = str(dtype).removeprefix("torch.")
+    name = SHORT_DTYPES.get(name, name)
+    if name not in SHORT_DTYPES.values():
+        raise PiLoraError(f"dtype: {dtype}: is not known; choose from {', '.join(SHORT_DTYPES.values())}")
+    return name
+
+
+def section_of(kind: type[SectionT], values: Mapping[str, Any]) -> SectionT:
+    """Return options as their section; raise PiLoraError for the first that is wrong."""
+    from pydantic import ValidationError
+
+    from pi_lora.storage import first_problem
+
+    plain = dict(values)
+    for key, value in values.items():
+        if isinstance(value, str | os.PathLike):
+            plain[key] = name_of(value)
+    try:
+        return kind.model_validate(plain)
+    except ValidationError as error:
+        raise PiLoraError(first_problem(error)) from None
+
+
+def as_words(overrides: Sequence[Override]) -> list[str]:
+    """Return overrides as on the command line; JSON is YAML.
+
+    >>> as_words(["scaling=pi", {"training.steps": 100}])
+    ['scaling=pi', 'training.steps=100']
+    """
+    words: list[str] = []
+    for override in overrides:
+        if isinstance(override, str):
+            words.append(override)
+        else:
+            words += [f"{key}={json.dumps(value)}" for key, value in override.items()]
+    return words
+
+
+def join_launched_processes() -> None:
+    """Meet the other processes of this command, if a launcher started several."""
+    from pi_lora.distributed import is_launched, join_processes
+    from pi_lora.models.device import device
+
+    if is_launched():
+        join_processes(cpu=device().type == "cpu")

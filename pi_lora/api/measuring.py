@@ -1,0 +1,352 @@
+"""Measurements of models and runs, the probe of untuned scalings, and comparisons."""
+
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+from pi_lora.api.inputs import (
+    AnyModel,
+    FilePath,
+    dtype_of,
+    join_launched_processes,
+    load,
+    name_of,
+    path_of,
+    refuse_options,
+    resolve,
+    section_of,
+    ui_of,
+)
+from pi_lora.errors import PiLoraError
+from pi_lora.types import LIBRARIES, NO_PERMISSIONS, UI, MeasureOptions, Permissions, Progress
+
+if TYPE_CHECKING:
+    from pi_lora.evaluation.measurement import Scores
+    from pi_lora.evaluation.passkey import PasskeyScores
+    from pi_lora.evaluation.perplexity import PerplexityScores
+    from pi_lora.evaluation.probe import Probe
+    from pi_lora.models.source import ModelSource
+    from pi_lora.recipe.section import Section
+    from pi_lora.report.comparison import Comparison
+    from pi_lora.scaling.config import Extension
+
+# Each function imports what it needs: a plan does without torch.
+
+
+def evaluate(
+    model: AnyModel,
+    measurement: str,
+    *,
+    extension: "Extension | None" = None,
+    dtype: str | None = None,
+    base: str | None = None,
+    permissions: Permissions = NO_PERMISSIONS,
+    json: FilePath | None = None,
+    progress: Progress | bool | UI = False,
+    **options: Any,
+) -> "Scores":
+    """Measure a model as `pi-lora eval MEASUREMENT` does. An interrupted measurement continues when it is called again.
+
+    Args:
+        model: The model, or what `load` returns.
+        measurement: `perplexity`, `passkey`, `benchmarks`, `ruler`, `summarization` or `chat`.
+        extension: How to extend a plain base, such as `Extension(target=16384)`.
+        dtype: The dtype of the weights, as for `load`.
+        base: Where the base of a run is now, if it moved.
+        permissions: Whether code of the model may run, and a run be used whose base changed.
+        json: A file to write the scores to.
+        progress: Whether to show a progress bar, or a function that is called with the work done and all work.
+        options: The options of the command, such as `windows=[4096, 8192]`.
+
+    Raises:
+        PiLoraError: An option is wrong, or the model or the data cannot be read.
+    """
+    [scores] = evaluate_models(
+        [model],
+        measurement,
+        options,
+        extension=extension,
+        dtype=dtype,
+        base=base,
+        permissions=permissions,
+        json=json,
+        progress=progress,
+    )
+    return scores
+
+
+def evaluate_models(
+    models: Sequence[AnyModel],
+    measurement: str,
+    options: "Section | Mapping[str, Any]",
+    *,
+    extension: "Extension | None" = None,
+    dtype: str | None = None,
+    base: str | None = None,
+    permissions: Permissions = NO_PERMISSIONS,
+    json: FilePath | None = None,
+    progress: Progress | bool | UI = False,
+) -> "list[Scores]":
+    """Measure several models with the same options, side by side.
+
+    Args:
+        models: The models.
+        measurement: As for `evaluate`.
+        options: The options of the measurement.
+        extension: How to extend plain bases.
+        dtype: As for `evaluate`.
+        base: As for `evaluate`.
+        permissions: As for `evaluate`.
+        json: As for `evaluate`.
+        progress: As for `evaluate`.
+
+    Raises:
+        PiLoraError: An option is wrong, or a model or the data cannot be read.
+    """
+    ui = ui_of(progress)
+    with ui.working(LIBRARIES):
+        from pi_lora.evaluation.suite import MEASUREMENTS, evaluate, scores_table
+        from pi_lora.models.loaded import LoadedModel
+
+        if measurement not in MEASUREMENTS:
+            raise PiLoraError(f"{measurement}: no such measurement; choose from {', '.join(MEASUREMENTS)}")
+        section = section_of(MEASUREMENTS[measurement].options, options) if isinstance(options, Mapping) else options
+        resolved: list[ModelSource | LoadedModel] = []
+        for model in models:
+            if isinstance(model, LoadedModel):
+                refuse_options(model, extension=extension, dtype=dtype, base=base)
+                resolved.append(model)
+            else:
+                resolved.append(resolve(model, extension=extension, base=base, permissions=permissions))
+        join_launched_processes()
+    files = {measurement: path_of(json)} if json else {}
+    scores = evaluate(resolved, {measurement: section}, files, dtype=dtype_of(dtype), ui=ui)[measurement]
+    ui.show_table(scores_table(scores))
+    return scores
+
+
+def evaluate_perplexity(
+    model: AnyModel,
+    data: str | None = None,
+    windows: Sequence[int] | None = None,
+    *,
+    stride: int | None = None,
+    documents: int | None = None,
+    progress: Progress | bool | UI = False,
+) -> "PerplexityScores":
+    """Measure sliding-window perplexity as `pi-lora eval perplexity` does (paper, section 3.2).
+
+    Args:
+        model: A model, or what `load` returns.
+        data: A file, folder, glob or hub data set; `builtin:stdlib`, `pg19` or `proof-pile`; by default what the recipe
+            of a run names, and of the built-in model `builtin:stdlib`.
+        windows: Lengths in tokens; by default the model's window and its halves down to 256.
+        stride: Tokens that a window moves; by default 256, or half the shortest window where that is less.
+        documents: Only the first so many that are at least as long as the longest window.
+        progress: Whether to show a progress bar, or a function that is called with the work done and all work.
+
+    Returns:
+        Scores whose `windows` hold the `perplexity` of each length, and the number of `tokens` that it is the mean of.
+
+    Raises:
+        DataError: `data` is missing or cannot be read, or no document is as long as the longest window.
+        ModelError: The model cannot be found or loaded.
+        PiLoraError: An option is wrong.
+    """
+    from pi_lora.evaluation.measurement import Session
+    from pi_lora.evaluation.perplexity import Perplexity
+    from pi_lora.recipe.evaluation import PerplexityOptions
+
+    values = {"data": data, "windows": windows, "stride": stride, "documents": documents}
+    options = section_of(PerplexityOptions, values)
+    with ui_of(progress).progress("perplexity") as passes:
+        return Perplexity().run(load(model), options, Session(passes))
+
+
+def evaluate_passkey(
+    model: AnyModel,
+    target: int | None = None,
+    *,
+    depths: int = 32,
+    trials: int = 10,
+    seed: int = 0,
+    progress: Progress | bool | UI = False,
+) -> "PasskeyScores":
+    """Measure passkey retrieval as `pi-lora eval passkey` does (paper, section 3.3).
+
+    Args:
+        model: A model, or what `load` returns.
+        target: Tokens of context, prompt and answer together; by default the model's window.
+        depths: Distances between passkey and question, evenly spaced to `target`.
+        trials: Random passkeys at each.
+        seed: Of the passkeys.
+        progress: Whether to show a progress bar, or a function that is called with the work done and all work.
+
+    Returns:
+        Scores with the `success_rate` at each of `depths`, and `k_max`, the distance in tokens up to which each is
+        retrieved in at least a fifth of the trials.
+
+    Raises:
+        ModelError: The model cannot be found or loaded.
+        PiLoraError: An option is wrong.
+    """
+    from pi_lora.evaluation.measurement import Session
+    from pi_lora.evaluation.passkey import Passkey
+    from pi_lora.recipe.evaluation import PasskeyOptions
+
+    options = section_of(PasskeyOptions, {"target": target, "depths": depths, "trials": trials, "seed": seed})
+    with ui_of(progress).progress("passkey") as prompts:
+        return Passkey().run(load(model), options, Session(prompts))
+
+
+def evaluate_run(
+    run: AnyModel,
+    *,
+    data: str | None = None,
+    again: bool = False,
+    dtype: str | None = None,
+    base: str | None = None,
+    permissions: Permissions = NO_PERMISSIONS,
+    progress: Progress | bool | UI = False,
+) -> "dict[str, Scores]":
+    """Measure what the recipe of a run names, as `pi-lora eval all` does, and keep the scores in the run.
+
+    Args:
+        run: A run: a folder, a hub id, or what `train` returns.
+        data: Measure perplexity on this text instead of the run's.
+        again: Measure again what has scores.
+        dtype: The dtype of the weights, as for `load`.
+        base: Where the base of the run is now, if it moved.
+        permissions: Whether code of the model may run, and a run be used whose base changed.
+        progress: Whether to show a progress bar, or a function that is called with the work done and all work.
+
+    Raises:
+        PiLoraError: The run, the base or the data cannot be read.
+    """
+    ui = ui_of(progress)
+    name = name_of(run)
+    with ui.working(LIBRARIES):
+        from pi_lora.evaluation.suite import requested_of_run, scores_of, scores_table
+        from pi_lora.models.source import run_folder
+        from pi_lora.run import TUNED, Run
+
+        folder = Run(run_folder(name))
+
+    def resolve_run() -> "ModelSource":
+        source = resolve(name, base=base, permissions=permissions)
+        join_launched_processes()
+        return source
+
+    requested = requested_of_run(folder, data)
+    options = MeasureOptions(again=again, dtype=dtype_of(dtype))
+    scores = scores_of(folder, TUNED, requested, resolve_run, options=options, ui=ui)
+    for each in scores.values():
+        ui.show_table(scores_table([each]))
+    ui.say(f"{folder.path}: its scores are kept; to put them into its card: pi-lora report {folder.path}")
+    return scores
+
+
+def probe(
+    model: AnyModel,
+    target: int | Sequence[int] | None = None,
+    *,
+    dtype: str | None = None,
+    permissions: Permissions = NO_PERMISSIONS,
+    json: FilePath | None = None,
+    progress: Progress | bool | UI = False,
+    **options: Any,
+) -> "Probe":
+    """Measure before any tuning which scaling suits a model, as `pi-lora probe` does.
+
+    Args:
+        model: A plain base.
+        target: L', the window to extend to, in tokens; several to see how far the model reaches.
+        dtype: The dtype of the weights; by default bfloat16 where it is fast.
+        permissions: Whether code of the model may run.
+        json: A file to write the probe to, for `new` and `extend`.
+        progress: Whether to show a progress bar, or a function that is called with the work done and all work.
+        options: The options of the command: `data`, `scalings`, `documents`, `trials`, `seed`, `column`.
+
+    Raises:
+        PiLoraError: An option is wrong, the model is a run, or a scaling does not suit it.
+    """
+    ui = ui_of(progress)
+    with ui.working(LIBRARIES):
+        from pi_lora.evaluation.probe import next_command, probe, probe_table
+        from pi_lora.recipe.evaluation import ProbeOptions
+
+        values = dict(options)
+        if target is not None:
+            values["target"] = [target] if isinstance(target, int) else list(target)
+        section = section_of(ProbeOptions, values)
+        source = resolve(model, permissions=permissions)
+        join_launched_processes()
+    file = path_of(json) if json else None
+    probed = probe(source, section, json=file, dtype=dtype_of(dtype), ui=ui)
+    for result in probed.targets:
+        ui.show_table(probe_table(probed, result))
+        ui.show(f"{result.summary}; {'no tuning is needed' if result.enough else 'tuning can add to it'}:")
+        ui.copy(next_command(probed, result, file))
+    return probed
+
+
+def compare(
+    base: AnyModel,
+    run: AnyModel,
+    *,
+    data: str | None = None,
+    another: bool = False,
+    chat: str | None = None,
+    again: bool = False,
+    dtype: str | None = None,
+    moved_base: str | None = None,
+    permissions: Permissions = NO_PERMISSIONS,
+    json: FilePath | None = None,
+    progress: Progress | bool | UI = False,
+) -> "Comparison":
+    """Compare a run with its base as `pi-lora compare` does: what the extension gained and cost, with intervals.
+
+    Args:
+        base: The base of the run.
+        run: A run: a folder, a hub id, or what `train` returns.
+        data: Measure perplexity on this text instead of the run's.
+        another: Allow another model than the one that `run` was tuned from.
+        chat: Also measure the assistant's turns of these chats.
+        again: Measure again what has scores.
+        dtype: The dtype of the weights, as for `load`.
+        moved_base: Where the base of the run is now, if it moved.
+        permissions: Whether code of the models may run, and a run be used whose base changed.
+        json: A file to write the comparison to.
+        progress: Whether to show a progress bar, or a function that is called with the work done and all work.
+
+    Raises:
+        ModelError: `base` is not the base of the run.
+        PiLoraError: A measurement cannot be made.
+    """
+    ui = ui_of(progress)
+    with ui.working(LIBRARIES):
+        from pi_lora.distributed import is_main_process
+        from pi_lora.recipe.evaluation import ChatOptions
+        from pi_lora.report.comparison import compare_run, comparison_table
+        from pi_lora.storage import check_can_write, write_json
+
+    def resolve_named(name: str) -> "ModelSource":
+        source = resolve(name, base=moved_base, permissions=permissions)
+        join_launched_processes()
+        return source
+
+    file = path_of(json) if json else None
+    check_can_write(file)
+    comparison = compare_run(
+        resolve_named(name_of(base)),
+        name_of(run),
+        resolve_named,
+        {"chat": ChatOptions(data=chat, base=name_of(base))} if chat else {},
+        data=data,
+        another=another,
+        options=MeasureOptions(again=again, dtype=dtype_of(dtype)),
+        ui=ui,
+    )
+    ui.show_table(comparison_table(comparison))
+    if file and is_main_process():
+        write_json(file, comparison.model_dump())
+    return comparison

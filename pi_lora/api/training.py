@@ -1,0 +1,308 @@
+"""Trainings: planned, resolved, packed and run; and new recipes."""
+
+import shlex
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from pi_lora.api.inputs import AnyModel, FilePath, Override, as_words, name_of, path_of, ui_of
+from pi_lora.errors import RecipeError
+from pi_lora.types import LIBRARIES, NO_PERMISSIONS, UI, Permissions, Progress
+
+if TYPE_CHECKING:
+    from pi_lora.planning.training_plan import TrainingPlan
+    from pi_lora.run import Run
+    from pi_lora.training.job import TrainingJob
+
+# Each function imports what it needs: a plan does without torch.
+
+
+def train(
+    recipe: FilePath,
+    *overrides: Override,
+    output: FilePath | None = None,
+    resume: bool = False,
+    force: bool = False,
+    permissions: Permissions = NO_PERMISSIONS,
+    progress: Progress | bool | UI = True,
+) -> "Run":
+    """Tune a model to its target window as `pi-lora train` does, and return the run.
+
+    Args:
+        recipe: A recipe file, or the name of one that comes with pi-lora, such as `demo`.
+        overrides: Keys to change, as on the command line, `"training.steps=100"`, or as `{"training.steps": 100}`.
+        output: The folder of the run; by default `adapters/<recipe>`, of full tuning `models/<recipe>`.
+        resume: Continue an interrupted run of the same recipe, or `recipe`, the folder of an interrupted run.
+        force: Train even if the plan says that it does not fit.
+        permissions: Whether code of the model may run, and a run be used whose base changed.
+        progress: Whether to show a progress bar, or a function: it is called with the step, the number of steps, and a
+            line with loss, tokens a second and memory.
+
+    Raises:
+        PiLoraError: All mistakes in recipe, model, data or output that show before weights are read, at once.
+        RecipeError: The recipe asks for several processes and a launcher did not start them; `pi-lora train` does.
+        Diverged: The loss or a weight became infinite or NaN.
+        Interrupted: SIGINT, SIGTERM or SIGHUP, after a checkpoint was written.
+    """
+    ui = ui_of(progress)
+    job = resolve_training(
+        recipe,
+        *overrides,
+        output=output,
+        resume=resume,
+        force=force,
+        permissions=permissions,
+        launches=False,
+        progress=ui,
+    )
+    return run_training(job, progress=ui)
+
+
+def resolve_training(
+    recipe: FilePath,
+    *overrides: Override,
+    output: FilePath | None = None,
+    resume: bool = False,
+    force: bool = False,
+    permissions: Permissions = NO_PERMISSIONS,
+    ask_hub: bool = False,
+    launches: bool = True,
+    progress: Progress | bool | UI = False,
+) -> "TrainingJob":
+    """Resolve and check a training: recipe, model, data, output, and a plan that fits. Of launched processes only the
+    one that launched them checks.
+
+    Args:
+        recipe: As for `train`.
+        overrides: As for `train`.
+        output: As for `train`.
+        resume: As for `train`.
+        force: As for `train`.
+        permissions: As for `train`.
+        ask_hub: Also ask the hub for weights and texts.
+        launches: Whether the caller launches the processes of a recipe that asks for several.
+        progress: As for `train`; the lines of the plan are shown.
+
+    Raises:
+        PiLoraError: All mistakes that show before weights are read, at once.
+    """
+    from pi_lora.distributed import check_launched, enable_expandable_segments, is_launched
+    from pi_lora.run import resolve_run
+
+    ui = ui_of(progress)
+    resolved, output = resolve_run(path_of(recipe), as_words(overrides), path_of(output) if output else None, resume)
+    processes = resolved.hardware.processes
+    if processes > 1 and not launches and not is_launched():
+        raise RecipeError([f"hardware: asks for {processes} processes; start them with pi-lora train {recipe}"])
+    enable_expandable_segments()
+    # Ctrl-C ends at once until all libraries are imported: some turn it into an error of their own.
+    with ui.working(LIBRARIES):
+        from pi_lora.evaluation.probe import better_scaling
+        from pi_lora.models.source import resolve_for_training
+        from pi_lora.preflight import check, plan_or_refuse
+        from pi_lora.training.job import TrainingJob
+
+        if is_launched():
+            check_launched(resolved)
+            source = resolve_for_training(resolved, permissions=permissions)
+            return TrainingJob(resolved, source, output, resume)
+        source = check(resolved, output, resume=resume, permissions=permissions, ask_hub=ask_hub)
+        job = TrainingJob(resolved, source, output, resume)
+        lines = plan_or_refuse(job.source.base.name, job.plan, force=force or resume)
+        lines += better_scaling(resolved.model.name, resolved.context.target, resolved.scaling)
+    for line in lines:
+        ui.show(line)
+    return job
+
+
+def run_training(
+    job: "TrainingJob", *, launch: Sequence[str] | None = None, progress: Progress | bool | UI = True
+) -> "Run":
+    """Pack the data of a resolved training and run it.
+
+    Args:
+        job: What `resolve_training` returns.
+        launch: The arguments of `accelerate launch` that start the processes, if several are to be started.
+        progress: As for `train`.
+
+    Raises:
+        Diverged: The loss or a weight became infinite or NaN.
+        Interrupted: SIGINT, SIGTERM or SIGHUP, after a checkpoint was written.
+    """
+    from pi_lora.distributed import is_launched, is_main_process
+    from pi_lora.distributed import launch as launch_processes
+    from pi_lora.report.card import write_card
+    from pi_lora.training.job import closing_lines
+
+    ui = ui_of(progress)
+    title = "preparing examples" if job.recipe.data.has_examples else "packing sequences"
+    with ui.progress(title) as packed:
+        data = job.pack(packed)
+    if not is_launched():
+        for message in data.messages:
+            ui.show(f"data: {message}")
+        if launch:
+            sys.exit(launch_processes(launch))
+    with ui.progress("training steps") as steps:
+        run = job.run(data, progress=steps, write_card=write_card)
+    if is_main_process():
+        for line in closing_lines(job.recipe, run):
+            ui.show(line)
+    return run
+
+
+def launch_arguments(
+    job: "TrainingJob", command: Sequence[str], *, rank: int = 0, address: str | None = None, port: int | None = None
+) -> list[str] | None:
+    """Return the arguments of `accelerate launch` that run `pi-lora COMMAND` in several processes; None for a training
+    of one process, and in a process that was launched.
+
+    Args:
+        job: What `resolve_training` returns.
+        command: The arguments of `pi-lora`.
+        rank: The number of this machine, from 0.
+        address: The address of machine 0.
+        port: The port on machine 0.
+
+    Raises:
+        RecipeError: Several machines need an `address`.
+    """
+    from pi_lora.distributed import is_launched, launch_arguments
+
+    if is_launched() or job.recipe.hardware.processes == 1:
+        return None
+    return launch_arguments(job.recipe, command, rank, address, port)
+
+
+def prepare(
+    recipe: FilePath,
+    *overrides: Override,
+    permissions: Permissions = NO_PERMISSIONS,
+    progress: Progress | bool | UI = True,
+) -> list[str]:
+    """Tokenize and pack the training data of a recipe into the cache, and return what was made and left out.
+
+    Args:
+        recipe: A recipe file, or the name of one that comes with pi-lora.
+        overrides: Keys to change, as for `train`.
+        permissions: Whether code of the model may run.
+        progress: Whether to show a progress bar, or a function that is called with the rows made and all rows.
+
+    Raises:
+        PiLoraError: The recipe, the model or the data is wrong.
+    """
+    ui = ui_of(progress)
+    with ui.working(LIBRARIES):
+        from pi_lora.preflight import check_data
+        from pi_lora.recipe.files import load_recipe
+        from pi_lora.storage import cache_folder
+        from pi_lora.training.job import TrainingJob
+
+        resolved = load_recipe(path_of(recipe), as_words(overrides)).recipe
+        job = TrainingJob(resolved, check_data(resolved, permissions), Path(recipe))
+    with ui.progress("preparing data") as rows:
+        data = job.pack(rows)
+    for message in data.messages:
+        ui.show(f"data: {message}")
+    ui.show(f"{cache_folder()}: has the data of {recipe}; pi-lora train reads it from there")
+    return data.messages
+
+
+def plan(
+    recipe: FilePath,
+    *overrides: Override,
+    gpu: str | None = None,
+    permissions: Permissions = NO_PERMISSIONS,
+    json: FilePath | None = None,
+    progress: Progress | bool | UI = False,
+) -> "TrainingPlan":
+    """Plan the memory, tokens and hours of a recipe as `pi-lora plan` does, before anything is downloaded or loaded.
+
+    Args:
+        recipe: A recipe file, or the name of one that comes with pi-lora, such as `7b_16k`.
+        overrides: Keys to change, as for `train`.
+        gpu: A device such as `4090`, `A100-80` or `H100`, any by its memory, as `48GB`, or `cpu`; by default the one
+            that the recipe names as `hardware.gpu`, else this machine's.
+        permissions: Whether code of the model may run, and a changed run be used.
+        json: A file to write the plan to.
+        progress: A `UI` is shown the plan.
+
+    Returns:
+        The plan: `fits`, `memory.peak` in bytes on each device, `tokens`, and `hours`, which is None where the peak of
+        the device is not known.
+
+    Raises:
+        RecipeError: The recipe is wrong.
+        PiLoraError: The device is not known, or the model cannot be found or extended.
+    """
+    from pi_lora.models.source import resolve_for_training
+    from pi_lora.planning.advice import plan_lines
+    from pi_lora.planning.gpus import device_for
+    from pi_lora.planning.training_plan import plan_training
+    from pi_lora.recipe.files import load_recipe
+    from pi_lora.storage import write_json
+
+    resolved = load_recipe(path_of(recipe), as_words(overrides)).recipe
+    ui = ui_of(progress)
+    device = device_for(resolved, gpu)
+    planned = plan_training(resolved, resolve_for_training(resolved, permissions=permissions, shipped=True), device)
+    if json:
+        write_json(path_of(json), planned.as_json())
+    for line in plan_lines(planned):
+        ui.show(line)
+    return planned
+
+
+def new(
+    model: AnyModel,
+    target: int,
+    *,
+    gpu: str | None = None,
+    data: Sequence[str] = (),
+    column: str = "text",
+    probe: FilePath | None = None,
+    output: FilePath | None = None,
+    permissions: Permissions = NO_PERMISSIONS,
+    progress: Progress | bool | UI = False,
+) -> Path:
+    """Write a commented recipe that extends a model to a target window and fits a device, and return the file.
+
+    Args:
+        model: The model to extend.
+        target: L', the window to extend to, in tokens.
+        gpu: A device as for `plan`; by default this machine's.
+        data: Texts to tune on: files, folders, globs or hub ids.
+        column: Of rows, the column that holds the text or the chats.
+        probe: A file that `probe` wrote, which names the scaling.
+        output: The recipe file; by default `MODEL_TARGET.yaml`.
+        permissions: Whether code of the model may run.
+        progress: A `UI` is shown the plan and notes.
+
+    Raises:
+        RunExistsError: The file exists.
+        PiLoraError: No tuning of the model fits the device, or a text cannot be read.
+    """
+    ui = ui_of(progress)
+    with ui.working("reading model and text"):
+        from pi_lora.evaluation.probe import read_probe
+        from pi_lora.planning.advice import plan_lines
+        from pi_lora.planning.new_recipe import new_recipe
+
+        probed = read_probe(path_of(probe)).at(target).to_tune() if probe else None
+        file, planned, notes = new_recipe(
+            name_of(model),
+            target,
+            gpu=gpu,
+            texts=data,
+            column=column,
+            probed=probed,
+            output=path_of(output) if output else None,
+            permissions=permissions,
+        )
+    for line in plan_lines(planned):
+        ui.show(line)
+    for note in notes:
+        ui.say(note)
+    ui.show(f"{file}: written; read it, then: pi-lora train {shlex.quote(str(file))}")
+    return file
