@@ -3,6 +3,7 @@
 import json
 import logging
 import os
+import shlex
 import signal
 import sys
 import time
@@ -127,16 +128,22 @@ class ScheduledMeasurements(TrainerCallback):
         def stop_if_signalled(done: int, total: int, note: str = "") -> None:
             # Several processes measure different parts and meet at the end.
             if self.stop.signals and world_size() == 1:
-                raise Interrupted(
-                    f"{self.model.name}: interrupted while step {step} was measured; "
-                    "continue with --resume, or measure a finished run by pi-lora eval all"
-                )
+                remedy = self._remedy(run)
+                raise Interrupted(f"{self.model.name}: interrupted while step {step} was measured; {remedy}")
 
         with _as_when_loaded(self.model):
             scores = measure(self.model, self.evaluation, stop_if_signalled)
         if is_main_process():
             for name, result in scores.items():
                 write_scores([result.model_copy(update={"step": step})], run.scores_file(name, f"step {step}"))
+
+    def _remedy(self, run: Run) -> str:
+        """Return how to go on after an interruption, which depends on what is kept of the run."""
+        if run.path == Path(self.model.name):
+            return f"the run is finished; measure it with {shlex.join(['pi-lora', 'eval', 'all', self.model.name])}"
+        if run.last_checkpoint:
+            return "continue with --resume"
+        return "no step was done, and nothing is kept; start it again"
 
     def _is_due(self, state: TrainerState) -> bool:
         """Whether the step is measured during training; the last step is measured when the run is saved."""

@@ -92,6 +92,33 @@ def test_a_signal_during_a_measurement_ends_training_after_a_checkpoint(small_mo
     assert (tmp_path / "run" / "scores" / "passkey-step-4.json").is_file()
 
 
+@heard
+@pytest.mark.parametrize(
+    ("step", "remedy", "kept"),
+    [
+        (0, "no step was done, and nothing is kept; start it again", False),
+        (2, "continue with --resume", True),
+        (4, "the run is finished; measure it with pi-lora eval all .*run", True),
+    ],
+)
+def test_the_message_of_an_interrupted_measurement_says_what_is_kept(
+    step: int, remedy: str, kept: bool, small_model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    recipe = small_recipe(small_model, evaluation={"every": 2, "passkey": {"depths": 2, "trials": 2}})
+    measure = ScheduledMeasurements.measure
+
+    def hang_up(self: ScheduledMeasurements, run: Run, at: int) -> None:
+        if at == step:
+            os.kill(os.getpid(), signal.SIGHUP)
+        measure(self, run, at)
+
+    monkeypatch.setattr(ScheduledMeasurements, "measure", hang_up)
+    output = tmp_path / "run"
+    with pytest.raises(Interrupted, match=f"interrupted while step {step} was measured; {remedy}$"):
+        train(recipe, output)
+    assert (output.is_dir() or staging_path(output).is_dir()) is kept
+
+
 LATE = (("save_config", signal.SIGINT), ("save_tokenizer", signal.SIGTERM), ("write_card", signal.SIGHUP))
 
 
