@@ -74,11 +74,13 @@ class Chats(Measurement[ChatOptions, ChatScores]):
 
     def prepare(self, options: ChatOptions, models: Sequence[ModelSource]) -> ChatOptions:
         """Fill in the shortest window of the models and the base."""
+        if options.window:
+            return options
         windows = [model.window for model in models]
         if options.base:
             base = resolve_model(options.base, permissions=models[0].permissions)
             windows.append(base.window)
-        return options.changed(window=options.window or min(windows))
+        return options.changed(window=min(windows))
 
     def measure(self, model: LoadedModel, options: ChatOptions, session: Session) -> ChatScores:
         """Measure a model, with the base in memory too. Raise DataError if the data cannot be read, or no chat fits."""
