@@ -16,8 +16,8 @@ from pi_lora.errors import DataError
 from pi_lora.recipe.schema import Data
 from pi_lora.types import Json
 
-# The prompt of the paper, to the letter (paper.tex, `fig:summ-format`). "# .... Document goes here" is the document.
-# One newline between lines, and a space between `Summary:` and the summary, are our reading.
+# The prompt of the paper, to the letter (paper.tex, `fig:summ-format`). There, "# .... Document goes here" stands for
+# the document. One newline between lines, and a space between `Summary:` and the summary, are our reading.
 SUMMARIZE = """\
 Read the following article and then summarize it.
 {document}

@@ -146,8 +146,8 @@ class Stream:
         if self.source.has_chats:
             return packed(self._chats(), self.length)
         if self.source.name == RECALL:
-            return self._without_mask(self._recall())
-        return self._without_mask(wrapped(self._documents(), self.length))
+            return self._unmasked(self._recall())
+        return self._unmasked(wrapped(self._documents(), self.length))
 
     def encode(self, texts: Sequence[str]) -> list[Tokens]:
         """Return texts in token ids with the BOS of the tokenizer, if it has one, and EOS."""
@@ -158,7 +158,7 @@ class Stream:
                 ids.append(end)
         return sequences
 
-    def _without_mask(self, sequences: Iterable[list[int]]) -> Iterator[list[Labelled]]:
+    def _unmasked(self, sequences: Iterable[list[int]]) -> Iterator[list[Labelled]]:
         for ids in sequences:
             yield [Labelled(ids, [True] * self.length)]
 
