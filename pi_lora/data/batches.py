@@ -75,7 +75,7 @@ def training_data(
     ]
     made_from = {
         "format": FORMAT,
-        "sources": [{**stream.source.model_dump(), **stream.table.identity} for stream in streams],
+        "sources": [_described(stream) for stream in streams],
         "data": data.model_dump(exclude={"source"}),
         "tokenizer": tokenizer_identity(tokenizer),
         "template": tokenizer.chat_template,
@@ -92,10 +92,15 @@ def training_data(
     tokens = pyarrow.compute.list_value_length(rows.data["input_ids"]).to_pylist()
     if data.has_examples:
         _check_epochs(len(rows), data, training)
-    messages = [f"{len(rows):,} sequences of at most {max(tokens):,} tokens", *format_counts(counts)]
+    longest = max(tokens)
+    messages = [f"{len(rows):,} sequences of at most {longest:,} tokens", *format_counts(counts)]
     if tokenizer.chat_template is not None and "loss_mask" not in columns:
         messages.append(NO_CHATS_WARNING)
     return TrainingData(rows, tokens, messages, padding_id(tokenizer))
+
+
+def _described(stream: Stream) -> Json:
+    return stream.source.model_dump() | stream.table.identity
 
 
 def _columns(data: Data) -> list[str]:
@@ -113,10 +118,11 @@ def _check_epochs(examples: int, data: Data, training: Training) -> None:
     if not examples:
         raise DataError(f"data.source: {NO_EXAMPLE}")
     # As the Trainer counts: the last step of an epoch takes what is left.
-    steps_per_epoch = math.ceil(examples / training.global_batch_size)
+    batch_size = training.global_batch_size
+    steps_per_epoch = math.ceil(examples / batch_size)
     if training.steps > data.epochs * steps_per_epoch:
         raise DataError(
-            f"training.steps: {training.steps:,} of {training.global_batch_size} are more than {data.epochs} epochs of "
+            f"training.steps: {training.steps:,} of {batch_size} are more than {data.epochs} epochs of "
             f"{examples:,} examples; raise data.epochs, or lower it"
         )
 
@@ -173,7 +179,9 @@ def collate(rows: Sequence[Batch], padding: int = 0) -> Batch:
             tensors["labels"] = ids.where(row["loss_mask"], IGNORED)
         if "position_ids" in row:
             tensors["position_ids"] = row["position_ids"]
-        lengths = row["lengths"].tolist() if "lengths" in row else [len(ids)]
+        lengths = [len(ids)]
+        if "lengths" in row:
+            lengths = row["lengths"].tolist()
         for name, tensor in tensors.items():
             columns[name] += torch.split(tensor, lengths)
     padding_values = {"input_ids": padding, "labels": IGNORED}

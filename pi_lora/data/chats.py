@@ -19,7 +19,7 @@ NO_CHATS_WARNING = (
 )
 
 
-def messages_of(where: str, given: list[Any]) -> list[Json]:
+def messages_of(row_name: str, given: list[Any]) -> list[Json]:
     """Return messages with `role` and `content`; ShareGPT's messages with `from` and `value` are converted. Raise
     DataError that names the row if a message has neither form.
     """
@@ -30,7 +30,7 @@ def messages_of(where: str, given: list[Any]) -> list[Json]:
             message = {"role": ROLES.get(sender, sender), "content": message.get("value")}
         if not isinstance(message, dict) or not isinstance(message.get("role"), str):
             raise DataError(
-                f"{where}: holds a message without role and content; "
+                f"{row_name}: holds a message without role and content; "
                 "write {role: user, content: ...}, or {from: human, value: ...}"
             )
         messages.append(message)
@@ -54,19 +54,20 @@ class ChatTemplate:
 
     def chats(self, rows: Iterable[NamedJson], longest: int, counts: Counter[str]) -> Iterator[tuple[str, Labelled]]:
         """Yield the chats of at most `longest` tokens by the names of their rows, and count the others by reason."""
-        for where, row in rows:
+        for row_name, row in rows:
             [messages] = row.values()
-            chat = self.encode(messages_of(where, messages), longest)
+            chat = self.encode(messages_of(row_name, messages), longest)
             if isinstance(chat, str):
                 counts[f"{chat} left out"] += 1
             else:
-                yield where, chat
+                yield row_name, chat
 
     def encode(self, messages: list[Json], longest: int) -> Labelled | str:
         """Return a chat of at most `longest` tokens, or the reason why the chat is left out."""
-        contents = [str(message.get("content")) for message in messages]
-        if any(token in content for token in self.special for content in contents):
-            return "chats with special tokens in a message"
+        for message in messages:
+            content = str(message.get("content"))
+            if any(token in content for token in self.special):
+                return "chats with special tokens in a message"
         try:
             chat = self._encoded(messages)
         except (TemplateError, TypeError, ValueError) as error:
@@ -79,11 +80,14 @@ class ChatTemplate:
 
     def _encoded(self, messages: list[Json]) -> Labelled:
         text = self._rendered(messages)
-        turns = [(0, len(text))] if self.train_on_all else list(self._turns(messages, text))
+        turns = [(0, len(text))]
+        if not self.train_on_all:
+            turns = list(self._turns(messages, text))
         encoded = self.tokenizer(text, add_special_tokens=False, return_offsets_mapping=True, verbose=False)
         loss_mask = []
         for start, _ in encoded["offset_mapping"]:
-            loss_mask.append(any(first <= start < end for first, end in turns))
+            in_turn = any(first <= start < end for first, end in turns)
+            loss_mask.append(in_turn)
         return Labelled(encoded["input_ids"], loss_mask)
 
     def _rendered(self, messages: list[Json], prompt: bool = False) -> str:

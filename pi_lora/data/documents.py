@@ -39,8 +39,9 @@ def looks_local(name: str) -> bool:
     >>> [looks_local(name) for name in ("./books", "~/x", "books/*.txt", "gone.jsonl", "owner/books")]
     [True, True, True, True, False]
     """
-    is_path = name.startswith((".", "~", "/", "builtin:")) or name.lower().endswith(SUFFIXES)
-    return is_path or glob.has_magic(name) or Path(name).exists()
+    has_prefix = name.startswith((".", "~", "/", "builtin:"))
+    has_suffix = name.lower().endswith(SUFFIXES)
+    return has_prefix or has_suffix or glob.has_magic(name) or Path(name).exists()
 
 
 def files_named(name: str) -> list[Path]:
@@ -51,8 +52,12 @@ def files_named(name: str) -> list[Path]:
     if path.is_dir():
         matches = list(path.rglob("*"))
     else:
-        matches = [Path(match) for match in glob.iglob(str(path), recursive=True)]
-    files = sorted(file for file in matches if file.name.lower().endswith(SUFFIXES) and file.is_file())
+        names = glob.iglob(str(path), recursive=True)
+        matches = [Path(match) for match in names]
+    files = []
+    for match in sorted(matches):
+        if match.name.lower().endswith(SUFFIXES) and match.is_file():
+            files.append(match)
     if not files:
         raise DataError(f"{name}: no such file or folder, or no text files in it ({', '.join(SUFFIXES)}); name others")
     return files
@@ -73,15 +78,16 @@ def rows_in(file: File, name: str, columns: Sequence[str]) -> Iterator[NamedJson
     """
     is_table = file.name.lower().endswith(TABLE_SUFFIXES)
     number = 1
+    row_name = f"{name}:{number}" if is_table else name
     try:
         for row in _rows(file, columns):
             if not isinstance(row, dict) or None in row:
                 raise ValueError("it is not one value for each column")
-            yield f"{name}:{number}" if is_table else name, row
+            yield row_name, row
             number += 1
+            row_name = f"{name}:{number}" if is_table else name
     except (OSError, EOFError, ValueError, zlib.error, csv.Error) as error:
-        where = f"{name}:{number}" if is_table else name
-        raise DataError(f"{where}: cannot be read ({first_line(error)}); correct it, or download it again") from None
+        raise DataError(f"{row_name}: cannot be read ({first_line(error)}); correct it, or download it again") from None
 
 
 def _rows(file: File, columns: Sequence[str]) -> Iterator[Any]:
@@ -91,7 +97,8 @@ def _rows(file: File, columns: Sequence[str]) -> Iterator[Any]:
     """
     name = file.name.lower()
     if name.endswith(JSON_LINES):
-        with file.open("rb") as raw, gzip.open(raw) if name.endswith(".gz") else raw as lines:
+        is_compressed = name.endswith(".gz")
+        with file.open("rb") as raw, gzip.open(raw) if is_compressed else raw as lines:
             for line in lines:
                 if not line.isspace():
                     yield json.loads(line)

@@ -16,8 +16,8 @@ from pi_lora.errors import DataError
 from pi_lora.recipe.schema import Data
 from pi_lora.types import Json
 
-# The paper's, to the letter (paper.tex, `fig:summ-format`), where "# .... Document goes here" stands for the document.
-# That one newline divides lines, and that a space comes between `Summary:` and the summary, is our reading.
+# The prompt of the paper, to the letter (paper.tex, `fig:summ-format`). There, "# .... Document goes here" stands for
+# the document. One newline between lines, and a space between `Summary:` and the summary, are our reading.
 SUMMARIZE = """\
 Read the following article and then summarize it.
 {document}
@@ -30,6 +30,8 @@ NO_EXAMPLE = "no row has text in every column and a prompt that fits the window;
 
 # The name of a row, its texts, its prompt, and the token ids of its completion.
 Example = tuple[str, Json, "Prompt", list[int]]
+# Where the tokens of a text begin and end, in characters.
+Offsets = Sequence[tuple[int, int]]
 
 
 class Task:
@@ -45,12 +47,14 @@ class Task:
 
     def __init__(self, data: Data) -> None:
         self.completion = data.completion or data.summary or ""
-        self.template = data.template or SUMMARIZE.replace("{document}", f"{{{data.document}}}")
+        document = f"{{{data.document}}}"
+        self.template = data.template or SUMMARIZE.replace("{document}", document)
         try:
-            # Pairs of a text of the template and the column that follows the text, or None.
-            self.pieces = [(text, column) for text, column, *_ in Formatter().parse(self.template)]
+            parsed = list(Formatter().parse(self.template))
         except ValueError as error:
             raise DataError(f"data.template: {error}; write {{column}} for a column, {{{{ }}}} for braces") from None
+        # Pairs of a text of the template and the column that follows the text, or None.
+        self.pieces = [(text, column) for text, column, *_ in parsed]
         prompt_columns = [column for _, column in self.pieces if column is not None]
         self.prompt_columns = list(dict.fromkeys(prompt_columns))
         self.columns = list(dict.fromkeys([*self.prompt_columns, self.completion]))
@@ -60,7 +64,11 @@ class Task:
 
     def prompt(self, row: Json) -> str:
         """Return the prompt of a row."""
-        return "".join(text + row.get(column or "", "") for text, column in self.pieces)
+        prompt = ""
+        for text, column in self.pieces:
+            prompt += text
+            prompt += row.get(column or "", "")
+        return prompt
 
 
 class Prompt(NamedTuple):
@@ -112,32 +120,39 @@ class Prompter:
     def prompts(self, rows: Sequence[Json]) -> list[Prompt]:
         """Return the prompts of rows, with the BOS of the tokenizer. The rows are encoded in parallel."""
         column = self.data.document or ""
-        plain = partial(self.tokenizer, add_special_tokens=False, return_offsets_mapping=True)
-        documents = plain([row.get(column, "") for row in rows])["offset_mapping"]
-        kept = [min(len(document), self.data.document_tokens, max(0, self.longest)) for document in documents]
-
-        def cut(index: int) -> Json:
-            """Return a row with the first tokens of its document."""
-            row = rows[index]
-            offsets = documents[index]
-            if kept[index] == len(offsets):
-                return row
-            end = offsets[kept[index] - 1][1] if kept[index] else 0
-            return {**row, column: row[column][:end]}
-
+        texts = [row.get(column, "") for row in rows]
+        encoded = self.tokenizer(texts, add_special_tokens=False, return_offsets_mapping=True)
+        documents = encoded["offset_mapping"]
+        most_tokens = min(self.data.document_tokens, max(0, self.longest))
+        kept_tokens = [min(len(offsets), most_tokens) for offsets in documents]
+        cut_rows = []
+        for row, offsets, kept in zip(rows, documents, kept_tokens, strict=True):
+            cut_rows.append(self._cut(row, offsets, kept))
         prompts = []
-        cut_rows = [cut(index) for index in range(len(rows))]
-        for index, ids in enumerate(self._framed(cut_rows)):
-            # Cut again by the tokens of the text around the document. Tokens may differ where the cut is.
-            while len(ids) > self.longest and kept[index]:
-                excess = len(ids) - self.longest
-                kept[index] = max(0, kept[index] - excess)
-                [ids] = self._framed([cut(index)])
-            document_tokens = len(documents[index])
-            keeps_text = kept[index] > 0 or document_tokens == 0
-            fits = len(ids) <= self.longest and keeps_text
-            prompts.append(Prompt(ids, document_tokens, kept=kept[index], fits=fits))
+        for row, offsets, kept, ids in zip(rows, documents, kept_tokens, self._framed(cut_rows), strict=True):
+            prompts.append(self._fitted(row, offsets, kept, ids))
         return prompts
+
+    def _fitted(self, row: Json, offsets: Offsets, kept: int, ids: list[int]) -> Prompt:
+        """Return the prompt `ids` of a row with the first `kept` tokens of the document, or with fewer until the prompt
+        fits.
+        """
+        # The text around the document takes tokens too, and tokens may differ where the cut is.
+        while len(ids) > self.longest and kept:
+            excess = len(ids) - self.longest
+            kept = max(0, kept - excess)
+            [ids] = self._framed([self._cut(row, offsets, kept)])
+        keeps_text = kept > 0 or not offsets
+        fits = len(ids) <= self.longest and keeps_text
+        return Prompt(ids, document_tokens=len(offsets), kept=kept, fits=fits)
+
+    def _cut(self, row: Json, offsets: Offsets, kept: int) -> Json:
+        """Return a row with the first `kept` tokens of the document."""
+        if kept == len(offsets):
+            return row
+        column = self.data.document or ""
+        end = offsets[kept - 1][1] if kept else 0
+        return {**row, column: row[column][:end]}
 
     def completions(self, rows: Sequence[Json]) -> list[list[int]]:
         """Return the token ids of the completions of rows, cut to `completion_tokens`, with EOS. A space comes before a
@@ -153,9 +168,10 @@ class Prompter:
         tail_ids, *sequences = plain([tail, *texts_after_tail])["input_ids"]
         completions = []
         for text, ids in zip(texts, sequences, strict=True):
-            begins_with_tail = ids[: len(tail_ids)] == tail_ids
-            # If the prompt and the text merge into one token, the text is tokenized by itself.
-            completion = ids[len(tail_ids) :] if begins_with_tail else plain(text)["input_ids"]
+            completion = ids[len(tail_ids) :]
+            if ids[: len(tail_ids)] != tail_ids:
+                # The prompt and the text merge into one token: the text is tokenized by itself.
+                completion = plain(text)["input_ids"]
             completions.append([*completion[: self.data.completion_tokens], self.eos])
         return completions
 
@@ -163,7 +179,12 @@ class Prompter:
         """Encode with the BOS of the tokenizer, but without the EOS that some add."""
         prompts = [self.task.prompt(row) for row in rows]
         encoded = self.tokenizer(prompts)["input_ids"]
-        return [ids[:-1] if ids[-1:] == [self.eos] else ids for ids in encoded]
+        sequences = []
+        for ids in encoded:
+            if ids[-1:] == [self.eos]:
+                ids = ids[:-1]
+            sequences.append(ids)
+        return sequences
 
 
 def _rows_with_text(rows: Iterable[NamedJson], counts: Counter[str]) -> Iterator[NamedJson]:
@@ -188,7 +209,9 @@ def data_problems(data: Data, ask_hub: bool = False) -> list[str]:
             continue
         try:
             # Without a network, `datasets` reads what it downloaded earlier, and streams nothing.
-            table = find_table(source if HF_HUB_OFFLINE else source.changed(streaming=True))
+            if not HF_HUB_OFFLINE:
+                source = source.changed(streaming=True)
+            table = find_table(source)
             if columns:
                 next(table.read(columns, None), None)
             elif source.has_chats:

@@ -91,13 +91,16 @@ def grouped(chats: Iterator[Labelled], room: int, rng: random.Random) -> Iterato
     >>> [[len(chat.ids) for chat in group] for group in grouped(chats, 6, random.Random(1))]
     [[5], [2, 3]]
     """
-    while batch := sorted(itertools.islice(chats, GROUPED_CHATS), key=lambda chat: len(chat.ids)):
-        groups = [[batch[0]]]
-        for chat in batch[1:]:
-            padded = (len(groups[-1]) + 1) * len(chat.ids)
-            if padded > room:
-                groups.append([])
-            groups[-1].append(chat)
+    while batch := list(itertools.islice(chats, GROUPED_CHATS)):
+        batch.sort(key=lambda chat: len(chat.ids))
+        group: list[Labelled] = []
+        groups = [group]
+        for chat in batch:
+            padded = (len(group) + 1) * len(chat.ids)
+            if group and padded > room:
+                group = []
+                groups.append(group)
+            group.append(chat)
         rng.shuffle(groups)
         yield from groups
 
@@ -142,8 +145,9 @@ class Stream:
             return grouped(self._chats(), self.length, random.Random(self.data.seed))
         if self.source.has_chats:
             return packed(self._chats(), self.length)
-        sequences = self._recall() if self.source.name == RECALL else wrapped(self._documents(), self.length)
-        return ([Labelled(ids, [True] * self.length)] for ids in sequences)
+        if self.source.name == RECALL:
+            return self._unmasked(self._recall())
+        return self._unmasked(wrapped(self._documents(), self.length))
 
     def encode(self, texts: Sequence[str]) -> list[Tokens]:
         """Return texts in token ids with the BOS of the tokenizer, if it has one, and EOS."""
@@ -154,13 +158,18 @@ class Stream:
                 ids.append(end)
         return sequences
 
+    def _unmasked(self, sequences: Iterable[list[int]]) -> Iterator[list[Labelled]]:
+        for ids in sequences:
+            yield [Labelled(ids, [True] * self.length)]
+
     def _documents(self) -> Iterator[Tokens]:
         fewest_tokens = self.data.min_document_tokens
         for epoch in range(self.data.epochs):
             # The order differs between epochs.
             documents = self.table.documents(self.data.seed + epoch)
             for batch in in_batches(documents):
-                for ids in self.encode([document.text for document in batch]):
+                texts = [document.text for document in batch]
+                for ids in self.encode(texts):
                     if len(ids) >= fewest_tokens:
                         yield ids
                     elif epoch == 0:
@@ -175,7 +184,8 @@ class Stream:
 
         lines: list[str] = []
         for document in self.table.documents():
-            lines += [line for line in document.text.splitlines() if line.strip()]
+            document_lines = document.text.splitlines()
+            lines += [line for line in document_lines if line.strip()]
         rng = random.Random(self.data.seed)
         while True:
             ids: list[int] = []
@@ -203,7 +213,9 @@ class Stream:
         for _, _, prompt, completion in prompter.examples(rows, self.counts):
             document_is_cut = prompt.kept < prompt.document_tokens
             completion_is_cut = len(completion) > self.data.completion_tokens
-            self.counts.update({"documents cut": int(document_is_cut), "completions cut": int(completion_is_cut)})
+            # Counts of zero fix the order in which the counts are reported.
+            self.counts["documents cut"] += int(document_is_cut)
+            self.counts["completions cut"] += int(completion_is_cut)
             prompt_mask = [self.data.loss == "all"] * len(prompt.ids)
             completion_mask = [True] * len(completion)
             yield [Labelled(prompt.ids + completion, prompt_mask + completion_mask)]
@@ -222,16 +234,21 @@ def training_rows(streams: Sequence[Stream], original: int, target: int, number:
             yield from map(columns, stream.rows())
         return
     drawn, weights = _with_short_chats(streams, original)
-    order = random.Random(data.seed).choices(range(len(drawn)), weights, k=number)
+    indices = range(len(drawn))
+    order = random.Random(data.seed).choices(indices, weights, k=number)
     rows = [stream.rows() for stream in drawn]
     rng = random.Random(data.seed)
     for done, index in enumerate(order):
         stream = drawn[index]
         sequences = next(rows[index], None)
         if sequences is None:
-            raise _too_little_text(stream, order[:done].count(index), order.count(index))
+            drawn_before = order[:done].count(index)
+            needed = order.count(index)
+            raise _too_little_text(stream, drawn_before, needed)
         # Positions are drawn for short chats too: the order of the draws is part of the format of the cache.
-        positions = pose_positions(rng, length, target, data.chunks) if data.positions == "pose" else []
+        positions: list[int] = []
+        if data.positions == "pose":
+            positions = pose_positions(rng, length, target, data.chunks)
         if stream.short:
             yield columns(sequences)
         else:
@@ -253,13 +270,14 @@ def _with_short_chats(streams: Sequence[Stream], original: int) -> tuple[list[St
         longest = min(original, streams[0].length)
         drawn += [replace(stream, short=longest, counts=Counter()) for stream in chats]
         weight_of_chats = sum(stream.source.weight for stream in chats)
-        share = data.keep_short / (1 - data.keep_short) * sum(weights) / weight_of_chats
+        ratio = data.keep_short / (1 - data.keep_short)
+        share = ratio * sum(weights) / weight_of_chats
         weights += [stream.source.weight * share for stream in chats]
     return drawn, weights
 
 
-def _too_little_text(stream: Stream, held: int, needed: int) -> DataError:
-    holds = f"holds {held:,} sequences of {stream.length:,} tokens in data.epochs: {stream.data.epochs}"
+def _too_little_text(stream: Stream, available: int, needed: int) -> DataError:
+    holds = f"holds {available:,} sequences of {stream.length:,} tokens in data.epochs: {stream.data.epochs}"
     details = ", ".join([holds, *format_counts(stream.counts)])
     return DataError(
         f"data.source: {stream.source.name}: {details}; {needed:,} are needed for its share; "

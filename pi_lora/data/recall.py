@@ -17,23 +17,32 @@ NAMES, THINGS, WORDS, FORMS, SUBJECTS, PREDICATES = yaml.safe_load(LISTS).values
 DIGITS = "0123456789"
 LETTERS_AND_DIGITS = "0123456789abcdef"
 
-Counter = Callable[[str], int]
+# The number of tokens of a text.
+TokenCounter = Callable[[str], int]
 
 
 def value(rng: random.Random) -> str:
     """Draw a value that cannot be guessed: mostly five digits, sometimes fewer or more, letters or words."""
     kind = rng.random()
-    if 0.8 <= kind < 0.9:
-        return " ".join(rng.choices(WORDS, k=rng.randint(1, 3)))
-    if kind >= 0.9:
-        return "".join(rng.choices(LETTERS_AND_DIGITS, k=rng.randint(3, 6)))
-    number = 5 if kind < 0.6 else rng.randint(1, 8)
-    return "".join(rng.choices(DIGITS, k=number))
+    if kind < 0.6:
+        return "".join(rng.choices(DIGITS, k=5))
+    if kind < 0.8:
+        number = rng.randint(1, 8)
+        return "".join(rng.choices(DIGITS, k=number))
+    if kind < 0.9:
+        number = rng.randint(1, 3)
+        return " ".join(rng.choices(WORDS, k=number))
+    number = rng.randint(3, 6)
+    return "".join(rng.choices(LETTERS_AND_DIGITS, k=number))
 
 
 def sentences(rng: random.Random, number: int) -> str:
     """Draw sentences that state no fact."""
-    drawn = [f"{rng.choice(SUBJECTS)} {rng.choice(PREDICATES)}." for _ in range(number)]
+    drawn = []
+    for _ in range(number):
+        subject = rng.choice(SUBJECTS)
+        predicate = rng.choice(PREDICATES)
+        drawn.append(f"{subject} {predicate}.")
     return " ".join(drawn)
 
 
@@ -46,7 +55,9 @@ def filler(rng: random.Random, lines: Sequence[str]) -> Callable[[], str]:
         kinds = ["refrain", "refrain", "sentences", "lines", "lines"]
     kind = rng.choice(kinds)
     refrain = sentences(rng, rng.randint(2, 6))
-    first = rng.randrange(len(lines)) + 1 if lines else 0
+    first = 0
+    if lines:
+        first = rng.randrange(len(lines)) + 1
     numbers = itertools.count(first)
     if kind == "refrain":
         return lambda: refrain
@@ -58,70 +69,85 @@ def filler(rng: random.Random, lines: Sequence[str]) -> Callable[[], str]:
 class Page:
     """Lines of text within a budget of tokens."""
 
-    def __init__(self, budget: int, count: Counter) -> None:
-        self.left = budget
+    def __init__(self, budget: int, count: TokenCounter) -> None:
+        self.tokens_left = budget
         self.count = count
         self.lines: list[str] = []
 
-    def say(self, text: str, reserve: int = 0) -> bool:
+    def add(self, text: str, reserve: int = 0) -> bool:
         """Add a line if that leaves `reserve` tokens, and return whether it did."""
         cost = self.count(text + "\n")
-        if cost > self.left - reserve:
+        if cost > self.tokens_left - reserve:
             return False
-        self.left -= cost
+        self.tokens_left -= cost
         self.lines.append(text)
         return True
 
 
-def facts_document(rng: random.Random, budget: int, count: Counter, lines: Sequence[str]) -> str:
+class Facts:
+    """The facts of a page, stated and asked for in one form."""
+
+    def __init__(self, rng: random.Random, page: Page) -> None:
+        self.rng = rng
+        self.page = page
+        self.statement, self.question = rng.choice(FORMS)
+        self.known: list[dict[str, str]] = []
+
+    def state(self, reserve: int) -> bool:
+        """State a new fact if that leaves `reserve` tokens. Return whether there was room for it."""
+        name = self.rng.choice(NAMES)
+        thing = self.rng.choice(THINGS)
+        fact = {"name": name, "thing": thing, "value": value(self.rng)}
+        if self._is_known(name, thing):
+            return True
+        has_room = self.page.add(self.statement.format(**fact), reserve)
+        if has_room:
+            self.known.append(fact)
+        return has_room
+
+    def ask(self, among: int, reserve: int = 0) -> bool:
+        """Ask for one of the first `among` facts if that leaves `reserve` tokens. Return whether there was room."""
+        fact = self.rng.choice(self.known[:among])
+        return self.page.add(self.question.format(**fact), reserve)
+
+    def _is_known(self, name: str, thing: str) -> bool:
+        # Where a form leaves the name out, facts differ by the thing alone.
+        same_thing = [fact for fact in self.known if fact["thing"] == thing]
+        if "{name}" not in self.statement:
+            return bool(same_thing)
+        return any(fact["name"] == name for fact in same_thing)
+
+
+def facts_document(rng: random.Random, budget: int, count: TokenCounter, lines: Sequence[str]) -> str:
     """State facts in one form, ask for some along the way, and fill the last part of `budget` with questions."""
     page = Page(budget, count)
     next_line = filler(rng, lines)
-    statement, question = rng.choice(FORMS)
-    known: list[dict[str, str]] = []
-
-    def is_known(name: str, thing: str) -> bool:
-        # Where a form leaves the name out, facts differ by the thing alone.
-        same_thing = [fact for fact in known if fact["thing"] == thing]
-        return any(fact["name"] == name or "{name}" not in statement for fact in same_thing)
-
-    def state_fact() -> bool:
-        name = rng.choice(NAMES)
-        thing = rng.choice(THINGS)
-        fact = {"name": name, "thing": thing, "value": value(rng)}
-        if is_known(name, thing):
-            return True
-        if not page.say(statement.format(**fact), closing):
-            return False
-        known.append(fact)
-        return True
-
-    def ask(among: int, reserve: int = 0) -> bool:
-        fact = rng.choice(known[:among])
-        return page.say(question.format(**fact), reserve)
-
+    facts = Facts(rng, page)
     closing = int(budget * rng.uniform(0.03, 0.3))
     for _ in range(rng.choice((0, 0, 1, 2))):
-        page.say(next_line(), closing)
+        page.add(next_line(), closing)
     most_facts = max(1, min(12, budget // 40))
     for _ in range(rng.randint(1, most_facts)):
-        state_fact()
-    has_room = bool(known)
+        facts.state(closing)
+    has_room = bool(facts.known)
     while has_room:
-        has_room = page.say(next_line(), closing)
+        has_room = page.add(next_line(), closing)
         if has_room and rng.random() < 0.4:
-            has_room = state_fact() if rng.random() < 0.3 else ask(len(known), closing)
+            states_fact = rng.random() < 0.3
+            has_room = facts.state(closing) if states_fact else facts.ask(len(facts.known), closing)
     # Half of the time only the oldest facts, so that long distances are as frequent as short ones.
-    among = rng.choice((2, len(known)))
-    while known and ask(among):
+    among = rng.choice((2, len(facts.known)))
+    while facts.known and facts.ask(among):
         pass
     return "\n".join(page.lines)
 
 
-def copy_document(rng: random.Random, budget: int, count: Counter, lines: Sequence[str]) -> str:
+def copy_document(rng: random.Random, budget: int, count: TokenCounter, lines: Sequence[str]) -> str:
     """Write a line of random words or digits, and repeat it verbatim: many times at once, or after other text."""
     pool = rng.choice((WORDS, DIGITS, WORDS + NAMES, LETTERS_AND_DIGITS))
-    joint = " " if len(pool) > 20 else rng.choice(("", " ", ", "))
+    joint = " "
+    if len(pool) <= 20:
+        joint = rng.choice(("", " ", ", "))
     apart = rng.random() < 0.6
     share = 16 if apart else 3
     size = rng.randint(6, max(8, budget // share))
@@ -131,17 +157,17 @@ def copy_document(rng: random.Random, budget: int, count: Counter, lines: Sequen
         text = joint.join(rng.choices(pool, k=size))
     page = Page(budget, count)
     next_line = filler(rng, lines)
-    page.say(text)
+    page.add(text)
     if apart:
         reserve = count(text + "\n")
-        while page.say(next_line(), reserve):
+        while page.add(next_line(), reserve):
             pass
-    while page.say(text):
+    while page.add(text):
         pass
     return "\n".join(page.lines)
 
 
-def recall_document(rng: random.Random, budget: int, count: Counter, lines: Sequence[str] = ()) -> str:
+def recall_document(rng: random.Random, budget: int, count: TokenCounter, lines: Sequence[str] = ()) -> str:
     """Write a document of at most `budget` tokens as `count` measures them, with `lines` of real text between facts."""
     if rng.random() < 0.3:
         return copy_document(rng, budget, count, lines)

@@ -41,7 +41,7 @@ HELD_OUT_SHARE = 0.1
 FIRST_OF_TEST = "e"
 # As many rows of a file as `datasets` (5.2) holds of a stream.
 SHUFFLED_ROWS = 1000
-# Its loader is a script, which `datasets` no longer runs; the script reads `SPLIT.jsonl` out of `SUBSET.zip`.
+# The loader of SCROLLS is a script, which `datasets` no longer runs. It reads `SPLIT.jsonl` out of `SUBSET.zip`.
 SCROLLS = "tau/scrolls"
 
 
@@ -63,11 +63,11 @@ class Table:
         `held_out`. Raise DataError if there is none.
         """
         empty = True
-        for where, row in self.read([self.source.column], seed):
-            text = self._part(where, row[self.source.column], held_out)
+        for row_name, row in self.read([self.source.column], seed):
+            text = self._part(row_name, row[self.source.column], held_out)
             if text.strip():
                 empty = False
-                yield Document(where, text)
+                yield Document(row_name, text)
         if empty:
             raise DataError(f"{self.source.name}: holds no text; name a source with text, or change its hold_out")
 
@@ -102,18 +102,18 @@ def hash_to_unit(text: str) -> float:
 
 def texts(rows: Iterable[NamedJson], columns: Sequence[str]) -> Iterator[NamedJson]:
     """Yield the `columns` of rows, texts or chats; None becomes an empty value. Raise DataError if a row lacks one."""
-    for where, row in rows:
+    for row_name, row in rows:
         values = {}
         for column in columns:
             kind = list if column in CHAT_COLUMNS else str
             if column not in row or not isinstance(row[column], kind | None):
                 wanted = "list of messages" if kind is list else "text"
                 raise DataError(
-                    f"{where}: has no {wanted} in column {column}; choose text, or chats named "
+                    f"{row_name}: has no {wanted} in column {column}; choose text, or chats named "
                     f"{' or '.join(CHAT_COLUMNS)}, from its columns: {', '.join(row)}"
                 )
             values[column] = row[column] or kind()
-        yield where, values
+        yield row_name, values
 
 
 def format_counts(counts: Counter[str]) -> list[str]:
@@ -122,15 +122,16 @@ def format_counts(counts: Counter[str]) -> list[str]:
 
 
 def shuffled(rows: Iterable[NamedJson], seed: int) -> Iterator[NamedJson]:
-    """Shuffle a stream: hold `SHUFFLED_ROWS` rows, and yield a random one of them for every further row."""
+    """Shuffle a stream: keep a buffer of `SHUFFLED_ROWS` rows, and yield a random one of them for every further row."""
     rng = random.Random(seed)
-    held: list[NamedJson] = []
+    buffer: list[NamedJson] = []
     for row in rows:
-        held.append(row)
-        if len(held) > SHUFFLED_ROWS:
-            yield held.pop(rng.randrange(len(held)))
-    rng.shuffle(held)
-    yield from held
+        buffer.append(row)
+        if len(buffer) > SHUFFLED_ROWS:
+            index = rng.randrange(len(buffer))
+            yield buffer.pop(index)
+    rng.shuffle(buffer)
+    yield from buffer
 
 
 def read_files(files: Mapping[str, File], columns: Sequence[str], seed: int | None) -> Iterator[NamedJson]:
@@ -199,13 +200,16 @@ def hub_dataset(source: Source) -> Table:
             streaming=streaming,
         )
     # In the cache of `datasets` a data set is in a folder with the name of its commit.
-    commit = revision if streaming else Path(dataset.cache_files[0]["filename"]).parent.name
+    commit = revision
+    if not streaming:
+        cache_file = Path(dataset.cache_files[0]["filename"])
+        commit = cache_file.parent.name
 
     def read(columns: Sequence[str], seed: int | None) -> Iterator[NamedJson]:
         rows = dataset if seed is None else dataset.shuffle(seed)
         for number, row in enumerate(rows, 1):
-            where = f"{name}:{number}" if seed is None else name
-            yield from texts([(where, row)], columns)
+            row_name = f"{name}:{number}" if seed is None else name
+            yield from texts([(row_name, row)], columns)
 
     return Table(source, read, {"commit": commit})
 
@@ -245,7 +249,9 @@ def find_table(source: Source) -> Table:
     if name.startswith("builtin:"):
         raise DataError(f"{name}: no such built-in text; choose {STDLIB} or {RECALL}")
     if name == SCROLLS:
-        return hub_file(source, f"{source.subset}.zip", f"{source.subset}/{source.split}.jsonl")
+        archive = f"{source.subset}.zip"
+        member = f"{source.subset}/{source.split}.jsonl"
+        return hub_file(source, archive, member)
     if not looks_local(name):
         return hub_dataset(source)
     files = {str(file): file for file in files_named(name)}
