@@ -26,6 +26,12 @@ def read(name: str) -> dict[str, Any]:
     return json.loads(file.read_text(encoding="utf-8")) if file.is_file() else {}
 
 
+def read_scores(name: str) -> list[dict[str, Any]]:
+    """The scores in a file of `pi-lora eval --json`, which holds a list if several models were measured."""
+    content = json.loads((RESULTS / f"{name}.json").read_text(encoding="utf-8"))
+    return content if isinstance(content, list) else [content]
+
+
 def write(name: str, result: Mapping[str, Any]) -> None:
     """Keep the results of a script."""
     (RESULTS / f"{name}.json").write_text(json.dumps(result, indent=2) + "\n", encoding="utf-8")
