@@ -34,7 +34,13 @@ from record import RESULTS, write  # noqa: E402
 from tables import write_pages  # noqa: E402
 
 RUNS = Path("comparison")
-STEPS, TARGET, WINDOWS, STRIDE, DEPTHS, TRIALS, SEEDS = 240, 1024, [256, 512, 768, 1024], 128, 32, 20, 3
+STEPS = 240
+TARGET = 1024
+WINDOWS = [256, 512, 768, 1024]
+STRIDE = 128
+DEPTHS = 32
+TRIALS = 20
+SEEDS = 3
 # The rates that are tried first for every method.
 RATES = (1.25e-3, 2.5e-3, 5e-3)
 # The documents by which rates are chosen, and those that are reported, with passkeys of this seed.
@@ -72,36 +78,43 @@ def tuned(name: str, rate: float, seed: int, choice: PerplexityOptions) -> Row:
 
     def tune() -> str:
         if not run.exists():
+            _, changes = METHODS[name]
             # The same arithmetic on every processor, so that rows of two of them compare.
             common = [f"training.steps={STEPS}", "training.precision=float32", f"training.learning_rate={rate:g}"]
             seeds = [f"training.seed={seed}", f"data.seed={seed}"]
-            words = ["train", str(ROOT / "recipes" / "demo.yaml"), *common, *METHODS[name][1], *seeds]
-            print(f"$ pi-lora {' '.join(words)} --output {run}", flush=True)
-            resume = ["--resume"] if staging_path(run).exists() else []
-            subprocess.run([sys.executable, "-m", "pi_lora", *words, "--output", str(run), *resume], check=True)
+            train(run, [*common, *changes, *seeds])
         return str(run)
 
     return measured(run.name, choice, tune)
 
 
+def train(run: Path, overrides: list[str]) -> None:
+    """Train the demo's recipe with `overrides`, from the last checkpoint if there is one."""
+    words = ["train", str(ROOT / "recipes" / "demo.yaml"), *overrides]
+    print(f"$ pi-lora {' '.join(words)} --output {run}", flush=True)
+    resume = ["--resume"] if staging_path(run).exists() else []
+    subprocess.run([sys.executable, "-m", "pi_lora", *words, "--output", str(run), *resume], check=True)
+
+
 def measured(row: str, choice: PerplexityOptions, model: Callable[[], str], stretch: Extension | None = None) -> Row:
     """The scores of a model with these documents, which are kept as those of a row."""
-    kept = RESULTS / "methods" / f"{row}-{choice.split}.json"
-    if kept.exists():
-        row_scores: Row = json.loads(kept.read_text())
-        return row_scores
+    file = RESULTS / "methods" / f"{row}-{choice.split}.json"
+    if file.exists():
+        scores: Row = json.loads(file.read_text())
+        return scores
     loaded = load(model(), stretch)
     perplexity = Perplexity().run(loaded, choice, Session())
-    found: Row = {
-        "perplexity": {str(each.window): each.perplexity for each in perplexity.windows},
+    scores = {
+        "perplexity": {str(window.window): window.perplexity for window in perplexity.windows},
         "machine": machine(),
     }
     if choice is TEST:
-        asked = PasskeyOptions(target=TARGET, depths=DEPTHS, trials=TRIALS, seed=SEED)
-        passkey = Passkey().run(loaded, asked, Session())
-        found |= {"k_max": passkey.k_max, "success_rate": sum(row.success_rate for row in passkey.depths) / DEPTHS}
-    write_json(kept, found)
-    return found
+        options = PasskeyOptions(target=TARGET, depths=DEPTHS, trials=TRIALS, seed=SEED)
+        passkey = Passkey().run(loaded, options, Session())
+        success_rate = sum(depth.success_rate for depth in passkey.depths) / DEPTHS
+        scores |= {"k_max": passkey.k_max, "success_rate": success_rate}
+    write_json(file, scores)
+    return scores
 
 
 def rates_of(score: Callable[[float], float]) -> list[float]:
@@ -111,9 +124,14 @@ def rates_of(score: Callable[[float], float]) -> list[float]:
     [0.0003125, 0.000625, 0.00125, 0.0025, 0.005]
     """
     rates = sorted(RATES)
-    while (best := min(rates, key=score)) in (rates[0], rates[-1]):
-        rates = [best / 2, *rates] if best == rates[0] else [*rates, 2 * best]
-    return rates
+    while True:
+        best = min(rates, key=score)
+        if best == rates[0]:
+            rates = [best / 2, *rates]
+        elif best == rates[-1]:
+            rates = [*rates, 2 * best]
+        else:
+            return rates
 
 
 def compared(name: str) -> tuple[dict[str, Row], list[Row]]:
@@ -137,17 +155,18 @@ def untuned(label: str) -> Row:
 
 def main() -> None:
     logging.getLogger("transformers").setLevel(logging.ERROR)
-    found = {name: compared(name) for name in METHODS}
-    rows = {label: [untuned(label)] for label in UNTUNED} | {name: runs for name, (_, runs) in found.items()}
-    labels = {label: label for label in UNTUNED} | {name: label for name, (label, _) in METHODS.items()}
-    facts = {
-        "steps": STEPS,
-        "depths": DEPTHS,
-        "trials": TRIALS,
-        "labels": labels,
-        "rows": rows,
-        "rates": {name: tried for name, (tried, _) in found.items()},
-    }
+    by_method = {name: compared(name) for name in METHODS}
+    labels: dict[str, str] = {}
+    rows: dict[str, list[Row]] = {}
+    for label in UNTUNED:
+        labels[label] = label
+        rows[label] = [untuned(label)]
+    rates: dict[str, dict[str, Row]] = {}
+    for name, (tried, runs) in by_method.items():
+        labels[name], _ = METHODS[name]
+        rows[name] = runs
+        rates[name] = tried
+    facts = {"steps": STEPS, "depths": DEPTHS, "trials": TRIALS, "labels": labels, "rows": rows, "rates": rates}
     write("methods", facts)
     write_pages()
 
