@@ -52,13 +52,20 @@ def new_model() -> LlamaForCausalLM:
     return LlamaForCausalLM(config)
 
 
+def stdlib_texts(split: str) -> list[str]:
+    """The modules of Python's standard library in a split."""
+    table = find_table(Source(name=STDLIB, split=split))
+    return [document.text for document in table.documents()]
+
+
 @torch.no_grad()
 def held_out_loss(model: torch.nn.Module, rows: torch.Tensor) -> float:
     """Mean loss in nats a token over `rows`, float32."""
     losses = []
     for batch in torch.split(rows, 16):
         logits = model(input_ids=batch, use_cache=False).logits[:, :-1].float()
-        losses.append(torch.nn.functional.cross_entropy(logits.flatten(0, 1), batch[:, 1:].flatten()).item())
+        loss = torch.nn.functional.cross_entropy(logits.flatten(0, 1), batch[:, 1:].flatten())
+        losses.append(loss.item())
     return sum(losses) / len(losses)
 
 
@@ -69,21 +76,22 @@ def main() -> None:
     torch.manual_seed(SEED)
     logging.set_verbosity_error()
     logging.disable_progress_bar()
-    texts, held_out = (
-        [document.text for document in find_table(Source(name=STDLIB, split=split)).documents()]
-        for split in ("train", "validation")
-    )
-    tokenizer, model = train_tokenizer(texts, VOCABULARY, WINDOW, SEED), new_model()
+    texts = stdlib_texts("train")
+    held_out = stdlib_texts("validation")
+    tokenizer = train_tokenizer(texts, VOCABULARY, WINDOW, SEED)
+    model = new_model()
     mixture = Mixture(tokenizer, texts, SHARES, SEED)
     ids = [token for text in held_out for token in tokenizer(text, verbose=False)["input_ids"]]
     held_out_rows = torch.tensor(ids[: 64 * WINDOW]).view(64, WINDOW)
     optimizers = optimizers_for(model, RATE)
     compiled: Any = torch.compile(model)
-    steps, started = TOKENS // BATCH_TOKENS, time.monotonic()
+    steps = TOKENS // BATCH_TOKENS
+    started = time.monotonic()
     for step in range(steps):
         length = SHORT if step * BATCH_TOKENS < SHORT_TOKENS else WINDOW
         rate = RATE * min(1.0, (step + 1) / WARM, (steps - step) / (DECAY * steps))
-        loss = train_step(compiled, optimizers, mixture.rows(BATCH_TOKENS // length, length), rate)
+        batch = mixture.rows(BATCH_TOKENS // length, length)
+        loss = train_step(compiled, optimizers, batch, rate)
         if step % 100 == 99 or step == steps - 1:
             perplexity = math.exp(held_out_loss(model, held_out_rows))
             seconds = time.monotonic() - started
