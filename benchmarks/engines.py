@@ -170,7 +170,7 @@ def verdicts_of(command: list[str], reader: ReferenceComputer, served: str | Non
                 os.killpg(process.pid, signal.SIGTERM)
             process.wait()
         log.seek(0)
-        lines = [line.strip() for line in log if line.strip()]
+        lines = [line.strip() for line in log.read().splitlines() if line.strip()]
     if not lines:
         return {"failed": "no answer"}
     return {"failed": lines[-1][:300]}
