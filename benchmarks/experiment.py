@@ -19,14 +19,17 @@ from pathlib import Path
 import record
 
 RESULTS = Path("benchmarks/results/smollm2_16k")
-NOVELS, SHORT = Path("100_english_novels/corpus"), Path("short")
+NOVELS = Path("100_english_novels/corpus")
+SHORT = Path("short")
 BASE = "models/smollm2_135m_instruct"
 BOOKS = Path("books_16k")
-RUNS, MERGED = Path("adapters/smollm2_16k"), Path("models/smollm2_16k")
+RUNS = Path("adapters/smollm2_16k")
+MERGED = Path("models/smollm2_16k")
 ORIGINAL = 8192
 TARGET = 16384
-# Of the second stride a token beyond 8k has at least 6k of context in a window of 8k.
-STRIDE, SHORT_STRIDE = 8192, 2048
+STRIDE = 8192
+# With this stride a token beyond 8k has at least 6k of context in a window of 8k.
+SHORT_STRIDE = 2048
 VALIDATION = {"Kipling": "Kim", "Morris": "Water", "Stevenson": "Catriona"}
 TEST = {
     "Chesterton": "Thursday",
@@ -49,8 +52,10 @@ SCALINGS = ("pi", "yarn", "theta")
 CONTROL = "control"
 # Three rates are tried of every scaling, and further ones while the highest is the best.
 RATES = ("5e-4", "1e-3", "2e-3", "4e-3", "8e-3")
-TRIAL_STEPS, STEPS = 32, 104
-RULER_TASKS, RULER_CANDIDATES = 2, "niah_single_1,niah_multikey_2,ruler_vt,ruler_cwe,ruler_fwe"
+TRIAL_STEPS = 32
+STEPS = 104
+RULER_TASKS = 2
+RULER_CANDIDATES = "niah_single_1,niah_multikey_2,ruler_vt,ruler_cwe,ruler_fwe"
 QUESTIONS = ("boolq", "piqa", "winogrande")
 
 Command = tuple[Path, list[str]]

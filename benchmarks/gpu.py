@@ -23,8 +23,10 @@ from on_gpu.parts import PARTS, Bench, Job, Row, jobs
 from on_gpu.setting import TINY, setting_of
 from record import RESULTS
 
-# Seconds: the most that a job may take, and the least that is worth beginning one.
-JOB_SECONDS, LEAST_SECONDS = 420, 45
+# The most that a job may take.
+JOB_SECONDS = 420
+# The least for which a job is begun.
+LEAST_SECONDS = 45
 
 
 class Rows:

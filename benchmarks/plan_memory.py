@@ -39,7 +39,8 @@ ROWS: dict[str, tuple[int, int | None, tuple[str, ...]]] = {
     "all weights": (1024, 49152, ("tuning.method=full",)),
     "built-in model, LoRA": (4096, None, (*TINY, "data.positions=contiguous")),
 }
-MODEL, DATA = "models/smollm2_135m_instruct", "builtin:stdlib"
+MODEL = "models/smollm2_135m_instruct"
+DATA = "builtin:stdlib"
 RECIPE = """# Two steps on a CPU.
 model: {{name: {model}}}
 context: {{target: 16384}}

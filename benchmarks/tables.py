@@ -108,7 +108,8 @@ def probe_sample(target: Result) -> str:
     passkey = first_scores(target, "passkey")
     plural = "s" if perplexity["documents"] > 1 else ""
     return (
-        f"\n{perplexity['documents']} document{plural} of {perplexity['data']}, stride {perplexity['stride']:,}; "
+        f"\n{perplexity['documents']} document{plural} of {perplexity['data']}, "
+        f"stride {perplexity['stride']:,}; "
         f"{trials_of(passkey)} passkeys, seed {passkey['seed']}; {perplexity['dtype']}. "
         f"`direct` is the base as it is. In the words of the probe: {target['summary']}."
     )
@@ -132,7 +133,8 @@ def retrieved(passkey: Result | None) -> tuple[str, str]:
     trials = trials_of(passkey)
     share = sum(depth["trials"] * depth["success_rate"] for depth in passkey["depths"]) / trials
     low, high = wilson(share, trials)
-    return f"{share:.0%} ({low:.0%} to {high:.0%})", f"{passkey['k_max']:,}"
+    k_max = f"{passkey['k_max']:,}"
+    return f"{share:.0%} ({low:.0%} to {high:.0%})", k_max
 
 
 def chats(_: Result) -> Lines:

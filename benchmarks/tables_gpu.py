@@ -8,7 +8,8 @@ from pages import made_on, table
 
 Row = Mapping[str, Any]
 
-GIB, TERA = 2**30, 1e12
+GIB = 2**30
+TERA = 1e12
 # Operations a second of a dense bfloat16 product by the data sheets of H100 SXM and H200, the usual base of MFU.
 DATA_SHEET = 989e12
 # The README of unslothai/unsloth, Llama-3.1-8B, QLoRA of rank 32, batch 1: tokens by GB of the card.

@@ -16,7 +16,8 @@ from pi_lora.evaluation.benchmarks import BenchmarkScores
 from pi_lora.evaluation.intervals import of_means, wilson
 from pi_lora.report.comparison import compare
 
-RESULTS, BEST = "smollm2_16k", "tuned yarn"
+RESULTS = "smollm2_16k"
+BEST = "tuned yarn"
 MODELS = {
     "base": "base",
     "untuned pi": "PI, untuned",

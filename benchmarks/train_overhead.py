@@ -41,7 +41,8 @@ def bare(recipe: Recipe, warm: int) -> tuple[float, float]:
     folder = extended.base.folder
     tokenizer = AutoTokenizer.from_pretrained(folder)
     config = AutoConfig.from_pretrained(folder)
-    original, target = config.max_position_embeddings, recipe.context.target
+    original = config.max_position_embeddings
+    target = recipe.context.target
     packed = training_data(recipe.data, training, tokenizer, original, target).rows
     config.rope_parameters = extended.config["rope_parameters"]
     ends: dict[int, float] = {}

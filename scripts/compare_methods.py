@@ -45,10 +45,14 @@ SEEDS = 3
 RATES = (1.25e-3, 2.5e-3, 5e-3)
 # The documents by which rates are chosen, and those that are reported, with passkeys of this seed.
 SEED = 2
-VALIDATION, TEST = (
-    PerplexityOptions(windows=tuple(WINDOWS), stride=STRIDE, documents=12, truncate=4096, split=split)
-    for split in ("validation", "test")
+VALIDATION = PerplexityOptions(
+    windows=tuple(WINDOWS),
+    stride=STRIDE,
+    documents=12,
+    truncate=4096,
+    split="validation",
 )
+TEST = VALIDATION.model_copy(update={"split": "test"})
 
 ALL = "lora, embeddings and norms"
 UNTUNED: dict[str, Extension | None] = {
@@ -79,10 +83,16 @@ def tuned(name: str, rate: float, seed: int, choice: PerplexityOptions) -> Row:
     def tune() -> str:
         if not run.exists():
             _, changes = METHODS[name]
-            # The same arithmetic on every processor, so that rows of two of them compare.
-            common = [f"training.steps={STEPS}", "training.precision=float32", f"training.learning_rate={rate:g}"]
-            seeds = [f"training.seed={seed}", f"data.seed={seed}"]
-            train(run, [*common, *changes, *seeds])
+            overrides = [
+                f"training.steps={STEPS}",
+                # The same arithmetic on every processor, so that rows of two of them compare.
+                "training.precision=float32",
+                f"training.learning_rate={rate:g}",
+                *changes,
+                f"training.seed={seed}",
+                f"data.seed={seed}",
+            ]
+            train(run, overrides)
         return str(run)
 
     return measured(run.name, choice, tune)
@@ -90,7 +100,8 @@ def tuned(name: str, rate: float, seed: int, choice: PerplexityOptions) -> Row:
 
 def train(run: Path, overrides: list[str]) -> None:
     """Train the demo's recipe with `overrides`, from the last checkpoint if there is one."""
-    words = ["train", str(ROOT / "recipes" / "demo.yaml"), *overrides]
+    recipe = ROOT / "recipes" / "demo.yaml"
+    words = ["train", str(recipe), *overrides]
     print(f"$ pi-lora {' '.join(words)} --output {run}", flush=True)
     resume = ["--resume"] if staging_path(run).exists() else []
     subprocess.run([sys.executable, "-m", "pi_lora", *words, "--output", str(run), *resume], check=True)
@@ -166,8 +177,15 @@ def main() -> None:
         labels[name], _ = METHODS[name]
         rows[name] = runs
         rates[name] = tried
-    facts = {"steps": STEPS, "depths": DEPTHS, "trials": TRIALS, "labels": labels, "rows": rows, "rates": rates}
-    write("methods", facts)
+    result = {
+        "steps": STEPS,
+        "depths": DEPTHS,
+        "trials": TRIALS,
+        "labels": labels,
+        "rows": rows,
+        "rates": rates,
+    }
+    write("methods", result)
     write_pages()
 
 

@@ -111,8 +111,10 @@ def show(models: dict[str, list[Measured]]) -> None:
     console.print(table)
     DEMO.mkdir(exist_ok=True)
     (DEMO / "table.md").write_text(markdown_table(head, rows), encoding="utf-8")
-    perplexities = {name: runs[0][0] for name, runs in models.items()}
-    passkeys = {name: runs[0][1] for name, runs in models.items()}
+    perplexities = {}
+    passkeys = {}
+    for name, runs in models.items():
+        perplexities[name], passkeys[name] = runs[0]
     comparison_picture([perplexities, passkeys], ORIGINAL, DEMO / "demo.png")
 
 
@@ -123,7 +125,8 @@ def into_readme(seconds: float) -> None:
         f"`make demo` in {seconds:.0f} s, one seed: "
         f"{DOCUMENTS} documents, {DEPTHS} distances, {TRIALS} trials each. "
         f"Of the {STEPS} steps, {SEEDS} seeds, mean and range. "
-        f"{here['cores']} cores of {here['processor']}, training in {arithmetic}; "
+        f"{here['cores']} cores of {here['processor']}, "
+        f"training in {arithmetic}; "
         f"{here['versions']}; {here['date']}."
     )
     table = (DEMO / "table.md").read_text()
@@ -139,11 +142,15 @@ def main() -> None:
     live = tuned("live")
     released_steps = load_recipe(RELEASED / "recipe.yaml").recipe.training.steps
     live_row = f"PI, {STEPS} steps"
+    base = measured("base", "builtin:tiny")
+    step_0 = measured("step-0", "builtin:tiny", lengths=[], extension=STEP_0)
+    after_training = measured("live", live, lengths=MAP)
+    released = measured("released", str(RELEASED))
     rows = {
-        "base, extrapolating": [measured("base", "builtin:tiny")],
-        "PI, step 0": [measured("step-0", "builtin:tiny", lengths=[], extension=STEP_0)],
-        live_row: [measured("live", live, lengths=MAP)],
-        f"PI, released, {released_steps} steps": [measured("released", str(RELEASED))],
+        "base, extrapolating": [base],
+        "PI, step 0": [step_0],
+        live_row: [after_training],
+        f"PI, released, {released_steps} steps": [released],
     }
     merged = DEMO / "merged"
     if not merged.exists():
@@ -152,8 +159,9 @@ def main() -> None:
     seconds = time.monotonic() - started
     if for_readme:
         for seed in range(1, SEEDS):
-            another = tuned(f"live-{seed}", f"training.seed={seed}", f"data.seed={seed}")
-            rows[live_row].append(measured(f"live-{seed}", another))
+            name = f"live-{seed}"
+            another = tuned(name, f"training.seed={seed}", f"data.seed={seed}")
+            rows[live_row].append(measured(name, another))
         show(rows)
         into_readme(seconds)
     console.print(f"{DEMO}/demo.png, {DEMO}/table.md, {DEMO}/scores/   {seconds:.0f} s in all\n")

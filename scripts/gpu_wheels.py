@@ -21,7 +21,8 @@ from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
 
 ROOT = Path(__file__).parent.parent
-MACHINE, PYTHON = ROOT / "scripts" / "gpu_machine.txt", "3.12"
+MACHINE = ROOT / "scripts" / "gpu_machine.txt"
+PYTHON = "3.12"
 EXTRAS = ("qlora", "liger")
 PLATFORMS = ("manylinux_2_28_x86_64", "manylinux_2_24_x86_64", "manylinux2014_x86_64")
 KEPT_LIBRARIES = ("libbitsandbytes_cuda130.so", "libbitsandbytes_cpu.so")
@@ -72,8 +73,14 @@ def project_requirements() -> list[Requirement]:
 
 def environment(python: str) -> dict[str, str]:
     """The markers of that machine."""
-    linux = {"sys_platform": "linux", "platform_system": "Linux", "platform_machine": "x86_64"}
-    return {**linux, "python_version": python, "python_full_version": f"{python}.0", "extra": ""}
+    return {
+        "sys_platform": "linux",
+        "platform_system": "Linux",
+        "platform_machine": "x86_64",
+        "python_version": python,
+        "python_full_version": f"{python}.0",
+        "extra": "",
+    }
 
 
 def has(machine: dict[str, str], name: str, requirement: Requirement) -> bool:
@@ -87,7 +94,15 @@ def has(machine: dict[str, str], name: str, requirement: Requirement) -> bool:
 def download(folder: Path, requirement: str, python: str) -> Path:
     """Fetch the wheel of one package, and return its file."""
     platforms = [word for platform in PLATFORMS for word in ("--platform", platform)]
-    options = ["--no-deps", "--only-binary=:all:", "--implementation", "cp", "--python-version", python, *platforms]
+    options = [
+        "--no-deps",
+        "--only-binary=:all:",
+        "--implementation",
+        "cp",
+        "--python-version",
+        python,
+        *platforms,
+    ]
     before = set(folder.iterdir())
     pip(["download", *options, "--dest", str(folder), requirement])
     added = set(folder.iterdir()) - before
@@ -144,9 +159,11 @@ def make(folder: Path, machine: dict[str, str], python: str) -> dict[str, str]:
         part.mkdir()
         own = fill(part, machine, python)
         pip(["wheel", "--no-deps", "--wheel-dir", str(part), str(ROOT)])
-        keep(next(part.glob("bitsandbytes-*")), is_for_that_machine)
+        bitsandbytes = next(part.glob("bitsandbytes-*"))
+        keep(bitsandbytes, is_for_that_machine)
         # The package itself is in the tree.
-        keep(next(part.glob("pi_lora-*")), lambda name: ".dist-info/" in name)
+        package = next(part.glob("pi_lora-*"))
+        keep(package, lambda name: ".dist-info/" in name)
         part.rename(folder)
     return own
 

@@ -16,7 +16,8 @@ def table(head: Sequence[str], rows: Sequence[Sequence[object]]) -> Iterator[str
 
 def table_line(cells: Sequence[object]) -> str:
     """One line of a Markdown table."""
-    return f"| {' | '.join(map(str, cells))} |"
+    texts = [str(cell) for cell in cells]
+    return f"| {' | '.join(texts)} |"
 
 
 def made_on(machine: Mapping[str, Any]) -> str:
@@ -29,7 +30,8 @@ def machines_of(rows: Mapping[str, Mapping[str, Any]]) -> Iterator[str]:
     """Where and when rows were measured: a line for each machine, with the names of its rows if there are several."""
     names: dict[str, list[str]] = {}
     for name, row in rows.items():
-        names.setdefault(made_on(row["machine"]), []).append(name)
+        line = made_on(row["machine"])
+        names.setdefault(line, []).append(name)
     for line, measured in names.items():
         if len(names) == 1:
             yield line
@@ -59,7 +61,8 @@ def write_block(page: Path, name: str, text: str) -> None:
 def _around(page: Path, name: str) -> tuple[str, str, str]:
     begin = f"<!-- {name} -->\n"
     end = f"<!-- end of {name} -->\n"
-    before, opening, rest = page.read_text(encoding="utf-8").partition(begin)
+    text = page.read_text(encoding="utf-8")
+    before, opening, rest = text.partition(begin)
     inside, closing, after = rest.partition(end)
     assert closing, f"{page}: has no block of {name}"
     return before + opening, inside, closing + after

@@ -14,7 +14,8 @@ from pi_lora.data.recall import recall_document
 from pi_lora.evaluation.passkey import FILLER, prompt
 from pi_lora.models.tokenizer import save_tokenizer
 
-BOS, EOS = "<s>", "</s>"
+BOS = "<s>"
+EOS = "</s>"
 
 # By the length of rows: the shares of recall documents and of repeated random tokens.
 Shares = Mapping[int, tuple[float, float]]

@@ -25,9 +25,16 @@ WINDOW = 256
 SHORT = 64
 # The geometry that LLaMA has at 2048 tokens with 10000: the same share of dimensions that never turn once.
 THETA = 500.0
-# Tokens in all, those of them in sequences of 64, and those of a batch; warm-up in steps; the share of the steps over
-# which the rate falls to zero.
-TOKENS, SHORT_TOKENS, BATCH_TOKENS, WARM, DECAY, RATE, SEED = 35_200_000, 6_000_000, 8192, 100, 0.3, 4e-3, 0
+TOKENS = 35_200_000
+# Tokens of the first part, in sequences of SHORT tokens.
+SHORT_TOKENS = 6_000_000
+BATCH_TOKENS = 8192
+# Steps of warm-up.
+WARM = 100
+# The share of the steps over which the rate falls to zero.
+DECAY = 0.3
+RATE = 4e-3
+SEED = 0
 # Shares of recall documents and of repeated random tokens among the rows, by their length; the rest is real text.
 SHARES = {SHORT: (0.25, 0.5), WINDOW: (0.4, 0.125)}
 
@@ -96,7 +103,8 @@ def main() -> None:
             perplexity = math.exp(held_out_loss(model, held_out_rows))
             seconds = time.monotonic() - started
             print(
-                f"step {step + 1} of {steps}: loss {loss:.4f}, held out {perplexity:.3f}, {seconds:.0f} s", flush=True
+                f"step {step + 1} of {steps}: loss {loss:.4f}, held out {perplexity:.3f}, {seconds:.0f} s",
+                flush=True,
             )
     save(model, tokenizer, output, torch.float16)
 

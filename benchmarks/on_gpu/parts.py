@@ -22,8 +22,10 @@ PARTS = ("ceilings", "training", "neighbours", "levers", "evaluation", "demo", "
 METHODS = ("lora", "qlora", "full")
 ADAPTER_ALONE = {"tuning": {"modules_to_save": "nothing"}}
 LONG = 32768
-# A step of `longest` takes no more seconds, by the plan's speed; host memory is left to other things.
-SECONDS_PER_STEP, SHARE_OF_HOST = 60, 0.8
+# A step of `longest` takes no more seconds, by the plan's speed.
+SECONDS_PER_STEP = 60
+# The rest of the host's memory is left to other things.
+SHARE_OF_HOST = 0.8
 ERROR = re.compile(r"^[\w.]*(?:Error|Exception|Interrupt)\b", re.MULTILINE)
 
 Job = Mapping[str, Any]
