@@ -23,6 +23,14 @@ MIXTURES = {
     "novels_and_chats": "{name: books_16k/train, weight: 0.65}, {name: builtin:recall, weight: 0.2}, "
     "{name: chats/train.jsonl, column: messages, weight: 0.15}",
 }
+KEYS = {
+    "model.name": BASE,
+    "context.original": ORIGINAL,
+    "context.target": TARGET,
+    "scaling": "yarn",
+    "training.steps": 24,
+    "training.precision": "bfloat16",
+}
 # Two novels each of two authors who are not trained on.
 MEASURED = "[FW]o[ro][ls]*_[AHLN]*"
 
@@ -30,21 +38,26 @@ MEASURED = "[FW]o[ro][ls]*_[AHLN]*"
 def commands() -> Iterator[Command]:
     """Yield the commands in order."""
     for name, sources in MIXTURES.items():
-        keys = {"model.name": BASE, "context.original": ORIGINAL, "context.target": TARGET, "scaling": "yarn"}
-        keys |= {"training.steps": 24, "training.precision": "bfloat16", "data.source": f"[{sources}]"}
-        words = [f"{key}={value}" for key, value in keys.items()]
-        yield RUNS / name / "run.json", ["train", "smollm2_135m_16k_cpu", *words, "--output", str(RUNS / name)]
-    tuned = [str(RUNS / name) for name in MIXTURES]
+        run = RUNS / name
+        words = [f"{key}={value}" for key, value in KEYS.items()]
+        words.append(f"data.source=[{sources}]")
+        yield run / "run.json", ["train", "smollm2_135m_16k_cpu", *words, "--output", str(run)]
+    models = {"tuned": [str(RUNS / name) for name in MIXTURES], "untuned": untuned("yarn")}
     chats = ["--data", "chats/test.jsonl", "--base", BASE, "--dtype", "float32"]
+    for row, model in models.items():
+        yield evaluation("chat", row, model, chats)
     novels = ["--data", str(NOVELS / MEASURED), "--windows", str(TARGET), "--stride", str(STRIDE)]
     novels += ["--truncate", str(TARGET), "--dtype", "bfloat16"]
-    for measurement, options in (("chat", chats), ("perplexity", novels)):
-        for name, models in (("tuned", tuned), ("untuned", untuned("yarn"))):
-            file = RESULTS / f"{measurement}-{name}.json"
-            yield file, ["eval", measurement, *models, *options, "--json", str(file)]
-    file = RESULTS / "passkey-tuned.json"
+    for row, model in models.items():
+        yield evaluation("perplexity", row, model, novels)
     few = ["--target", str(TARGET), "--depths", "8", "--trials", "1", "--seed", "7", "--dtype", "bfloat16"]
-    yield file, ["eval", "passkey", *tuned, *few, "--json", str(file)]
+    yield evaluation("passkey", "tuned", models["tuned"], few)
+
+
+def evaluation(measurement: str, row: str, model: list[str], options: list[str]) -> Command:
+    """Return the command that measures the models of a row, and the file of the scores."""
+    file = RESULTS / f"{measurement}-{row}.json"
+    return file, ["eval", measurement, *model, *options, "--json", str(file)]
 
 
 def main() -> None:

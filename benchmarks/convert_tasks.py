@@ -16,12 +16,15 @@ SOURCES = {"boolq": "dev.jsonl", "piqa": "valid.jsonl", "winogrande": "dev.jsonl
 
 def read(data: Path, task: str) -> list[dict[str, Any]]:
     """Return the examples of a task in lm-eval's schema."""
-    lines = (data / task / SOURCES[task]).read_text(encoding="utf-8").split("\n")
-    rows = [json.loads(line) for line in lines if line]
+    folder = data / task
+    text = (folder / SOURCES[task]).read_text(encoding="utf-8")
+    rows = [json.loads(line) for line in text.split("\n") if line]
+    if task == "boolq":
+        return [{**row, "label": int(row["answer"])} for row in rows]
     if task == "piqa":
-        labels = (data / task / "valid-labels.lst").read_text(encoding="utf-8").split()
+        labels = (folder / "valid-labels.lst").read_text(encoding="utf-8").split()
         return [{**row, "label": int(label)} for row, label in zip(rows, labels, strict=True)]
-    return [{**row, "label": int(row["answer"])} for row in rows] if task == "boolq" else rows
+    return rows
 
 
 def convert(data: Path, folder: Path) -> dict[str, Path]:
@@ -29,10 +32,12 @@ def convert(data: Path, folder: Path) -> dict[str, Path]:
     folder.mkdir(parents=True, exist_ok=True)
     files = {task: folder / f"{task}.jsonl" for task in SOURCES}
     for task, file in files.items():
-        file.write_text("".join(json.dumps(row) + "\n" for row in read(data, task)), encoding="utf-8")
+        lines = [json.dumps(row) + "\n" for row in read(data, task)]
+        file.write_text("".join(lines), encoding="utf-8")
     return files
 
 
 if __name__ == "__main__":
-    for task, file in convert(Path(sys.argv[1]), Path(sys.argv[2])).items():
+    converted = convert(data=Path(sys.argv[1]), folder=Path(sys.argv[2]))
+    for task, file in converted.items():
         print(f"--data {task}={file}")

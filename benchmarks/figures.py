@@ -16,8 +16,8 @@ HEAD = """# The figures, and how to measure them again
 `make reproduce NAME=...` runs the commands of a line and writes the pages that show its figures. Results of benchmarks
 are in `benchmarks/results/`; each says on what machine and day it was measured. Hours are of two CPU cores unless
 another machine is named. What is finished is kept: a command that was stopped goes on when it is called again, where
-its line says so. The results of an experiment land as one commit, with what they show. This page is written by
-`python benchmarks/tables.py`.
+its line says so. The scripts write files and commit nothing. The results of an experiment land as one commit, not one
+a row, with what they show. This page is written by `python benchmarks/tables.py`.
 
 """
 NOVELS = """
@@ -32,8 +32,10 @@ The last line writes novels into `books_16k/train`, `validation` and `test`, by 
 are BoolQ, PIQA and WinoGrande as their authors publish them, converted by
 `python benchmarks/convert_tasks.py DATA short`.
 """
-UNTUNED, RESULTS = "--scalings pi,yarn,theta,llama3,dynamic", "benchmarks/results"
-FETCH, NOVELS_HERE = "scripts/fetch_smollm2.py", "100_english_novels/corpus"
+UNTUNED = "--scalings pi,yarn,theta,llama3,dynamic"
+RESULTS = "benchmarks/results"
+FETCH = "scripts/fetch_smollm2.py"
+NOVELS_HERE = "100_english_novels/corpus"
 
 
 @dataclass(frozen=True)
@@ -49,18 +51,21 @@ class Figure:
 
 def merge(result: Result) -> str:
     seconds = {way: f"{row['seconds']:.1f} s" for way, row in result["ways"].items()}
-    whole, peft = seconds["pi-lora merge"], seconds["PEFT merge_and_unload + save_pretrained"]
+    whole = seconds["pi-lora merge"]
+    peft = seconds["PEFT merge_and_unload + save_pretrained"]
     return (
         f"a checked merge of 1.1 billion parameters takes {whole}, PEFT's {peft}: [merging](../docs/merging.md#memory)"
     )
 
 
 def passkey(result: Result) -> str:
-    grid, faster = result["grid"], result["times_faster"]
-    cached, plain = faster["than_generate_with_cache"], faster["than_generate_without_cache"]
+    grid = result["grid"]
+    faster = result["times_faster"]
+    cached = faster["than_generate_with_cache"]
+    plain = faster["than_generate_without_cache"]
     return (
-        f"{grid['depths']} x {grid['trials']} passkeys in {grid['target']:,} tokens: {cached:.1f} times as fast as "
-        f"`generate` with a cache, {plain:.1f} times without; the same answers"
+        f"{grid['depths']} x {grid['trials']} passkeys in {grid['target']:,} tokens: "
+        f"{cached:.1f} times as fast as `generate` with a cache, {plain:.1f} times without; the same answers"
     )
 
 
@@ -82,114 +87,143 @@ def plan_memory(result: Result) -> str:
 
 
 def train_overhead(result: Result) -> str:
-    ratios = ", ".join(f"{run['median_ratio']:.2f} ({name.split()[0]})" for name, run in result["runs"].items())
-    return f"tokens per second of `pi-lora train` beside a bare TRL script: {ratios}"
+    ratios = []
+    for name, run in result["runs"].items():
+        recipe, *_ = name.split()
+        ratios.append(f"{run['median_ratio']:.2f} ({recipe})")
+    return f"tokens per second of `pi-lora train` beside a bare TRL script: {', '.join(ratios)}"
 
 
 FIGURES: dict[str, Figure] = {
     "demo": Figure(
-        "the README's table and picture of the built-in model, 3 seeds",
-        ("scripts/demo.py --readme",),
-        "`demo/scores/`",
-        "builtin:stdlib",
-        "0.2; continues",
+        claim="the README's table and picture of the built-in model, 3 seeds",
+        commands=("scripts/demo.py --readme",),
+        result="`demo/scores/`",
+        data="builtin:stdlib",
+        hours="0.2; continues",
     ),
     "methods": Figure(
-        "[methods side by side](../docs/results.md#methods-side-by-side) on the built-in model, and their rates",
-        ("scripts/compare_methods.py",),
-        "`methods.json`",
-        "builtin:stdlib, builtin:recall",
-        "6; continues",
+        claim="[methods side by side](../docs/results.md#methods-side-by-side) on the built-in model, and their rates",
+        commands=("scripts/compare_methods.py",),
+        result="`methods.json`",
+        data="builtin:stdlib, builtin:recall",
+        hours="6; continues",
     ),
     "released": Figure(
-        "[perplexity and passkeys](../docs/results.md#the-demo) of the released `adapters/demo`",
-        ("pi-lora eval all adapters/demo --again",),
-        "`adapters/demo/scores/`",
-        "builtin:stdlib",
-        "0.1",
+        claim="[perplexity and passkeys](../docs/results.md#the-demo) of the released `adapters/demo`",
+        commands=("pi-lora eval all adapters/demo --again",),
+        result="`adapters/demo/scores/`",
+        data="builtin:stdlib",
+        hours="0.1",
     ),
     "smollm2": Figure(
-        "[SmolLM2-135M from 8k to 16k](../docs/results.md#a-model-that-others-trained): the scalings, and a control",
-        (FETCH, "benchmarks/experiment.py"),
-        "`smollm2_16k/`",
-        "the novels; the short benchmarks in `short/`",
-        "16; continues",
+        claim="[SmolLM2-135M from 8k to 16k](../docs/results.md#a-model-that-others-trained): "
+        "the scalings, and a control",
+        commands=(FETCH, "benchmarks/experiment.py"),
+        result="`smollm2_16k/`",
+        data="the novels; the short benchmarks in `short/`",
+        hours="16; continues",
     ),
     "chats": Figure(
-        "[what chats in the mixture keep](../docs/results.md#what-chats-in-the-mixture-keep) of an instruct model",
-        (
+        claim="[what chats in the mixture keep](../docs/results.md#what-chats-in-the-mixture-keep) "
+        "of an instruct model",
+        commands=(
             FETCH,
             "scripts/make_chats.py models/smollm2_135m_instruct chats/train.jsonl --chats 96",
             "scripts/make_chats.py models/smollm2_135m_instruct chats/test.jsonl --chats 32 --seed 1",
             "benchmarks/chats.py",
         ),
-        "`chats/`",
-        "the novels",
-        "1.5; continues",
+        result="`chats/`",
+        data="the novels",
+        hours="1.5; continues",
     ),
     "probe_builtin": Figure(
-        "[the untuned scalings](../docs/results.md#which-scaling-before-any-tuning) of the built-in model",
-        (f"pi-lora probe builtin:tiny --target 1024 {UNTUNED} --dtype float32 --json {RESULTS}/probe_builtin.json",),
-        "`probe_builtin.json`",
-        "builtin:stdlib",
-        "0.1; continues",
+        claim="[the untuned scalings](../docs/results.md#which-scaling-before-any-tuning) of the built-in model",
+        commands=(
+            f"pi-lora probe builtin:tiny --target 1024 {UNTUNED} --dtype float32 --json {RESULTS}/probe_builtin.json",
+        ),
+        result="`probe_builtin.json`",
+        data="builtin:stdlib",
+        hours="0.1; continues",
     ),
     "probe_smollm2": Figure(
-        "[the untuned scalings](../docs/results.md#which-scaling-before-any-tuning) of SmolLM2-135M, 8k to 16k",
-        (
+        claim="[the untuned scalings](../docs/results.md#which-scaling-before-any-tuning) of SmolLM2-135M, 8k to 16k",
+        commands=(
             FETCH,
             f"pi-lora probe models/smollm2_135m_instruct --target 16384 --data {NOVELS_HERE} {UNTUNED} "
             f"--json {RESULTS}/probe_smollm2.json",
         ),
-        "`probe_smollm2.json`",
-        "the novels",
-        "1; continues",
+        result="`probe_smollm2.json`",
+        data="the novels",
+        hours="1; continues",
     ),
     "engines": Figure(
-        "[what other engines compute](../docs/engines.md#measured) beyond the base's window",
-        (FETCH, "benchmarks/engines.py"),
-        "`engines.json`",
-        "text of this repository",
-        "1, and 6 GB of engines",
+        claim="[what other engines compute](../docs/engines.md#measured) beyond the base's window",
+        commands=(FETCH, "benchmarks/engines.py"),
+        result="`engines.json`",
+        data="text of this repository",
+        hours="1, and 6 GB of engines",
     ),
-    "merge": Figure(merge, ("benchmarks/merge.py",), "`merge.json`", "random weights", "0.1"),
-    "perplexity": Figure(perplexity, ("benchmarks/perplexity.py",), "`perplexity.json`", "builtin:stdlib", "0.1"),
-    "passkey": Figure(passkey, ("benchmarks/passkey.py",), "`passkey.json`", "made by the test", "0.4"),
+    "merge": Figure(
+        claim=merge,
+        commands=("benchmarks/merge.py",),
+        result="`merge.json`",
+        data="random weights",
+        hours="0.1",
+    ),
+    "perplexity": Figure(
+        claim=perplexity,
+        commands=("benchmarks/perplexity.py",),
+        result="`perplexity.json`",
+        data="builtin:stdlib",
+        hours="0.1",
+    ),
+    "passkey": Figure(
+        claim=passkey,
+        commands=("benchmarks/passkey.py",),
+        result="`passkey.json`",
+        data="made by the test",
+        hours="0.4",
+    ),
     "plan_memory": Figure(
-        plan_memory, (FETCH, "benchmarks/plan_memory.py"), "`plan_memory.json`", "builtin:stdlib", "0.3"
+        claim=plan_memory,
+        commands=(FETCH, "benchmarks/plan_memory.py"),
+        result="`plan_memory.json`",
+        data="builtin:stdlib",
+        hours="0.3",
     ),
     "train_overhead": Figure(
-        train_overhead,
-        (
+        claim=train_overhead,
+        commands=(
             "benchmarks/train_overhead.py --steps 40",
             FETCH,
             "benchmarks/train_overhead.py --recipe smollm2_135m_16k_cpu --steps 6 --warm 2 "
             "training.global_batch_size=1",
         ),
-        "`train_overhead.json`",
-        "builtin:stdlib; the novels",
-        "0.3",
+        result="`train_overhead.json`",
+        data="builtin:stdlib; the novels",
+        hours="0.3",
     ),
     "theory": Figure(
-        "[bounds and figures](../docs/theory.md) of the paper",
-        ("pi-lora theory",),
-        "`theory/`",
-        "",
-        "0.1",
+        claim="[bounds and figures](../docs/theory.md) of the paper",
+        commands=("pi-lora theory",),
+        result="`theory/`",
+        data="",
+        hours="0.1",
     ),
     "gpu": Figure(
-        "[speed and memory on one GPU](../docs/performance.md#measured)",
-        ("benchmarks/gpu.py",),
-        "`gpu.json`",
-        "random weights and tokens",
-        "1 of an H200; continues",
+        claim="[speed and memory on one GPU](../docs/performance.md#measured)",
+        commands=("benchmarks/gpu.py",),
+        result="`gpu.json`",
+        data="random weights and tokens",
+        hours="1 of an H200; continues",
     ),
     "architectures": Figure(
-        "[94 architectures](../docs/models.md) are extended, and compute what their configs say",
-        ("-m pytest tests/models/test_architectures.py",),
-        "the test's verdict",
-        "random weights",
-        "0.1",
+        claim="[94 architectures](../docs/models.md) are extended, and compute what their configs say",
+        commands=("-m pytest tests/models/test_architectures.py",),
+        result="the test's verdict",
+        data="random weights",
+        hours="0.1",
     ),
 }
 
@@ -198,13 +232,14 @@ def index() -> str:
     """The page: a line for each figure, with the hardware of those that are in no other page."""
     lines = []
     for name, figure in FIGURES.items():
-        claim, machines = figure.claim, ""
+        claim = figure.claim
+        machines = ""
         if callable(claim):
             result = record.read(name)
             rows = (result, *result.get("rows", result.get("runs", {})).values())
             machines = " ".join(sorted({made_on(row["machine"]) for row in rows if "machine" in row}))
             claim = claim(result)
-        commands = "<br>".join(f"`{each}`" for each in figure.commands)
+        commands = "<br>".join(f"`{command}`" for command in figure.commands)
         lines.append((f"`{name}`", claim, commands, figure.result, machines, figure.data, figure.hours))
     head = ("NAME", "claim", "commands", "result", "measured on", "data", "hours")
     return HEAD + "\n".join(table(head, lines)) + "\n" + NOVELS

@@ -23,24 +23,31 @@ from on_gpu.contender import PI_LORA
 from on_gpu.parts import PARTS, Bench, Job, Row, jobs
 from on_gpu.setting import TINY, setting_of
 
-# Seconds: the most that a job may take, and the least that is worth beginning one.
-JOB_SECONDS, LEAST_SECONDS = 420, 45
+# The most that a job may take.
+JOB_SECONDS = 420
+# The least for which a job is begun.
+LEAST_SECONDS = 45
 
 
 class Rows:
     """The rows of a file, kept as they come; those of another shape or card are not mixed with them."""
 
     def __init__(self, file: Path | None, shape: str, gpu: str | None) -> None:
-        self.file, self.facts = file, {"shape": shape, "gpu": gpu}
-        before = json.loads(file.read_text()) if file and file.is_file() else {**self.facts, "rows": []}
-        if {key: before[key] for key in self.facts} != self.facts:
-            raise SystemExit(f"{file}: holds rows of {before['shape']} on {before['gpu']}; write others with --json")
-        self.rows: list[Row] = before["rows"]
+        self.file = file
+        self.facts = {"shape": shape, "gpu": gpu}
+        self.rows: list[Row] = []
+        if file and file.is_file():
+            before = json.loads(file.read_text())
+            if (before["shape"], before["gpu"]) != (shape, gpu):
+                other = f"{before['shape']} on {before['gpu']}"
+                raise SystemExit(f"{file}: holds rows of {other}; write others with --json")
+            self.rows = before["rows"]
 
     def of(self, job: Job) -> list[Row]:
         """The rows of a job, which hold what it asks for."""
-        asked = json.loads(json.dumps({"contender": PI_LORA, **job})).items()
-        return [row for row in self.rows if asked <= {"contender": PI_LORA, **row}.items()]
+        # As a row has it that was read from a file: with lists in place of tuples.
+        keys = json.loads(json.dumps({"contender": PI_LORA, **job}))
+        return [row for row in self.rows if keys.items() <= {"contender": PI_LORA, **row}.items()]
 
     def add(self, row: Row) -> None:
         """Keep a row in place of one of the same job that failed, and say what it holds."""
@@ -48,7 +55,8 @@ class Rows:
         print(json.dumps(row), file=sys.stderr, flush=True)
         if self.file:
             part = self.file.with_suffix(".part")
-            part.write_text(json.dumps({**self.facts, "rows": self.rows}, indent=2) + "\n")
+            content = {**self.facts, "rows": self.rows}
+            part.write_text(json.dumps(content, indent=2) + "\n")
             os.replace(part, self.file)
 
 
@@ -62,17 +70,24 @@ def measure(bench: Bench, rows: Rows, options: argparse.Namespace) -> None:
             raise SystemExit(f"--minutes {options.minutes:g} are over before {job}; the same command goes on with it")
         before = rows.of(job)
         rows.rows[:] = [row for row in rows.rows if row not in before]
-        rows.add({**job, **bench.row(job, min(JOB_SECONDS, left)), "machine": machine()})
+        measured = bench.row(job, min(JOB_SECONDS, left))
+        rows.add({**job, **measured, "machine": machine()})
+
+    def do_longest(cap: float | None) -> None:
+        while (job := bench.next_longest(cap, rows.rows)) is not None:
+            do(job)
 
     for part in options.parts:
         if options.again:
             rows.rows[:] = [row for row in rows.rows if row["part"] != part]
-        for job in () if part == "longest" else jobs(bench.setting, part):
-            if not any("failed" not in row for row in rows.of(job)):
+        if part == "longest":
+            for cap in options.caps:
+                do_longest(cap)
+            continue
+        for job in jobs(bench.setting, part):
+            done = any("failed" not in row for row in rows.of(job))
+            if not done:
                 do(job)
-        for cap in options.caps if part == "longest" else ():
-            while (next_job := bench.next_longest(cap, rows.rows)) is not None:
-                do(next_job)
 
 
 def main() -> None:
@@ -90,13 +105,21 @@ def main() -> None:
     gpu = machine()["gpu"]
     if not options.tiny and gpu is None:
         raise SystemExit("benchmarks/gpu.py: no CUDA device here; --tiny runs every part in a small shape on a CPU")
-    shape = TINY if options.tiny else options.shape
-    options.parts = options.parts or [part for part in PARTS if options.tiny or part != "longest"]
-    rows = Rows(options.json or (None if options.tiny else record.RESULTS / "gpu.json"), shape, gpu)
+    shape: str = options.shape
+    file: Path | None = record.RESULTS / "gpu.json"
+    if options.tiny:
+        shape = TINY
+        file = None
+    if not options.parts:
+        options.parts = [part for part in PARTS if options.tiny or part != "longest"]
+    rows = Rows(options.json or file, shape, gpu)
     with tempfile.TemporaryDirectory() as folder:
-        measure(Bench(setting_of(shape), Path(folder)), rows, options)
-    print("\n".join(tables({**rows.facts, "rows": rows.rows})))
-    sys.exit(any("failed" in row for row in rows.rows))
+        bench = Bench(setting_of(shape), Path(folder))
+        measure(bench, rows, options)
+    for line in tables({**rows.facts, "rows": rows.rows}):
+        print(line)
+    failed = any("failed" in row for row in rows.rows)
+    sys.exit(failed)
 
 
 if __name__ == "__main__":

@@ -49,7 +49,8 @@ def make(folder: Path) -> None:
 
     from pi_lora.models.files import BUILTIN_FOLDER
 
-    base, run = folder / "base", folder / "run"
+    base = folder / "base"
+    run = folder / "run"
     torch.set_default_dtype(torch.bfloat16)
     model = LlamaForCausalLM(LlamaConfig(**CONFIG, dtype="bfloat16"))
     model.save_pretrained(base, max_shard_size=SHARD)
@@ -75,7 +76,9 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         subprocess.run([sys.executable, __file__, name], check=True, stdout=subprocess.DEVNULL)
-        base, run, merged = (str(folder / each) for each in ("base", "run", "merged"))
+        base = str(folder / "base")
+        run = str(folder / "run")
+        merged = str(folder / "merged")
         merge = [sys.executable, "-m", "pi_lora", "merge", run, "--output", merged]
         ways = {
             "pi-lora merge --check none": [*merge, "--check", "none"],
@@ -84,12 +87,13 @@ def main() -> None:
             "cp": ["cp", "-r", base, merged],
             "pi-lora merge": merge,
         }
-        found = {}
+        costs = {}
         for way, command in ways.items():
-            found[way] = cost_of(command)
-            print(f"{way}: {found[way]['seconds']:.1f} s, {found[way]['peak_bytes'] / 1e9:.2f} GB", flush=True)
+            cost = cost_of(command)
+            costs[way] = cost
+            print(f"{way}: {cost['seconds']:.1f} s, {cost['peak_bytes'] / 1e9:.2f} GB", flush=True)
             shutil.rmtree(merged, ignore_errors=True)
-    write_run("merge", {"ways": found})
+    write_run("merge", {"ways": costs})
 
 
 if __name__ == "__main__":

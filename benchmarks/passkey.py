@@ -34,7 +34,8 @@ def generate(loaded: Any, outcomes: list[list[bool]], trials: int, use_cache: bo
 
     test = PasskeyTest(loaded, GRID["target"], PasskeyOptions(**GRID))
     for depth, expected in enumerate(outcomes):
-        for trial, key, outcome in zip(test.trials(depth)[:trials], test.keys[depth], expected, strict=False):
+        prompts = test.trials(depth)[:trials]
+        for trial, key, outcome in zip(prompts, test.keys[depth], expected, strict=False):
             answer = generated(loaded.module, loaded.tokenizer, trial, use_cache)
             if (answer == key) != outcome:
                 raise SystemExit(f"generate disagrees at k {test.ks[depth]}, key {key}: {answer}")
@@ -56,12 +57,13 @@ def main() -> None:
     for _ in range(ROUNDS):
         seconds = {"pi_lora": seconds_of(lambda: measure(loaded))}
         for way, trials in TIMED.items():
-            cached = way == "generate_with_cache"
-            timed = seconds_of(partial(generate, loaded, outcomes, trials, cached))
+            use_cache = way == "generate_with_cache"
+            timed = seconds_of(partial(generate, loaded, outcomes, trials, use_cache))
             seconds[way] = timed * GRID["trials"] / trials
-        rounds.append({way: round(each, 2) for way, each in seconds.items()})
-        print(rounds[-1], flush=True)
-    median = {way: statistics.median(each[way] for each in rounds) for way in rounds[0]}
+        rounded = {way: round(duration, 2) for way, duration in seconds.items()}
+        rounds.append(rounded)
+        print(rounded, flush=True)
+    median = {way: statistics.median(durations[way] for durations in rounds) for way in rounds[0]}
     faster = {f"than_{way}": round(median[way] / median["pi_lora"], 2) for way in TIMED}
     result = {
         "model": loaded.name,

@@ -18,7 +18,11 @@ from typing import Any
 
 from record import in_a_process, seconds_of, write_run
 
-WINDOWS, STRIDE, TOKENS, LARGE_VOCABULARY, ROUNDS = [256, 512, 1024, 2048], 128, 6144, 32_000, 3
+WINDOWS = [256, 512, 1024, 2048]
+STRIDE = 128
+TOKENS = 6144
+LARGE_VOCABULARY = 32_000
+ROUNDS = 3
 DATA = "builtin:stdlib"
 
 
@@ -26,27 +30,35 @@ def straightforward(
     model: Any, documents: list[list[int]], windows: list[int], stride: int = STRIDE
 ) -> dict[int, float]:
     """Perplexity by window: one window a forward pass, batch 1, all logits; weighted by token, to be comparable."""
+    perplexities = {}
+    for window in windows:
+        total = 0.0
+        tokens = 0
+        for document in documents:
+            total += straightforward_loss(model, document, window, stride)
+            tokens += len(document) - 1
+        perplexities[window] = math.exp(total / tokens)
+    return perplexities
+
+
+def straightforward_loss(model: Any, document: list[int], window: int, stride: int) -> float:
+    """The sum of the losses of all tokens of a document but the first, in nats."""
     import torch
 
-    found = {}
-    for window in windows:
-        total = tokens = 0
-        for document in documents:
-            scored_to = 1
-            for start in range(0, len(document), stride):
-                end = min(start + window, len(document))
-                ids = torch.tensor([document[start:end]], device=model.device)
-                labels = ids.clone()
-                labels[:, : scored_to - start] = -100
-                with torch.no_grad():
-                    loss = model(input_ids=ids, labels=labels).loss
-                total += loss.item() * (end - scored_to)
-                tokens += end - scored_to
-                scored_to = end
-                if end == len(document):
-                    break
-        found[window] = math.exp(total / tokens)
-    return found
+    total = 0.0
+    scored_to = 1
+    for start in range(0, len(document), stride):
+        end = min(start + window, len(document))
+        ids = torch.tensor([document[start:end]], device=model.device)
+        labels = ids.clone()
+        labels[:, : scored_to - start] = -100
+        with torch.no_grad():
+            loss = model(input_ids=ids, labels=labels).loss
+        total += loss.item() * (end - scored_to)
+        scored_to = end
+        if end == len(document):
+            break
+    return total
 
 
 def ours(model: Any, documents: list[list[int]], windows: list[int], stride: int = STRIDE) -> dict[int, float]:
@@ -55,12 +67,10 @@ def ours(model: Any, documents: list[list[int]], windows: list[int], stride: int
     from pi_lora.evaluation.perplexity import Sweep, pass_losses, window_scores
 
     sweep = Sweep(tuple(windows), stride)
-    losses = [
-        loss
-        for document in documents
-        for pieces in sweep.passes(len(document), pass_tokens(model))
-        for loss in pass_losses(model, document, pieces)
-    ]
+    losses = []
+    for document in documents:
+        for pieces in sweep.passes(len(document), pass_tokens(model)):
+            losses.extend(pass_losses(model, document, pieces))
     return {row.window: row.perplexity for row in window_scores(losses, sweep.windows)}
 
 
@@ -79,11 +89,17 @@ def contend(name: str, folder: str, file: str) -> dict[str, Any]:
     # What is slow the first time only, such as the choice of kernels, is nobody's.
     measure(model, [document[: WINDOWS[-1]]], WINDOWS[-1:])
     Path("/proc/self/clear_refs").write_text("5")  # forget the peak of loading
-    found: dict[int, float] = {}
-    seconds = seconds_of(lambda: found.update(measure(model, [document], WINDOWS)))
+    perplexities: dict[int, float] = {}
+    seconds = seconds_of(lambda: perplexities.update(measure(model, [document], WINDOWS)))
+    return {"seconds": seconds, "peak_memory": peak_memory(), "perplexity": perplexities}
+
+
+def peak_memory() -> int:
+    """The peak resident memory of this process in bytes, as the kernel counts it."""
     status = Path("/proc/self/status").read_text().splitlines()
-    peak = next(int(line.split()[1]) for line in status if line.startswith("VmHWM"))
-    return {"seconds": seconds, "peak_memory": 1024 * peak, "perplexity": found}
+    peak = next(line for line in status if line.startswith("VmHWM"))
+    _, kibibytes, _unit = peak.split()
+    return 1024 * int(kibibytes)
 
 
 def prepare(folder: Path) -> dict[str, Path]:
@@ -97,8 +113,8 @@ def prepare(folder: Path) -> dict[str, Path]:
     from pi_lora.recipe.evaluation import PerplexityOptions
 
     loaded = pi_lora.load("builtin:tiny", pi_lora.Extension(target=WINDOWS[-1]))
-    asked = PerplexityOptions(data=DATA, documents=1, min_tokens=TOKENS, truncate=TOKENS)
-    (document,), _ = choose_documents(loaded, asked, WINDOWS[-1])
+    options = PerplexityOptions(data=DATA, documents=1, min_tokens=TOKENS, truncate=TOKENS)
+    (document,), _ = choose_documents(loaded, options, WINDOWS[-1])
     (folder / "document.json").write_text(json.dumps(list(document.ids)))
     loaded.module.save_pretrained(folder / "tiny")
     config = AutoConfig.from_pretrained(BUILTIN_FOLDER / "tiny", vocab_size=LARGE_VOCABULARY)
@@ -109,33 +125,42 @@ def prepare(folder: Path) -> dict[str, Path]:
 
 def measured(folder: Path, document: Path) -> dict[str, Any]:
     """Both contenders on one model, in turns, and what follows from them."""
-    found: dict[str, list[dict[str, Any]]] = {name: [] for name in CONTENDERS}
+    runs_of: dict[str, list[dict[str, Any]]] = {name: [] for name in CONTENDERS}
     for _ in range(ROUNDS):
-        for name, runs in found.items():
-            runs.append(in_a_process(__file__, name, str(folder), str(document)))
-            print(f"  {name}: {runs[-1]['seconds']:.1f} s")
-    plain, sweep = found.values()
+        for name, runs in runs_of.items():
+            run = in_a_process(__file__, name, str(folder), str(document))
+            runs.append(run)
+            print(f"  {name}: {run['seconds']:.1f} s")
+    plain = runs_of["straightforward"]
+    sweep = runs_of["sweep"]
     ratios = [slow["seconds"] / fast["seconds"] for slow, fast in zip(plain, sweep, strict=True)]
     perplexities = zip(plain[0]["perplexity"].values(), sweep[0]["perplexity"].values(), strict=True)
+    peaks = {}
+    seconds = {}
+    for name, runs in runs_of.items():
+        peaks[name] = max(run["peak_memory"] for run in runs)
+        seconds[name] = [round(run["seconds"], 2) for run in runs]
     return {
         "straightforward_over_sweep": round(statistics.median(ratios), 3),
         "largest_relative_difference": max(abs(mine / theirs - 1) for theirs, mine in perplexities),
-        "peak_memory": {name: max(run["peak_memory"] for run in runs) for name, runs in found.items()},
-        "seconds": {name: [round(run["seconds"], 2) for run in runs] for name, runs in found.items()},
+        "peak_memory": peaks,
+        "seconds": seconds,
         "perplexity": sweep[0]["perplexity"],
     }
 
 
 def main() -> None:
     if len(sys.argv) > 1:
-        print(json.dumps(contend(*sys.argv[1:])))
+        name, model_folder, document = sys.argv[1:]
+        print(json.dumps(contend(name, model_folder, document)))
         return
     models = {}
     with tempfile.TemporaryDirectory() as temporary:
         for name, folder in prepare(Path(temporary)).items():
             print(name)
             models[name] = measured(folder, Path(temporary) / "document.json")
-    write_run("perplexity", {"data": DATA, "tokens": TOKENS, "windows": WINDOWS, "stride": STRIDE, "models": models})
+    facts = {"data": DATA, "tokens": TOKENS, "windows": WINDOWS, "stride": STRIDE}
+    write_run("perplexity", {**facts, "models": models})
 
 
 if __name__ == "__main__":

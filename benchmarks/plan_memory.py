@@ -39,7 +39,8 @@ ROWS: dict[str, tuple[int, int | None, tuple[str, ...]]] = {
     "all weights": (1024, 49152, ("tuning.method=full",)),
     "built-in model, LoRA": (4096, None, (*TINY, "data.positions=contiguous")),
 }
-MODEL, DATA = "models/smollm2_135m_instruct", "builtin:stdlib"
+MODEL = "models/smollm2_135m_instruct"
+DATA = "builtin:stdlib"
 RECIPE = """# Two steps on a CPU.
 model: {{name: {model}}}
 context: {{target: 16384}}
@@ -75,8 +76,9 @@ def measured(recipe: Path, changes: tuple[str, ...], folder: Path) -> int:
     """The peak in bytes of a process that tunes two steps."""
     command = [sys.executable, "-m", "pi_lora", "train", str(recipe), *changes, "--force", "--output", str(folder)]
     subprocess.run(command, check=True, stdout=subprocess.DEVNULL)
-    line = (folder / "training.jsonl").read_text(encoding="utf-8").splitlines()[-1]
-    return int(json.loads(line)["peak_memory"])
+    lines = (folder / "training.jsonl").read_text(encoding="utf-8").splitlines()
+    last = json.loads(lines[-1])
+    return int(last["peak_memory"])
 
 
 def main() -> None:
@@ -95,10 +97,18 @@ def main() -> None:
             plan = plan_training(resolved, resolve_for_training(resolved, shipped=True), gpu)
             run = Path(temporary) / "runs" / row
             peak = measured(recipe, changes, run)
-            sizes = {"tokens": tokens, "vocabulary": plan.target.shape.vocabulary, "layers": plan.target.shape.layers}
-            found = {"planned": plan.memory.peak, "measured": peak, "ratio": plan.memory.peak / peak}
-            write_row("plan_memory", ("rows", row), {**sizes, **found})
-            print(f"{row}: planned {plan.memory.peak / 2**30:.2f} GiB, measured {peak / 2**30:.2f} GiB")
+            shape = plan.target.shape
+            planned = plan.memory.peak
+            result = {
+                "tokens": tokens,
+                "vocabulary": shape.vocabulary,
+                "layers": shape.layers,
+                "planned": planned,
+                "measured": peak,
+                "ratio": planned / peak,
+            }
+            write_row("plan_memory", ("rows", row), result)
+            print(f"{row}: planned {planned / 2**30:.2f} GiB, measured {peak / 2**30:.2f} GiB")
 
 
 if __name__ == "__main__":

@@ -23,12 +23,22 @@ if Path(sys.argv[0]).parent.name == "benchmarks":
 def read(name: str) -> dict[str, Any]:
     """The results of a script; empty before its first run."""
     file = RESULTS / f"{name}.json"
-    return json.loads(file.read_text(encoding="utf-8")) if file.is_file() else {}
+    if not file.is_file():
+        return {}
+    result: dict[str, Any] = json.loads(file.read_text(encoding="utf-8"))
+    return result
+
+
+def read_scores(name: str) -> list[dict[str, Any]]:
+    """The scores in a file of `pi-lora eval --json`, which holds a list if several models were measured."""
+    content = json.loads((RESULTS / f"{name}.json").read_text(encoding="utf-8"))
+    return content if isinstance(content, list) else [content]
 
 
 def write(name: str, result: Mapping[str, Any]) -> None:
     """Keep the results of a script."""
-    (RESULTS / f"{name}.json").write_text(json.dumps(result, indent=2) + "\n", encoding="utf-8")
+    content = json.dumps(result, indent=2)
+    (RESULTS / f"{name}.json").write_text(content + "\n", encoding="utf-8")
 
 
 def write_run(name: str, result: Mapping[str, Any]) -> None:
@@ -40,9 +50,10 @@ def write_row(name: str, path: tuple[str, ...], row: Mapping[str, Any]) -> None:
     """Keep one row at `path` of the results of a script; rows of other runs stay as they were."""
     result = read(name)
     inner = result
-    for key in path[:-1]:
+    *sections, last = path
+    for key in sections:
         inner = inner.setdefault(key, {})
-    inner[path[-1]] = {**row, "machine": machine()}
+    inner[last] = {**row, "machine": machine()}
     write(name, result)
 
 
@@ -56,7 +67,8 @@ def seconds_of(work: Callable[[], object]) -> float:
 def in_a_process(*arguments: str) -> Any:
     """The last line that a Python process prints, read as JSON."""
     done = subprocess.run([sys.executable, *arguments], check=True, stdout=subprocess.PIPE, text=True)
-    return json.loads(done.stdout.splitlines()[-1])
+    lines = done.stdout.splitlines()
+    return json.loads(lines[-1])
 
 
 def cost_of(command: list[str]) -> dict[str, float]:

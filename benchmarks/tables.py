@@ -20,130 +20,195 @@ from pi_lora.report.comparison import compare
 HERE = Path(__file__).parent
 DOCS = record.ROOT / "docs"
 NOT_RUN = "Not run yet.\n"
-MEASURED = ("perplexity", "passkey")
 
 Result = Mapping[str, Any]
 Lines = Iterator[str]
 
 
 def text_of(name: str, write: Callable[[Result], Iterable[str]]) -> str:
-    """The tables of a result, after the machine that all of it was measured on; or that there is none."""
-    if not (result := record.read(name)):
+    """The tables of a result, below the machine if one machine measured all of it; or a line that it was not run."""
+    result = record.read(name)
+    if not result:
         return NOT_RUN
-    machine = [f"{made_on(result['machine'])}\n"] if "machine" in result else []
-    return "\n".join([*machine, *write(result), ""])
+    lines = []
+    if "machine" in result:
+        lines.append(f"{made_on(result['machine'])}\n")
+    lines.extend(write(result))
+    return "\n".join([*lines, ""])
 
 
 def merge(result: Result) -> Lines:
     """A way of merging a row: seconds until all is on the disk, and the peak."""
-    rows = [
-        (way, f"{row['seconds']:.1f} s", f"{row['peak_bytes'] / 1e9:.2f} GB") for way, row in result["ways"].items()
-    ]
+    rows = []
+    for way, row in result["ways"].items():
+        seconds = f"{row['seconds']:.1f} s"
+        peak = f"{row['peak_bytes'] / 1e9:.2f} GB"
+        rows.append((way, seconds, peak))
     yield from table(("", "time", "peak memory"), rows)
 
 
 def engines(result: Result) -> Lines:
     """For each case a table, an engine a row: the verdicts of check-server on both prompts."""
     for case, rows in result["cases"].items():
-        lengths = next(([each["tokens"] for each in row["verdicts"]] for row in rows.values() if "verdicts" in row), [])
         yield f"`{case}`:\n"
-        head = ("server", *(f"{tokens:,} tokens" for tokens in lengths), "day")
-        yield from table(head, [engine_row(engine, row) for engine, row in rows.items()])
+        lengths = [f"{tokens:,} tokens" for tokens in prompt_lengths(rows)]
+        cells = [engine_row(engine, row) for engine, row in rows.items()]
+        yield from table(("server", *lengths, "day"), cells)
         yield ""
         yield from machines_of(rows)
         yield ""
 
 
+def prompt_lengths(rows: Mapping[str, Result]) -> list[int]:
+    """The lengths of the prompts in tokens, as the first engine that answered has them."""
+    for row in rows.values():
+        if "verdicts" in row:
+            return [verdict["tokens"] for verdict in row["verdicts"]]
+    return []
+
+
 def engine_row(engine: str, row: Result) -> tuple[object, ...]:
     """The cells of one engine."""
-    name, day = engine.replace("_adapter", ", adapter on its base").replace("_", " "), row["machine"]["date"]
+    name = engine.replace("_adapter", ", adapter on its base").replace("_", " ")
+    day = row["machine"]["date"]
     if "failed" in row:
-        return (name, f"**failed**: {row['failed'].replace('|', ' ')}", "", day)
-    cells = []
-    for said in row["verdicts"]:
-        difference = "" if said["difference"] is None else f", {said['difference']:.1e} nats"
-        cells.append(f"{said['verdict']}{difference}, {said['agreed']} equal tokens")
-    return (f"{name} ({row['version']})", *cells, day)
+        reason = row["failed"].replace("|", " ")
+        return (name, f"**failed**: {reason}", "", day)
+    verdicts = [verdict_text(verdict) for verdict in row["verdicts"]]
+    return (f"{name} ({row['version']})", *verdicts, day)
+
+
+def verdict_text(verdict: Result) -> str:
+    """The verdict on one prompt, with the difference of log-probabilities where the server tells them."""
+    difference = verdict["difference"]
+    nats = "" if difference is None else f", {difference:.1e} nats"
+    return f"{verdict['verdict']}{nats}, {verdict['agreed']} equal tokens"
 
 
 def probe(result: Result) -> Lines:
     """For each target a table of the untuned scalings, as `pi-lora probe --json` has them; then the sample."""
-    for reach in result["targets"]:
-        rows = []
-        for name, scores in reach["scalings"].items():
-            perplexities = [f"{row['perplexity']:.2f}" for row in scores["perplexity"]["windows"]]
-            rows.append((name, *perplexities, *retrieved(scores.get("passkey"))))
-        yield f"{result['hardware']}; {', '.join(map(' '.join, result['versions'].items()))}.\n"
-        windows = [f"perplexity at {window:,}" for window in (result["original"], reach["target"])]
+    versions = ", ".join(f"{library} {version}" for library, version in result["versions"].items())
+    for target in result["targets"]:
+        yield f"{result['hardware']}; {versions}.\n"
+        windows = [f"perplexity at {window:,}" for window in (result["original"], target["target"])]
+        rows = [probe_row(name, scores) for name, scores in target["scalings"].items()]
         yield from table(("scaling", *windows, "passkeys", "k_max"), rows)
-        read, keys = (next(each[name] for each in reach["scalings"].values() if name in each) for name in MEASURED)
-        trials = sum(depth["trials"] for depth in keys["depths"])
-        yield (
-            f"\n{read['documents']} document{'s' * (read['documents'] > 1)} of {read['data']}, "
-            f"stride {read['stride']:,}; {trials} passkeys, seed "
-            f"{keys['seed']}; {read['dtype']}. `direct` is the base as it is. In the words of the probe: "
-            f"{reach['summary']}."
-        )
+        yield probe_sample(target)
+
+
+def probe_row(scaling: str, scores: Result) -> tuple[str, ...]:
+    """The cells of one scaling."""
+    perplexities = [f"{row['perplexity']:.2f}" for row in scores["perplexity"]["windows"]]
+    return (scaling, *perplexities, *retrieved(scores.get("passkey")))
+
+
+def probe_sample(target: Result) -> str:
+    """The documents and passkeys that every scaling was measured on, and the summary of the probe."""
+    perplexity = first_scores(target, "perplexity")
+    passkey = first_scores(target, "passkey")
+    plural = "s" if perplexity["documents"] > 1 else ""
+    return (
+        f"\n{perplexity['documents']} document{plural} of {perplexity['data']}, "
+        f"stride {perplexity['stride']:,}; "
+        f"{trials_of(passkey)} passkeys, seed {passkey['seed']}; {perplexity['dtype']}. "
+        f"`direct` is the base as it is. In the words of the probe: {target['summary']}."
+    )
+
+
+def first_scores(target: Result, measurement: str) -> Result:
+    """The scores of the first scaling for which a measurement was made."""
+    scores: Iterator[Result] = (row[measurement] for row in target["scalings"].values() if measurement in row)
+    return next(scores)
+
+
+def trials_of(passkey: Result) -> int:
+    """The number of passkeys at all depths."""
+    return sum(depth["trials"] for depth in passkey["depths"])
 
 
 def retrieved(passkey: Result | None) -> tuple[str, str]:
     """The share of passkeys with its 95 % interval, and k_max."""
     if passkey is None:
         return "not asked", ""
-    trials = sum(depth["trials"] for depth in passkey["depths"])
+    trials = trials_of(passkey)
     share = sum(depth["trials"] * depth["success_rate"] for depth in passkey["depths"]) / trials
     low, high = wilson(share, trials)
-    return f"{share:.0%} ({low:.0%} to {high:.0%})", f"{passkey['k_max']:,}"
+    k_max = f"{passkey['k_max']:,}"
+    return f"{share:.0%} ({low:.0%} to {high:.0%})", k_max
 
 
 def chats(_: Result) -> Lines:
     """A metric a row: without tuning, tuned on novels, and on novels with chats."""
-    rows: dict[str, dict[str, str]] = {}
-    for file in sorted((record.RESULTS / "chats").glob("*.json")):
-        content = record.read(f"chats/{file.stem}")
-        for result in content if isinstance(content, list) else [content]:
-            measurement = MEASUREMENTS[result["measurement"]]
-            for metric in measurement.metrics(measurement.scores.model_validate(result)):
-                if not metric.is_detail:
-                    rows.setdefault(metric.heading, {})[result["model"]] = metric.text
-    models = dict.fromkeys(model for cells in rows.values() for model in cells)
-    head = ("", *(Path(model).name for model in models))
-    yield from table(
-        head, [(name, *(cells.get(model, "not asked") for model in models)) for name, cells in rows.items()]
-    )
+    texts = chat_metrics()
+    models = dict.fromkeys(model for cells in texts.values() for model in cells)
+    rows = []
+    for metric, cells in texts.items():
+        rows.append((metric, *(cells.get(model, "not asked") for model in models)))
+    yield from table(("", *(Path(model).name for model in models)), rows)
     yield "\nWith chats beside without, paired, 95 %:\n"
-    for name in ("chat", "perplexity"):
-        for row in compare(*map(MEASUREMENTS[name].scores.model_validate, record.read(f"chats/{name}-tuned"))):
-            if row.interval:
-                low, high = row.interval
-                yield f"- {row.measurement}: {row.change:+.3f}{row.unit and f' {row.unit}'} ({low:+.3f} to {high:+.3f})"
+    for measurement in ("chat", "perplexity"):
+        yield from chat_changes(measurement)
+
+
+def chat_metrics() -> dict[str, dict[str, str]]:
+    """The text of each metric by its heading and by model."""
+    texts: dict[str, dict[str, str]] = {}
+    for file in sorted((record.RESULTS / "chats").glob("*.json")):
+        for result in record.read_scores(f"chats/{file.stem}"):
+            measurement = MEASUREMENTS[result["measurement"]]
+            scores = measurement.scores.model_validate(result)
+            for metric in measurement.metrics(scores):
+                if not metric.is_detail:
+                    texts.setdefault(metric.heading, {})[result["model"]] = metric.text
+    return texts
+
+
+def chat_changes(measurement: str) -> Lines:
+    """The paired changes from novels alone to novels with chats that have an interval."""
+    validate = MEASUREMENTS[measurement].scores.model_validate
+    novels, novels_and_chats = record.read_scores(f"chats/{measurement}-tuned")
+    for row in compare(validate(novels), validate(novels_and_chats)):
+        if row.interval:
+            low, high = row.interval
+            unit = f" {row.unit}" if row.unit else ""
+            yield f"- {row.measurement}: {row.change:+.3f}{unit} ({low:+.3f} to {high:+.3f})"
 
 
 def methods(result: Result) -> Lines:
     """A way of tuning a row, mean and range of its seeds; then how and on what the rows were measured."""
-    windows = list(next(iter(result["rows"].values()))[0]["perplexity"])
+    first_runs = next(iter(result["rows"].values()))
+    windows = list(first_runs[0]["perplexity"])
     rows = []
+    machines = {}
     for name, runs in result["rows"].items():
-        perplexities = (mean_and_range([run["perplexity"][window] for run in runs], ".2f") for window in windows)
-        reached = mean_and_range([run["k_max"] for run in runs], ".0f")
-        retrieved = mean_and_range([run["success_rate"] for run in runs], ".0%")
-        rows.append((result["labels"][name], len(runs), *perplexities, reached, retrieved))
+        label = result["labels"][name]
+        perplexities = [mean_and_range([run["perplexity"][window] for run in runs], ".2f") for window in windows]
+        k_max = mean_and_range([run["k_max"] for run in runs], ".0f")
+        passkeys = mean_and_range([run["success_rate"] for run in runs], ".0%")
+        rows.append((label, len(runs), *perplexities, k_max, passkeys))
+        machines[label] = runs[-1]
     yield from table(("method", "seeds", *(f"ppl {window}" for window in windows), "k_max", "passkeys"), rows)
     yield f"\n{result['steps']} steps each; {result['depths']} distances of {result['trials']} passkeys each."
-    yield from machines_of({result["labels"][name]: runs[-1] for name, runs in result["rows"].items()})
+    yield from machines_of(machines)
 
 
 def rates(result: Result) -> Lines:
     """Perplexity at the target, a learning rate a column."""
-    rates = sorted({rate for runs in result["rates"].values() for rate in runs}, key=float)
-    rows = [
-        (
-            result["labels"][name],
-            *(f"{[*runs[rate]['perplexity'].values()][-1]:.2f}" if rate in runs else "" for rate in rates),
-        )
-        for name, runs in result["rates"].items()
-    ]
+    tried = {rate for runs in result["rates"].values() for rate in runs}
+    rates = sorted(tried, key=float)
+    rows = []
+    for name, runs in result["rates"].items():
+        cells = [perplexity_at_target(runs.get(rate)) for rate in rates]
+        rows.append((result["labels"][name], *cells))
     yield from table(("method", *rates), rows)
+
+
+def perplexity_at_target(run: Result | None) -> str:
+    """The perplexity of the longest window; empty if the rate was not tried."""
+    if run is None:
+        return ""
+    *_, perplexity = run["perplexity"].values()
+    return f"{perplexity:.2f}"
 
 
 # Page, name of the block in it, name of the result, and what writes its tables.
@@ -165,8 +230,8 @@ BLOCKS: list[tuple[Path, str, str, Callable[[Result], Iterable[str]]]] = [
 def write_pages() -> None:
     """Write every page and block, and the picture of SmolLM2."""
     (HERE / "README.md").write_text(index(), encoding="utf-8")
-    for place, name, script, write in BLOCKS:
-        write_block(place, name, text_of(script, write))
+    for page, block, result, write in BLOCKS:
+        write_block(page, block, text_of(result, write))
     tables_smollm2.picture(DOCS / "smollm2.png")
 
 

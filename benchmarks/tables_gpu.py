@@ -1,6 +1,6 @@
 """The tables of docs/performance.md, from the rows of benchmarks/gpu.py."""
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from statistics import fmean
 from typing import Any
 
@@ -8,7 +8,8 @@ from pages import made_on, table
 
 Row = Mapping[str, Any]
 
-GIB, TERA = 2**30, 1e12
+GIB = 2**30
+TERA = 1e12
 # Operations a second of a dense bfloat16 product by the data sheets of H100 SXM and H200, the usual base of MFU.
 DATA_SHEET = 989e12
 # The README of unslothai/unsloth, Llama-3.1-8B, QLoRA of rank 32, batch 1: tokens by GB of the card.
@@ -21,22 +22,34 @@ def tables(result: Mapping[str, Any]) -> Iterator[str]:
     yield from sorted({made_on(row["machine"]) for row in rows})
     product = next((row["product"] for row in rows if "product" in row), None)
     for part, (title, columns) in PARTS.items():
-        if done := [{"product": product, **row} for row in rows if row["part"] == part and "failed" not in row]:
-            # Speeds stand beside that of the first row with the same method: pi-lora, with nothing changed.
-            first = {row.get("method"): row for row in reversed(done)}
-            done = [{**row, "first": first[row.get("method")]} for row in done]
+        done = [{"product": product, **row} for row in rows if row["part"] == part and "failed" not in row]
+        if done:
             yield f"\n### {title}\n"
-            yield from table(tuple(columns), [[cell(row) for cell in columns.values()] for row in done])
+            lines = [[cell(row) for cell in columns.values()] for row in with_first(done)]
+            yield from table(tuple(columns), lines)
     for row in rows:
         if "failed" in row:
-            asked = ", ".join(f"{key} {row[key]}" for key in ("part", "method", "tokens", "contender") if key in row)
-            yield f"\nFailed ({asked}): `{row['failed']}`"
+            job = [f"{key} {row[key]}" for key in ("part", "method", "tokens", "contender") if key in row]
+            yield f"\nFailed ({', '.join(job)}): `{row['failed']}`"
+
+
+def with_first(rows: Sequence[Row]) -> list[Row]:
+    """Add to each row the first one with the same method, pi-lora with nothing changed: speeds are compared with it."""
+    first: dict[str | None, Row] = {}
+    for row in rows:
+        first.setdefault(row.get("method"), row)
+    return [{**row, "first": first[row.get("method")]} for row in rows]
 
 
 def tokens_per_second(row: Row) -> float | None:
     """Of the steps after the first, which warms up; None where memory was too little."""
-    steps = row.get("step_seconds", [])[1:]
-    return row["sequences"] * row["tokens"] / fmean(steps) if steps else None
+    seconds = row.get("step_seconds", [])[1:]
+    return tokens_per_step(row) / fmean(seconds) if seconds else None
+
+
+def tokens_per_step(row: Row) -> int:
+    """The tokens of all sequences of a step."""
+    return int(row["sequences"] * row["tokens"])
 
 
 def speed(row: Row) -> str:
@@ -48,7 +61,8 @@ def speed(row: Row) -> str:
 
 def beside(row: Row) -> str:
     """Tokens a second as a share of the first row's."""
-    mine, first = tokens_per_second(row), tokens_per_second(row["first"])
+    mine = tokens_per_second(row)
+    first = tokens_per_second(row["first"])
     return f"{mine / first:.2f}" if mine and first else ""
 
 
@@ -56,8 +70,9 @@ def share(kinds: tuple[str, ...], ceiling: Callable[[Row], float | None]) -> Cal
     """A cell: which share of a ceiling the operations of these kinds are."""
 
     def cell(row: Row) -> str:
-        speed, most = tokens_per_second(row), ceiling(row)
-        operations = sum(row["flops"][kind] for kind in kinds) / (row["sequences"] * row["tokens"])
+        speed = tokens_per_second(row)
+        most = ceiling(row)
+        operations = sum(row["flops"][kind] for kind in kinds) / tokens_per_step(row)
         return f"{operations * speed / most:.1%}" if speed and most else ""
 
     return cell
@@ -65,19 +80,27 @@ def share(kinds: tuple[str, ...], ceiling: Callable[[Row], float | None]) -> Cal
 
 def peak(row: Row) -> str:
     """The most that the allocator gave out since training began."""
-    return f"{row['peak_bytes'] / GIB:.1f} GiB" if "peak_bytes" in row else "not measured"
+    if "peak_bytes" not in row:
+        return "not measured"
+    return f"{row['peak_bytes'] / GIB:.1f} GiB"
 
 
 def off_by(row: Row) -> str:
     """How far the plan is from the peak."""
-    return f"{row['planned_bytes'] / row['peak_bytes'] - 1:+.0%}" if "peak_bytes" in row else ""
+    if "peak_bytes" not in row:
+        return ""
+    return f"{row['planned_bytes'] / row['peak_bytes'] - 1:+.0%}"
 
 
 def change(row: Row) -> str:
     """The keys of the recipe that differ, or the contender."""
-    sections = row.get("changes", {}).items()
-    keys = [f"`{section}.{key}: {str(value).lower()}`" for section, values in sections for key, value in values.items()]
-    return " ".join(keys) or (row["contender"] if "changes" not in row else "none")
+    if "changes" not in row:
+        return str(row["contender"])
+    keys = []
+    for section, values in row["changes"].items():
+        for key, value in values.items():
+            keys.append(f"`{section}.{key}: {str(value).lower()}`")
+    return " ".join(keys) or "none"
 
 
 def attention(row: Row) -> str:
@@ -97,7 +120,10 @@ def took(*names: str) -> Callable[[Row], str]:
 
     def cell(row: Row) -> str:
         unit = "tokens/s" if row["measure"] == "perplexity" else "s"
-        return next((f"{row[name]:,.1f} {unit}" for name in names if name in row), "")
+        for name in names:
+            if name in row:
+                return f"{row[name]:,.1f} {unit}"
+        return ""
 
     return cell
 

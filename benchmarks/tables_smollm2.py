@@ -16,7 +16,8 @@ from pi_lora.evaluation.benchmarks import BenchmarkScores
 from pi_lora.evaluation.intervals import of_means, wilson
 from pi_lora.report.comparison import compare
 
-RESULTS, BEST = "smollm2_16k", "tuned yarn"
+RESULTS = "smollm2_16k"
+BEST = "tuned yarn"
 MODELS = {
     "base": "base",
     "untuned pi": "PI, untuned",
@@ -34,7 +35,14 @@ Result = Mapping[str, Any]
 
 def scores_of(measurement: str, row: str) -> Result:
     """The scores of a row; empty until they are measured."""
-    return record.read(f"{RESULTS}/{measurement}-{row}".replace(" ", "-"))
+    name = f"{measurement}-{row}".replace(" ", "-")
+    return record.read(f"{RESULTS}/{name}")
+
+
+def measured_scores(measurement: str, rows: Mapping[str, str]) -> dict[str, Result]:
+    """The scores of the rows that are measured; `rows` maps a row to its name among the results."""
+    scores = {row: scores_of(measurement, name) for row, name in rows.items()}
+    return {row: result for row, result in scores.items() if result}
 
 
 def by_novel(scores: Result, window: int, measured: Result | None = None) -> dict[str, float]:
@@ -44,8 +52,9 @@ def by_novel(scores: Result, window: int, measured: Result | None = None) -> dic
     for document in scores["per_document"]:
         if document["name"] in names:
             novel = Path(document["name"]).stem.removesuffix("_half")
-            losses.setdefault(novel, []).append(math.log(perplexity_at(document, window)))
-    return {novel: fmean(each) for novel, each in losses.items()}
+            loss = math.log(perplexity_at(document, window))
+            losses.setdefault(novel, []).append(loss)
+    return {novel: fmean(novel_losses) for novel, novel_losses in losses.items()}
 
 
 def perplexity_at(scores: Result, window: int) -> float:
@@ -65,19 +74,28 @@ def change(before: Result, after: Result) -> str:
     """
     if not before:
         return ""
-    losses = by_novel(before, ORIGINAL)
-    pairs = [(losses[novel], loss, 1.0) for novel, loss in by_novel(after, TARGET, before).items()]
-    bounds = fmean(new - old for old, new, _ in pairs), *(of_means([pairs]) or ())
-    mean, *interval = (f"{100 * math.expm1(bound):+.1f}" for bound in bounds)
-    return f"{mean} % ({' to '.join(interval)})"
+    losses_before = by_novel(before, ORIGINAL)
+    losses_after = by_novel(after, TARGET, before)
+    pairs = [(losses_before[novel], loss, 1.0) for novel, loss in losses_after.items()]
+    mean = fmean(new - old for old, new, _ in pairs)
+    bounds = [in_percent(bound) for bound in of_means([pairs]) or ()]
+    return f"{in_percent(mean)} % ({' to '.join(bounds)})"
+
+
+def in_percent(change_of_loss: float) -> str:
+    """The relative change of the perplexity that belongs to a change of the loss in nats."""
+    return f"{100 * math.expm1(change_of_loss):+.1f}"
 
 
 def retrieved(row: str) -> str:
     """The passkeys that were retrieved, with the interval."""
-    if not (scores := scores_of("passkey", row)):
+    scores = scores_of("passkey", row)
+    if not scores:
         return "not asked"
     outcomes = [outcome for depth in scores["depths"] for outcome in depth["outcomes"]]
-    return f"{sum(outcomes)} of {len(outcomes)} {percent(fmean(outcomes), len(outcomes))}"
+    trials = len(outcomes)
+    interval = percent(fmean(outcomes), trials)
+    return f"{sum(outcomes)} of {trials} {interval}"
 
 
 def percent(share: float, trials: int) -> str:
@@ -88,16 +106,18 @@ def percent(share: float, trials: int) -> str:
 
 def perplexities(rows: Iterable[str]) -> Iterator[str]:
     """Perplexity at 8k and 16k, the changes from 8k of the base and of the control, and passkeys, a model a row."""
-    measured = {row: scores for row in rows if (scores := scores_of("perplexity", f"test {row}"))}
+    measured = measured_scores("perplexity", {row: f"test {row}" for row in rows})
     cells = []
     for row, scores in measured.items():
-        both = (f"{perplexity_at(scores, window):.2f}" for window in (ORIGINAL, TARGET))
-        changes = (change(measured.get(other, {}), scores) for other in ("base", CONTROL))
-        cells.append((MODELS[row], *both, *changes, retrieved(row)))
+        at_original = f"{perplexity_at(scores, ORIGINAL):.2f}"
+        at_target = f"{perplexity_at(scores, TARGET):.2f}"
+        changes = [change(measured.get(other, {}), scores) for other in ("base", CONTROL)]
+        cells.append((MODELS[row], at_original, at_target, *changes, retrieved(row)))
     beside = (f"16k beside the {other} at 8k" for other in ("base", CONTROL))
     yield from table(("model", "perplexity at 8k", "at 16k", *beside, "passkeys at 16k"), cells)
+    novels = by_novel(scores, TARGET)
     yield (
-        f"\n{scores['documents']} documents of {TARGET:,} tokens from {len(by_novel(scores, TARGET))} novels, "
+        f"\n{scores['documents']} documents of {TARGET:,} tokens from {len(novels)} novels, "
         f"stride {scores['stride']:,}, {scores['dtype']}; 95 % intervals, paired by novel.\n"
     )
 
@@ -122,20 +142,30 @@ def validation(_: Result) -> Iterator[str]:
     """Perplexity of the novels that chose, a scaling a row: untuned, after 32 steps by rate, after all steps."""
     rows = []
     for scaling in (*SCALINGS, CONTROL):
-        names = (f"untuned {scaling}", *(f"{scaling}_{rate}" for rate in RATES), f"tuned {scaling}")
-        cells = (scores_of("perplexity", f"validation {name}") for name in names)
-        rows.append((scaling, *(f"{each['windows'][-1]['perplexity']:.2f}" if each else "" for each in cells)))
-    trials = (f"{TRIAL_STEPS} steps at {rate}" for rate in RATES)
-    yield from table(("", "untuned", *trials, f"{STEPS} steps at the best rate"), rows)
+        trials = [f"{scaling}_{rate}" for rate in RATES]
+        cells = [validation_perplexity(name) for name in (f"untuned {scaling}", *trials, f"tuned {scaling}")]
+        rows.append((scaling, *cells))
+    columns = (f"{TRIAL_STEPS} steps at {rate}" for rate in RATES)
+    yield from table(("", "untuned", *columns, f"{STEPS} steps at the best rate"), rows)
+
+
+def validation_perplexity(name: str) -> str:
+    """The perplexity of the longest window on the validation novels; empty if it is not measured."""
+    scores = scores_of("perplexity", f"validation {name}")
+    if not scores:
+        return ""
+    longest = scores["windows"][-1]
+    return f"{longest['perplexity']:.2f}"
 
 
 def with_stride() -> Iterator[str]:
     """The change by a window of 16k beside a window of 8k that moves by 2,048 tokens, a model of 8k a row."""
+    best = scores_of("perplexity", f"test {BEST}")
+    names = {row: f"test {row} stride {SHORT_STRIDE}" for row in (BEST, CONTROL, "base")}
     rows = []
-    for row in (BEST, CONTROL, "base"):
-        if scores := scores_of("perplexity", f"test {row} stride {SHORT_STRIDE}"):
-            best = scores_of("perplexity", f"test {BEST}")
-            rows.append((MODELS[row], f"{perplexity_at(scores, ORIGINAL):.2f}", change(scores, best)))
+    for row, scores in measured_scores("perplexity", names).items():
+        at_original = f"{perplexity_at(scores, ORIGINAL):.2f}"
+        rows.append((MODELS[row], at_original, change(scores, best)))
     if rows:
         yield from table(("model", f"at 8k, stride {SHORT_STRIDE:,}", "the released adapter at 16k beside it"), rows)
         yield "\nOf the beginnings of the novels.\n"
@@ -143,41 +173,44 @@ def with_stride() -> Iterator[str]:
 
 def ruler() -> Iterator[str]:
     """The share of the answers, a model a row; first those of the base at 4k that chose the tasks."""
-    for row in ("base at 4k", *MODELS):
-        if scores := scores_of("ruler", row):
-            [length], samples = scores["lengths"], scores["options"]["samples"]
-            said = (
-                f"{name} {task['score']:.0%} {percent(task['score'], samples)}"
-                for name, task in length["tasks"].items()
-            )
-            yield f"RULER, {MODELS.get(row, row)}, {samples} prompts of a task: {', '.join(said)}.\n"
+    names = {row: row for row in ("base at 4k", *MODELS)}
+    for row, scores in measured_scores("ruler", names).items():
+        [length] = scores["lengths"]
+        samples = scores["options"]["samples"]
+        shares = []
+        for name, task in length["tasks"].items():
+            interval = percent(task["score"], samples)
+            shares.append(f"{name} {task['score']:.0%} {interval}")
+        yield f"RULER, {MODELS.get(row, row)}, {samples} prompts of a task: {', '.join(shares)}.\n"
 
 
 def short_benchmarks() -> Iterator[str]:
     """Accuracy of the base and of the best by task, with the paired interval of the change."""
-    both = [scores_of("benchmarks", row) for row in ("base", BEST)]
-    if all(both):
-        for row in compare(*map(BenchmarkScores.model_validate, both)):
+    base = scores_of("benchmarks", "base")
+    best = scores_of("benchmarks", BEST)
+    if base and best:
+        for row in compare(BenchmarkScores.model_validate(base), BenchmarkScores.model_validate(best)):
             interval = " to ".join(f"{bound:+.1f}" for bound in row.interval or ())
             yield f"{row.measurement}, 500 questions: {row.base:.1f} and {row.run:.1f} %, changed by {interval}.\n"
 
 
 def float32() -> Iterator[str]:
     """The change by bfloat16, of the documents that were also measured in float32."""
-    for row in ("base", BEST):
-        if exact := scores_of("perplexity", f"test {row} float32"):
-            for novel, loss in by_novel(exact, TARGET).items():
-                off = by_novel(scores_of("perplexity", f"test {row}"), TARGET)[novel] - loss
-                yield f"{MODELS[row]}, {novel}: bfloat16 changes the loss by {off:+.4f} nats a token.\n"
+    names = {row: f"test {row} float32" for row in ("base", BEST)}
+    for row, scores in measured_scores("perplexity", names).items():
+        rounded = by_novel(scores_of("perplexity", f"test {row}"), TARGET)
+        for novel, exact in by_novel(scores, TARGET).items():
+            difference = rounded[novel] - exact
+            yield f"{MODELS[row]}, {novel}: bfloat16 changes the loss by {difference:+.4f} nats a token.\n"
 
 
 def picture(file: Path) -> None:
     """The loss by position, and beside it the part up to the highest point of YaRN without tuning."""
-    curves = {
-        MODELS[row]: [(part["from"], part["loss"]) for part in scores["by_position"]["bins"]]
-        for row in IN_README
-        if (scores := scores_of("perplexity", f"test {row}"))
-    }
+    curves = {}
+    for row, scores in measured_scores("perplexity", {row: f"test {row}" for row in IN_README}).items():
+        bins = scores["by_position"]["bins"]
+        curves[MODELS[row]] = [(part["from"], part["loss"]) for part in bins]
     top = max(loss for _, loss in curves["YaRN, untuned"])
     draw = partial(draw_curves, curves, xlabel="tokens before, in the window", ylabel="loss (nats a token)")
-    save(figure_of(draw, partial(draw, ylim=(None, top)), window=ORIGINAL), file)
+    draw_bottom = partial(draw, ylim=(None, top))
+    save(figure_of(draw, draw_bottom, window=ORIGINAL), file)

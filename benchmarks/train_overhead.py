@@ -41,7 +41,8 @@ def bare(recipe: Recipe, warm: int) -> tuple[float, float]:
     folder = extended.base.folder
     tokenizer = AutoTokenizer.from_pretrained(folder)
     config = AutoConfig.from_pretrained(folder)
-    original, target = config.max_position_embeddings, recipe.context.target
+    original = config.max_position_embeddings
+    target = recipe.context.target
     packed = training_data(recipe.data, training, tokenizer, original, target).rows
     config.rope_parameters = extended.config["rope_parameters"]
     ends: dict[int, float] = {}
@@ -55,7 +56,9 @@ def bare(recipe: Recipe, warm: int) -> tuple[float, float]:
             losses.append(logs.get("loss", math.nan))
 
     whole = ["embed_tokens", "input_layernorm", "post_attention_layernorm", "norm"]
-    also = {"modules_to_save": whole, "ensure_weight_tying": True} if recipe.tuning.modules_to_save != "nothing" else {}
+    also: dict[str, Any] = {}
+    if recipe.tuning.modules_to_save != "nothing":
+        also = {"modules_to_save": whole, "ensure_weight_tying": True}
     with tempfile.TemporaryDirectory() as output:
         SFTTrainer(
             model=AutoModelForCausalLM.from_pretrained(folder, config=config, dtype="float32"),
@@ -102,10 +105,13 @@ def ours(given: list[str], warm: int) -> tuple[float, float]:
         run = Path(output) / "run"
         command = [sys.executable, "-m", "pi_lora", "train", *given, "training.log_every=1", "--output", str(run)]
         subprocess.run(command, check=True, stdout=subprocess.DEVNULL)
-        lines = [json.loads(line) for line in (run / "training.jsonl").read_text().splitlines()]
-    first, last = lines[warm - 1], lines[-1]
-    speed = (last["tokens"] - first["tokens"]) / (last["seconds"] - first["seconds"])
-    return speed, lines[0]["loss"]
+        log = (run / "training.jsonl").read_text()
+    lines = [json.loads(line) for line in log.splitlines()]
+    first = lines[warm - 1]
+    last = lines[-1]
+    tokens = last["tokens"] - first["tokens"]
+    seconds = last["seconds"] - first["seconds"]
+    return tokens / seconds, lines[0]["loss"]
 
 
 def main() -> None:
@@ -119,7 +125,8 @@ def main() -> None:
     parser.add_argument("--bare", action="store_true", help=argparse.SUPPRESS)
     parser.add_argument("overrides", nargs="*", metavar="key=value")
     options = parser.parse_args()
-    file, changes = find_recipe(Path(options.recipe)), [f"training.steps={options.steps}", *options.overrides]
+    file = find_recipe(Path(options.recipe))
+    changes = [f"training.steps={options.steps}", *options.overrides]
     recipe = load_recipe(file, changes).recipe
     if options.bare:
         print(json.dumps(bare(recipe, options.warm)))

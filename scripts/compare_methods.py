@@ -34,15 +34,25 @@ from record import RESULTS, write  # noqa: E402
 from tables import write_pages  # noqa: E402
 
 RUNS = Path("comparison")
-STEPS, TARGET, WINDOWS, STRIDE, DEPTHS, TRIALS, SEEDS = 240, 1024, [256, 512, 768, 1024], 128, 32, 20, 3
+STEPS = 240
+TARGET = 1024
+WINDOWS = [256, 512, 768, 1024]
+STRIDE = 128
+DEPTHS = 32
+TRIALS = 20
+SEEDS = 3
 # The rates that are tried first for every method.
 RATES = (1.25e-3, 2.5e-3, 5e-3)
 # The documents by which rates are chosen, and those that are reported, with passkeys of this seed.
 SEED = 2
-VALIDATION, TEST = (
-    PerplexityOptions(windows=tuple(WINDOWS), stride=STRIDE, documents=12, truncate=4096, split=split)
-    for split in ("validation", "test")
+VALIDATION = PerplexityOptions(
+    windows=tuple(WINDOWS),
+    stride=STRIDE,
+    documents=12,
+    truncate=4096,
+    split="validation",
 )
+TEST = VALIDATION.model_copy(update={"split": "test"})
 
 ALL = "lora, embeddings and norms"
 UNTUNED: dict[str, Extension | None] = {
@@ -72,36 +82,50 @@ def tuned(name: str, rate: float, seed: int, choice: PerplexityOptions) -> Row:
 
     def tune() -> str:
         if not run.exists():
-            # The same arithmetic on every processor, so that rows of two of them compare.
-            common = [f"training.steps={STEPS}", "training.precision=float32", f"training.learning_rate={rate:g}"]
-            seeds = [f"training.seed={seed}", f"data.seed={seed}"]
-            words = ["train", str(ROOT / "recipes" / "demo.yaml"), *common, *METHODS[name][1], *seeds]
-            print(f"$ pi-lora {' '.join(words)} --output {run}", flush=True)
-            resume = ["--resume"] if staging_path(run).exists() else []
-            subprocess.run([sys.executable, "-m", "pi_lora", *words, "--output", str(run), *resume], check=True)
+            _, changes = METHODS[name]
+            overrides = [
+                f"training.steps={STEPS}",
+                # The same arithmetic on every processor, so that rows of two of them compare.
+                "training.precision=float32",
+                f"training.learning_rate={rate:g}",
+                *changes,
+                f"training.seed={seed}",
+                f"data.seed={seed}",
+            ]
+            train(run, overrides)
         return str(run)
 
     return measured(run.name, choice, tune)
 
 
+def train(run: Path, overrides: list[str]) -> None:
+    """Train the demo's recipe with `overrides`, from the last checkpoint if there is one."""
+    recipe = ROOT / "recipes" / "demo.yaml"
+    words = ["train", str(recipe), *overrides]
+    print(f"$ pi-lora {' '.join(words)} --output {run}", flush=True)
+    resume = ["--resume"] if staging_path(run).exists() else []
+    subprocess.run([sys.executable, "-m", "pi_lora", *words, "--output", str(run), *resume], check=True)
+
+
 def measured(row: str, choice: PerplexityOptions, model: Callable[[], str], stretch: Extension | None = None) -> Row:
     """The scores of a model with these documents, which are kept as those of a row."""
-    kept = RESULTS / "methods" / f"{row}-{choice.split}.json"
-    if kept.exists():
-        row_scores: Row = json.loads(kept.read_text())
-        return row_scores
+    file = RESULTS / "methods" / f"{row}-{choice.split}.json"
+    if file.exists():
+        scores: Row = json.loads(file.read_text())
+        return scores
     loaded = load(model(), stretch)
     perplexity = Perplexity().run(loaded, choice, Session())
-    found: Row = {
-        "perplexity": {str(each.window): each.perplexity for each in perplexity.windows},
+    scores = {
+        "perplexity": {str(window.window): window.perplexity for window in perplexity.windows},
         "machine": machine(),
     }
     if choice is TEST:
-        asked = PasskeyOptions(target=TARGET, depths=DEPTHS, trials=TRIALS, seed=SEED)
-        passkey = Passkey().run(loaded, asked, Session())
-        found |= {"k_max": passkey.k_max, "success_rate": sum(row.success_rate for row in passkey.depths) / DEPTHS}
-    write_json(kept, found)
-    return found
+        options = PasskeyOptions(target=TARGET, depths=DEPTHS, trials=TRIALS, seed=SEED)
+        passkey = Passkey().run(loaded, options, Session())
+        success_rate = sum(depth.success_rate for depth in passkey.depths) / DEPTHS
+        scores |= {"k_max": passkey.k_max, "success_rate": success_rate}
+    write_json(file, scores)
+    return scores
 
 
 def rates_of(score: Callable[[float], float]) -> list[float]:
@@ -111,9 +135,14 @@ def rates_of(score: Callable[[float], float]) -> list[float]:
     [0.0003125, 0.000625, 0.00125, 0.0025, 0.005]
     """
     rates = sorted(RATES)
-    while (best := min(rates, key=score)) in (rates[0], rates[-1]):
-        rates = [best / 2, *rates] if best == rates[0] else [*rates, 2 * best]
-    return rates
+    while True:
+        best = min(rates, key=score)
+        if best == rates[0]:
+            rates = [best / 2, *rates]
+        elif best == rates[-1]:
+            rates = [*rates, 2 * best]
+        else:
+            return rates
 
 
 def compared(name: str) -> tuple[dict[str, Row], list[Row]]:
@@ -137,18 +166,26 @@ def untuned(label: str) -> Row:
 
 def main() -> None:
     logging.getLogger("transformers").setLevel(logging.ERROR)
-    found = {name: compared(name) for name in METHODS}
-    rows = {label: [untuned(label)] for label in UNTUNED} | {name: runs for name, (_, runs) in found.items()}
-    labels = {label: label for label in UNTUNED} | {name: label for name, (label, _) in METHODS.items()}
-    facts = {
+    by_method = {name: compared(name) for name in METHODS}
+    labels: dict[str, str] = {}
+    rows: dict[str, list[Row]] = {}
+    for label in UNTUNED:
+        labels[label] = label
+        rows[label] = [untuned(label)]
+    rates: dict[str, dict[str, Row]] = {}
+    for name, (tried, runs) in by_method.items():
+        labels[name], _ = METHODS[name]
+        rows[name] = runs
+        rates[name] = tried
+    result = {
         "steps": STEPS,
         "depths": DEPTHS,
         "trials": TRIALS,
         "labels": labels,
         "rows": rows,
-        "rates": {name: tried for name, (tried, _) in found.items()},
+        "rates": rates,
     }
-    write("methods", facts)
+    write("methods", result)
     write_pages()
 
 

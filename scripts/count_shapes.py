@@ -8,4 +8,5 @@ from pi_lora.models.source import SHIPPED_CONFIGS, resolve_model
 
 for folder in (*SHIPPED_CONFIGS.iterdir(), BUILTIN_FOLDER / "tiny"):
     shape = resolve_model(str(folder)).shape
-    (folder / "shape.json").write_text(json.dumps(asdict(shape), indent=2) + "\n", encoding="utf-8")
+    content = json.dumps(asdict(shape), indent=2)
+    (folder / "shape.json").write_text(content + "\n", encoding="utf-8")

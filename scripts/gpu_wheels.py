@@ -21,7 +21,8 @@ from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
 
 ROOT = Path(__file__).parent.parent
-MACHINE, PYTHON = ROOT / "scripts" / "gpu_machine.txt", "3.12"
+MACHINE = ROOT / "scripts" / "gpu_machine.txt"
+PYTHON = "3.12"
 EXTRAS = ("qlora", "liger")
 PLATFORMS = ("manylinux_2_28_x86_64", "manylinux_2_24_x86_64", "manylinux2014_x86_64")
 KEPT_LIBRARIES = ("libbitsandbytes_cuda130.so", "libbitsandbytes_cpu.so")
@@ -29,16 +30,21 @@ KEPT_LIBRARIES = ("libbitsandbytes_cuda130.so", "libbitsandbytes_cpu.so")
 
 def versions(file: Path) -> dict[str, str]:
     """Package to version, empty where the file has only the name."""
-    lines = [line.split("#")[0].strip() for line in file.read_text(encoding="utf-8").splitlines()]
-    return {canonicalize_name(name): version for name, _, version in (line.partition("==") for line in lines if line)}
+    pins: dict[str, str] = {}
+    for line in file.read_text(encoding="utf-8").splitlines():
+        requirement, _, _comment = line.partition("#")
+        name, _, version = requirement.strip().partition("==")
+        if name:
+            pins[canonicalize_name(name)] = version
+    return pins
 
 
 def fill(folder: Path, machine: dict[str, str], python: str) -> dict[str, str]:
     """Put the wheels into `folder`; return what is left to the machine, package to version."""
-    project = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
-    extras = [project["optional-dependencies"][extra] for extra in EXTRAS]
-    wanted = [Requirement(each) for each in sum(extras, project["dependencies"])]
-    pins, seen, own = versions(ROOT / "constraints.txt"), set[str](), dict[str, str]()
+    wanted = project_requirements()
+    pins = versions(ROOT / "constraints.txt")
+    seen: set[str] = set()
+    own: dict[str, str] = {}
     while wanted:
         requirement = wanted.pop()
         name = canonicalize_name(requirement.name)
@@ -49,30 +55,58 @@ def fill(folder: Path, machine: dict[str, str], python: str) -> dict[str, str]:
         elif name not in seen:
             seen.add(name)
             print(f"  {name}", flush=True)
-            wanted += requirements_of(
-                download(folder, f"{name}=={pins[name]}" if name in pins else str(requirement), python)
-            )
+            pinned = f"{name}=={pins[name]}" if name in pins else str(requirement)
+            wheel = download(folder, pinned, python)
+            wanted += requirements_of(wheel)
     return own
+
+
+def project_requirements() -> list[Requirement]:
+    """The dependencies of pi-lora and of the extras."""
+    content = (ROOT / "pyproject.toml").read_text(encoding="utf-8")
+    project = tomllib.loads(content)["project"]
+    names = list(project["dependencies"])
+    for extra in EXTRAS:
+        names += project["optional-dependencies"][extra]
+    return [Requirement(name) for name in names]
 
 
 def environment(python: str) -> dict[str, str]:
     """The markers of that machine."""
-    linux = {"sys_platform": "linux", "platform_system": "Linux", "platform_machine": "x86_64"}
-    return {**linux, "python_version": python, "python_full_version": f"{python}.0", "extra": ""}
+    return {
+        "sys_platform": "linux",
+        "platform_system": "Linux",
+        "platform_machine": "x86_64",
+        "python_version": python,
+        "python_full_version": f"{python}.0",
+        "extra": "",
+    }
 
 
 def has(machine: dict[str, str], name: str, requirement: Requirement) -> bool:
     """Whether the machine has a version that will do."""
-    return name in machine and (not machine[name] or requirement.specifier.contains(machine[name]))
+    if name not in machine:
+        return False
+    version = machine[name]
+    return not version or requirement.specifier.contains(version)
 
 
 def download(folder: Path, requirement: str, python: str) -> Path:
     """Fetch the wheel of one package, and return its file."""
     platforms = [word for platform in PLATFORMS for word in ("--platform", platform)]
-    options = ["--no-deps", "--only-binary=:all:", "--implementation", "cp", "--python-version", python, *platforms]
+    options = [
+        "--no-deps",
+        "--only-binary=:all:",
+        "--implementation",
+        "cp",
+        "--python-version",
+        python,
+        *platforms,
+    ]
     before = set(folder.iterdir())
     pip(["download", *options, "--dest", str(folder), requirement])
-    return next(iter(set(folder.iterdir()) - before))
+    added = set(folder.iterdir()) - before
+    return next(iter(added))
 
 
 def pip(words: list[str]) -> None:
@@ -83,32 +117,38 @@ def pip(words: list[str]) -> None:
 def requirements_of(wheel: Path) -> Iterator[Requirement]:
     """The requirements of a wheel."""
     with zipfile.ZipFile(wheel) as archive:
-        name = next(each for each in archive.namelist() if each.endswith(".dist-info/METADATA"))
-        return map(Requirement, message_from_string(archive.read(name).decode()).get_all("Requires-Dist", []))
+        name = next(file for file in archive.namelist() if file.endswith(".dist-info/METADATA"))
+        metadata = message_from_string(archive.read(name).decode())
+    return map(Requirement, metadata.get_all("Requires-Dist", []))
 
 
 def keep(wheel: Path, stays: Callable[[str], bool]) -> None:
     """Drop the files of a wheel but those that stay, and their lines in its record."""
     smaller = wheel.with_suffix(".part")
     with zipfile.ZipFile(wheel) as old, zipfile.ZipFile(smaller, "w", zipfile.ZIP_DEFLATED) as new:
-        for entry in filter(lambda entry: stays(entry.filename), old.infolist()):
+        for entry in old.infolist():
+            if not stays(entry.filename):
+                continue
             content = old.read(entry)
             if entry.filename.endswith(".dist-info/RECORD"):
                 lines = content.decode().splitlines(keepends=True)
-                content = "".join(line for line in lines if stays(line.split(",")[0])).encode()
+                remaining = [line for line in lines if stays(line.split(",")[0])]
+                content = "".join(remaining).encode()
             new.writestr(entry, content)
     smaller.replace(wheel)
 
 
 def is_for_that_machine(name: str) -> bool:
     """Whether a file of bitsandbytes is needed there."""
-    return not name.endswith(".so") or name.rpartition("/")[2] in KEPT_LIBRARIES
+    _, _, file = name.rpartition("/")
+    return not file.endswith(".so") or file in KEPT_LIBRARIES
 
 
 def main() -> None:
     folder = Path(sys.argv[1]) if len(sys.argv) > 1 else ROOT / "wheels"
     make(folder, versions(MACHINE), PYTHON)
-    print(f"{folder}: {sum(file.stat().st_size for file in folder.iterdir()) / 2**20:.1f} MiB")
+    size = sum(file.stat().st_size for file in folder.iterdir())
+    print(f"{folder}: {size / 2**20:.1f} MiB")
 
 
 def make(folder: Path, machine: dict[str, str], python: str) -> dict[str, str]:
@@ -119,9 +159,11 @@ def make(folder: Path, machine: dict[str, str], python: str) -> dict[str, str]:
         part.mkdir()
         own = fill(part, machine, python)
         pip(["wheel", "--no-deps", "--wheel-dir", str(part), str(ROOT)])
-        keep(next(part.glob("bitsandbytes-*")), is_for_that_machine)
+        bitsandbytes = next(part.glob("bitsandbytes-*"))
+        keep(bitsandbytes, is_for_that_machine)
         # The package itself is in the tree.
-        keep(next(part.glob("pi_lora-*")), lambda name: ".dist-info/" in name)
+        package = next(part.glob("pi_lora-*"))
+        keep(package, lambda name: ".dist-info/" in name)
         part.rename(folder)
     return own
 

@@ -7,19 +7,30 @@ import platform
 from pathlib import Path
 from typing import Any
 
+LIBRARIES = ("torch", "transformers", "trl", "peft", "accelerate")
+
 
 def machine() -> dict[str, Any]:
     """Processor, cores, GPU, versions of what computes, and the day."""
     import torch
 
-    information = Path("/proc/cpuinfo")
-    lines = information.read_text().splitlines() if information.exists() else []
-    names = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
-    versions = ("torch", "transformers", "trl", "peft", "accelerate")
+    gpu = torch.cuda.get_device_name() if torch.cuda.is_available() else None
+    versions = [f"{library} {importlib.metadata.version(library)}" for library in LIBRARIES]
     return {
-        "processor": names[0] if names else platform.processor(),
+        "processor": processor(),
         "cores": os.cpu_count(),
-        "gpu": torch.cuda.get_device_name() if torch.cuda.is_available() else None,
-        "versions": ", ".join(f"{name} {importlib.metadata.version(name)}" for name in versions),
+        "gpu": gpu,
+        "versions": ", ".join(versions),
         "date": datetime.date.today().isoformat(),
     }
+
+
+def processor() -> str:
+    """The model name that Linux gives the processor, or the name that Python knows."""
+    information = Path("/proc/cpuinfo")
+    if information.exists():
+        for line in information.read_text().splitlines():
+            if line.startswith("model name"):
+                _, _, name = line.partition(":")
+                return name.strip()
+    return platform.processor()

@@ -3,22 +3,30 @@
 python scripts/oldest.py [NAME==VERSION ...]   # others for some of them
 """
 
+import itertools
 import re
 import sys
 import tomllib
 from pathlib import Path
 
 PROJECT = Path(__file__).parent.parent / "pyproject.toml"
+LOWER_BOUND = re.compile(r"(?P<name>[\w-]+)(?:\[\w+\])?>=(?P<version>[\w.]+)")
 
 
 def oldest() -> dict[str, str]:
     """Return the lower bound of everything that the package or one of its extras names."""
     project = tomllib.loads(PROJECT.read_text(encoding="utf-8"))["project"]
-    groups = project["dependencies"], *project["optional-dependencies"].values()
-    named = (re.match(r"([\w-]+)(?:\[\w+\])?>=([\w.]+)", requirement) for group in groups for requirement in group)
-    return {found[1]: found[2] for found in named if found}
+    extras = project["optional-dependencies"].values()
+    bounds = {}
+    for requirement in itertools.chain(project["dependencies"], *extras):
+        match = LOWER_BOUND.match(requirement)
+        if match:
+            bounds[match["name"]] = match["version"]
+    return bounds
 
 
 if __name__ == "__main__":
-    others = dict(each.split("==") for each in sys.argv[1:])
-    print("\n".join(f"{name}=={version}" for name, version in (oldest() | others).items()))
+    others = dict(constraint.split("==") for constraint in sys.argv[1:])
+    constraints = oldest() | others
+    for name, version in constraints.items():
+        print(f"{name}=={version}")

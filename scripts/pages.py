@@ -8,10 +8,16 @@ from typing import Any
 
 def table(head: Sequence[str], rows: Sequence[Sequence[object]]) -> Iterator[str]:
     """The lines of a Markdown table."""
-    for number, cells in enumerate((head, *rows)):
-        yield f"| {' | '.join(map(str, cells))} |"
-        if number == 0:
-            yield "|" + "---|" * len(head)
+    yield table_line(head)
+    yield "|" + "---|" * len(head)
+    for cells in rows:
+        yield table_line(cells)
+
+
+def table_line(cells: Sequence[object]) -> str:
+    """One line of a Markdown table."""
+    texts = [str(cell) for cell in cells]
+    return f"| {' | '.join(texts)} |"
 
 
 def made_on(machine: Mapping[str, Any]) -> str:
@@ -24,14 +30,20 @@ def machines_of(rows: Mapping[str, Mapping[str, Any]]) -> Iterator[str]:
     """Where and when rows were measured: a line for each machine, with the names of its rows if there are several."""
     names: dict[str, list[str]] = {}
     for name, row in rows.items():
-        names.setdefault(made_on(row["machine"]), []).append(name)
+        line = made_on(row["machine"])
+        names.setdefault(line, []).append(name)
     for line, measured in names.items():
-        yield line if len(names) == 1 else f"{', '.join(measured)}: {line}"
+        if len(names) == 1:
+            yield line
+        else:
+            yield f"{', '.join(measured)}: {line}"
 
 
 def mean_and_range(values: Sequence[float], style: str) -> str:
     """The mean, and of runs that differ the least and the most."""
-    mean, least, most = (format(value, style) for value in (fmean(values), min(values), max(values)))
+    mean = format(fmean(values), style)
+    least = format(min(values), style)
+    most = format(max(values), style)
     return mean if least == most else f"{mean} ({least} to {most})"
 
 
@@ -47,8 +59,10 @@ def write_block(page: Path, name: str, text: str) -> None:
 
 
 def _around(page: Path, name: str) -> tuple[str, str, str]:
-    begin, end = f"<!-- {name} -->\n", f"<!-- end of {name} -->\n"
-    before, opening, rest = page.read_text(encoding="utf-8").partition(begin)
+    begin = f"<!-- {name} -->\n"
+    end = f"<!-- end of {name} -->\n"
+    text = page.read_text(encoding="utf-8")
+    before, opening, rest = text.partition(begin)
     inside, closing, after = rest.partition(end)
     assert closing, f"{page}: has no block of {name}"
     return before + opening, inside, closing + after

@@ -14,7 +14,8 @@ from pi_lora.data.recall import recall_document
 from pi_lora.evaluation.passkey import FILLER, prompt
 from pi_lora.models.tokenizer import save_tokenizer
 
-BOS, EOS = "<s>", "</s>"
+BOS = "<s>"
+EOS = "</s>"
 
 # By the length of rows: the shares of recall documents and of repeated random tokens.
 Shares = Mapping[int, tuple[float, float]]
@@ -26,9 +27,9 @@ def train_tokenizer(texts: list[str], vocabulary: int, window: int, seed: int) -
     recall = [recall_document(rng, 400, lambda text: len(text) // 3) for _ in range(2000)]
     recall += [prompt("12345", 20, 20)] * 40
     tokenizer = Tokenizer(models.BPE())
-    tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
-        [pre_tokenizers.Digits(individual_digits=True), pre_tokenizers.ByteLevel(add_prefix_space=False)]
-    )
+    digits = pre_tokenizers.Digits(individual_digits=True)
+    byte_level = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.pre_tokenizer = pre_tokenizers.Sequence([digits, byte_level])
     tokenizer.decoder = decoders.ByteLevel()
     trainer = trainers.BpeTrainer(
         vocab_size=vocabulary,
@@ -52,7 +53,9 @@ class Mixture:
     """
 
     def __init__(self, tokenizer: PreTrainedTokenizerFast, texts: list[str], shares: Shares, seed: int) -> None:
-        self.tokenizer, self.shares, self.rng = tokenizer, shares, random.Random(seed)
+        self.tokenizer = tokenizer
+        self.shares = shares
+        self.rng = random.Random(seed)
         self.documents = [[*ids, tokenizer.eos_token_id] for ids in tokenizer(texts, verbose=False)["input_ids"]]
         self.lines = [line for text in texts for line in text.splitlines() if line.strip()]
         self.text = self.text_stream()
@@ -69,15 +72,19 @@ class Mixture:
         while len(row) < length - 40:
             # Half of the documents fill the row, so that every distance inside the window is asked for.
             room = length - len(row)
-            budget = (room if self.rng.random() < 0.5 else self.rng.randint(40, room)) - 2
+            budget = room - 2
+            if self.rng.random() >= 0.5:
+                budget = self.rng.randint(40, room) - 2
             if self.rng.random() < 0.25:
                 text = self.passkey_text(budget)
             else:
                 start = self.rng.randrange(len(self.lines) - 400)
                 text = recall_document(self.rng, budget, self.count, self.lines[start : start + 400])
-            row += self.tokenizer(text)["input_ids"] + [self.tokenizer.eos_token_id]
-        rest = length - len(row)
-        return (row + list(itertools.islice(self.text, max(rest, 0))))[:length]
+            row += self.tokenizer(text)["input_ids"]
+            row.append(self.tokenizer.eos_token_id)
+        rest = max(0, length - len(row))
+        row += itertools.islice(self.text, rest)
+        return row[:length]
 
     def passkey_text(self, budget: int) -> str:
         """The passkey prompt and its answer; a third without the first line, so that the key can stand at the start."""
@@ -85,12 +92,17 @@ class Mixture:
         headless = self.rng.random() < 1 / 3
 
         def text(before: int, after: int) -> str:
-            whole = prompt(key, before, after) + " " + key + "."
-            return whole.partition("\n")[2] if headless else whole
+            whole = f"{prompt(key, before, after)} {key}."
+            _, _, rest = whole.partition("\n")
+            return rest if headless else whole
 
-        fillers = max(0, (budget - self.count(text(0, 0))) // (self.count(FILLER + " ") + 1))
+        room = budget - self.count(text(0, 0))
+        filler_tokens = self.count(FILLER + " ") + 1
+        fillers = max(0, room // filler_tokens)
         before = self.rng.choice((0, self.rng.randint(0, fillers)))
-        return text(before, self.rng.choice((fillers - before, self.rng.randint(0, fillers - before))))
+        most = fillers - before
+        after = self.rng.choice((most, self.rng.randint(0, most)))
+        return text(before, after)
 
     def count(self, text: str) -> int:
         return len(self.tokenizer._tokenizer.encode(text, add_special_tokens=False).ids)
@@ -98,21 +110,30 @@ class Mixture:
     def random_row(self, length: int) -> list[int]:
         period = self.rng.randint(4, length - 8)
         low = 2 if self.rng.random() < 0.8 else len(self.tokenizer) - 60
-        row = [self.rng.randrange(low, len(self.tokenizer)) for _ in range(period)]
-        return [self.tokenizer.bos_token_id, *(row * (length // period + 1))[: length - 1]]
+        tokens = [self.rng.randrange(low, len(self.tokenizer)) for _ in range(period)]
+        repeated = itertools.islice(itertools.cycle(tokens), length - 1)
+        return [self.tokenizer.bos_token_id, *repeated]
 
     def rows(self, rows: int, length: int) -> torch.Tensor:
-        kinds = [round(rows * share) for share in self.shares[length]]
-        out = [self.recall_row(length) for _ in range(kinds[0])]
-        out += [self.random_row(length) for _ in range(kinds[1])]
-        out += [list(itertools.islice(self.text, length)) for _ in range(rows - len(out))]
+        recall_share, random_share = self.shares[length]
+        recall_rows = round(rows * recall_share)
+        random_rows = round(rows * random_share)
+        out = [self.recall_row(length) for _ in range(recall_rows)]
+        out += [self.random_row(length) for _ in range(random_rows)]
+        while len(out) < rows:
+            out.append(list(itertools.islice(self.text, length)))
         return torch.tensor(out)
 
 
 def optimizers_for(model: LlamaForCausalLM, rate: float) -> list[torch.optim.Optimizer]:
     """Muon for the matrices, AdamW for embeddings and norms."""
-    matrices = [p for name, p in model.named_parameters() if p.ndim == 2 and "embed" not in name]
-    others = [p for name, p in model.named_parameters() if p.ndim != 2 or "embed" in name]
+    matrices = []
+    others = []
+    for name, parameter in model.named_parameters():
+        if parameter.ndim == 2 and "embed" not in name:
+            matrices.append(parameter)
+        else:
+            others.append(parameter)
     return [
         torch.optim.Muon(matrices, lr=rate, weight_decay=0.01, adjust_lr_fn="match_rms_adamw"),
         torch.optim.AdamW(others, lr=rate, betas=(0.9, 0.95), weight_decay=0.0),
@@ -128,7 +149,8 @@ def train_step(
             group["lr"] = rate
     with torch.autocast(batch.device.type, torch.bfloat16):
         logits = model(input_ids=batch, use_cache=False).logits
-    loss = cross_entropy(logits[:, :-1].float().flatten(0, 1), batch[:, 1:].flatten())
+    predicted = logits[:, :-1].float().flatten(0, 1)
+    loss = cross_entropy(predicted, batch[:, 1:].flatten())
     torch.autograd.backward(loss)
     torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
     for optimizer in optimizers:

@@ -32,7 +32,8 @@ def on_files(files: Any, config: Any) -> Any:
         if old := files.get_file_from_path(os.path.relpath(source, DOCS)):
             files.remove(old)
         text = source.read_text(encoding="utf-8")
-        text = notebook_as_markdown(text) if source.suffix == ".ipynb" else text
+        if source.suffix == ".ipynb":
+            text = notebook_as_markdown(text)
         # The card of a model begins with metadata of the hub.
         text = re.sub(r"\A---\n.*?\n---\n", "", text, flags=re.DOTALL)
         files.append(File.generated(config, page, content=links_fitted(text, source)))
@@ -41,7 +42,9 @@ def on_files(files: Any, config: Any) -> Any:
 
 def on_page_markdown(markdown: str, page: Any, **_: Any) -> str:
     """Fit the links of the pages that are in docs/."""
-    return markdown if page.file.generated_by else links_fitted(markdown, DOCS / page.file.src_path)
+    if page.file.generated_by:
+        return markdown
+    return links_fitted(markdown, DOCS / page.file.src_path)
 
 
 def links_fitted(text: str, source: Path) -> str:
@@ -51,8 +54,13 @@ def links_fitted(text: str, source: Path) -> str:
         if re.match(r"\w+:", link["target"]):
             return link[0]
         target = Path(os.path.normpath(source.parent / link["target"]))
-        page = PAGES.get(target) or (target.relative_to(DOCS).as_posix() if target.is_relative_to(DOCS) else None)
-        return f"{link[1]}({page}{link['heading'] or ''})" if page else link["text"]
+        page = PAGES.get(target)
+        if not page and target.is_relative_to(DOCS):
+            page = target.relative_to(DOCS).as_posix()
+        if not page:
+            return link["text"]
+        heading = link["heading"] or ""
+        return f"{link[1]}({page}{heading})"
 
     return LINK.sub(fitted, text)
 
@@ -62,8 +70,13 @@ def notebook_as_markdown(text: str) -> str:
     parts = []
     for cell in json.loads(text)["cells"]:
         code = "".join(cell["source"])
-        parts.append(f"```python\n{code}\n```" if cell["cell_type"] == "code" else code)
+        if cell["cell_type"] == "code":
+            parts.append(f"```python\n{code}\n```")
+        else:
+            parts.append(code)
         for output in cell.get("outputs", []):
-            shown = "".join(output.get("text") or output.get("data", {}).get("text/plain", ""))
+            data = output.get("data", {})
+            lines = output.get("text") or data.get("text/plain", "")
+            shown = "".join(lines)
             parts.append(f"```text\n{shown.rstrip()}\n```")
     return "\n\n".join(parts) + "\n"

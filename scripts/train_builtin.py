@@ -25,9 +25,16 @@ WINDOW = 256
 SHORT = 64
 # The geometry that LLaMA has at 2048 tokens with 10000: the same share of dimensions that never turn once.
 THETA = 500.0
-# Tokens in all, those of them in sequences of 64, and those of a batch; warm-up in steps; the share of the steps over
-# which the rate falls to zero.
-TOKENS, SHORT_TOKENS, BATCH_TOKENS, WARM, DECAY, RATE, SEED = 35_200_000, 6_000_000, 8192, 100, 0.3, 4e-3, 0
+TOKENS = 35_200_000
+# Tokens of the first part, in sequences of SHORT tokens.
+SHORT_TOKENS = 6_000_000
+BATCH_TOKENS = 8192
+# Steps of warm-up.
+WARM = 100
+# The share of the steps over which the rate falls to zero.
+DECAY = 0.3
+RATE = 4e-3
+SEED = 0
 # Shares of recall documents and of repeated random tokens among the rows, by their length; the rest is real text.
 SHARES = {SHORT: (0.25, 0.5), WINDOW: (0.4, 0.125)}
 
@@ -52,13 +59,20 @@ def new_model() -> LlamaForCausalLM:
     return LlamaForCausalLM(config)
 
 
+def stdlib_texts(split: str) -> list[str]:
+    """The modules of Python's standard library in a split."""
+    table = find_table(Source(name=STDLIB, split=split))
+    return [document.text for document in table.documents()]
+
+
 @torch.no_grad()
 def held_out_loss(model: torch.nn.Module, rows: torch.Tensor) -> float:
     """Mean loss in nats a token over `rows`, float32."""
     losses = []
     for batch in torch.split(rows, 16):
         logits = model(input_ids=batch, use_cache=False).logits[:, :-1].float()
-        losses.append(torch.nn.functional.cross_entropy(logits.flatten(0, 1), batch[:, 1:].flatten()).item())
+        loss = torch.nn.functional.cross_entropy(logits.flatten(0, 1), batch[:, 1:].flatten())
+        losses.append(loss.item())
     return sum(losses) / len(losses)
 
 
@@ -69,26 +83,28 @@ def main() -> None:
     torch.manual_seed(SEED)
     logging.set_verbosity_error()
     logging.disable_progress_bar()
-    texts, held_out = (
-        [document.text for document in find_table(Source(name=STDLIB, split=split)).documents()]
-        for split in ("train", "validation")
-    )
-    tokenizer, model = train_tokenizer(texts, VOCABULARY, WINDOW, SEED), new_model()
+    texts = stdlib_texts("train")
+    held_out = stdlib_texts("validation")
+    tokenizer = train_tokenizer(texts, VOCABULARY, WINDOW, SEED)
+    model = new_model()
     mixture = Mixture(tokenizer, texts, SHARES, SEED)
     ids = [token for text in held_out for token in tokenizer(text, verbose=False)["input_ids"]]
     held_out_rows = torch.tensor(ids[: 64 * WINDOW]).view(64, WINDOW)
     optimizers = optimizers_for(model, RATE)
     compiled: Any = torch.compile(model)
-    steps, started = TOKENS // BATCH_TOKENS, time.monotonic()
+    steps = TOKENS // BATCH_TOKENS
+    started = time.monotonic()
     for step in range(steps):
         length = SHORT if step * BATCH_TOKENS < SHORT_TOKENS else WINDOW
         rate = RATE * min(1.0, (step + 1) / WARM, (steps - step) / (DECAY * steps))
-        loss = train_step(compiled, optimizers, mixture.rows(BATCH_TOKENS // length, length), rate)
+        batch = mixture.rows(BATCH_TOKENS // length, length)
+        loss = train_step(compiled, optimizers, batch, rate)
         if step % 100 == 99 or step == steps - 1:
             perplexity = math.exp(held_out_loss(model, held_out_rows))
             seconds = time.monotonic() - started
             print(
-                f"step {step + 1} of {steps}: loss {loss:.4f}, held out {perplexity:.3f}, {seconds:.0f} s", flush=True
+                f"step {step + 1} of {steps}: loss {loss:.4f}, held out {perplexity:.3f}, {seconds:.0f} s",
+                flush=True,
             )
     save(model, tokenizer, output, torch.float16)
 

@@ -26,8 +26,10 @@ BACKENDS = {
 
 def ceilings(heads: int, width: int, tokens: int) -> dict[str, object]:
     """Operations a second of a bfloat16 product, bytes a second of a copy, and attention's operations by kernel."""
-    side, copied = (8192, 2**32) if ON_GPU else (256, 2**20)
-    left, right = (torch.randn(side, side, device=DEVICE, dtype=torch.bfloat16) for _ in range(2))
+    side = 8192 if ON_GPU else 256
+    copied = 2**32 if ON_GPU else 2**20
+    left = torch.randn(side, side, device=DEVICE, dtype=torch.bfloat16)
+    right = torch.randn(side, side, device=DEVICE, dtype=torch.bfloat16)
     source = torch.zeros(copied, device=DEVICE, dtype=torch.uint8)
     target = torch.empty_like(source)
     return {
@@ -76,4 +78,5 @@ def best_seconds(work: Callable[[], object]) -> float:
 
 
 if __name__ == "__main__":
-    print(json.dumps(ceilings(*map(int, sys.argv[1:]))))
+    heads, width, tokens = (int(number) for number in sys.argv[1:])
+    print(json.dumps(ceilings(heads, width, tokens)))

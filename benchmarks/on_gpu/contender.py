@@ -14,7 +14,9 @@ import time
 from pathlib import Path
 from typing import Any
 
-PI_LORA, PLAIN, UNSLOTH = "pi-lora", "TRL + PEFT", "Unsloth"
+PI_LORA = "pi-lora"
+PLAIN = "TRL + PEFT"
+UNSLOTH = "Unsloth"
 COMPILED = "pi-lora, torch.compile of each layer"
 LINEAR = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
 
@@ -98,21 +100,35 @@ def train_with_trl(recipe_file: Path, folder: str, unsloth: bool) -> None:
     from pi_lora.recipe.files import load_recipe
 
     recipe = load_recipe(recipe_file).recipe
-    base, tokens, rank = recipe.model.name, recipe.context.target, recipe.tuning.rank
-    alpha, quantized = recipe.tuning.lora_alpha, recipe.tuning.method == "qlora"
-    adapter = LoraConfig(r=rank, lora_alpha=alpha, target_modules="all-linear", task_type="CAUSAL_LM")
+    base = recipe.model.name
+    tokens = recipe.context.target
+    rank = recipe.tuning.rank
+    alpha = recipe.tuning.lora_alpha
+    quantized = recipe.tuning.method == "qlora"
+    adapter: LoraConfig | None = None
     if unsloth:
         model, _ = FastLanguageModel.from_pretrained(base, max_seq_length=tokens, load_in_4bit=quantized)
-        how = {"target_modules": LINEAR, "use_gradient_checkpointing": "unsloth"}
-        model, adapter = FastLanguageModel.get_peft_model(model, r=rank, lora_alpha=alpha, **how), None
+        model = FastLanguageModel.get_peft_model(
+            model,
+            r=rank,
+            lora_alpha=alpha,
+            target_modules=LINEAR,
+            use_gradient_checkpointing="unsloth",
+        )
     else:
-        types = {"bnb_4bit_quant_type": "nf4", "bnb_4bit_use_double_quant": True}
-        nf4 = BitsAndBytesConfig(load_in_4bit=True, bnb_4bit_compute_dtype=torch.bfloat16, **types)
+        adapter = LoraConfig(r=rank, lora_alpha=alpha, target_modules="all-linear", task_type="CAUSAL_LM")
+        nf4 = BitsAndBytesConfig(
+            load_in_4bit=True,
+            bnb_4bit_compute_dtype=torch.bfloat16,
+            bnb_4bit_quant_type="nf4",
+            bnb_4bit_use_double_quant=True,
+        )
         model = AutoModelForCausalLM.from_pretrained(
             base, dtype=torch.bfloat16, quantization_config=nf4 if quantized else None, device_map="auto"
         )
     sequences = recipe.training.global_batch_size
-    ids = torch.randint(0, model.config.vocab_size, (recipe.training.steps * sequences, tokens)).tolist()
+    rows = recipe.training.steps * sequences
+    ids = torch.randint(0, model.config.vocab_size, (rows, tokens)).tolist()
     arguments = SFTConfig(
         output_dir=folder,
         max_steps=recipe.training.steps,

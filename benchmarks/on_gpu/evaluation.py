@@ -26,8 +26,10 @@ WINDOWS_TIMED = 15
 
 def perplexity(loaded: Any, stride: int, window: int) -> dict[str, Any]:
     """Tokens scored a second by both ways, on one document of random tokens."""
-    length, vocabulary = window + WINDOWS_TIMED * stride, loaded.module.config.vocab_size
-    document = torch.randint(0, vocabulary, (length,), generator=torch.Generator().manual_seed(0)).tolist()
+    length = window + WINDOWS_TIMED * stride
+    vocabulary = loaded.module.config.vocab_size
+    generator = torch.Generator().manual_seed(0)
+    document = torch.randint(0, vocabulary, (length,), generator=generator).tolist()
     straightforward(loaded.module, [document[:window]], [window], stride)  # the first time chooses kernels
     plain = seconds_of(lambda: straightforward(loaded.module, [document], [window], stride))
     mine = seconds_of(lambda: ours(loaded.module, [document], [window], stride))
@@ -50,7 +52,8 @@ def passkey(loaded: Any, target: int, depths: int, trials: int, compared: int) -
     prompts = [test.trials(depth)[0] for depth in range(compared)]
     if prompts:
         plain(prompts[:1])
-        row["longlora"] = seconds_of(lambda: plain(prompts)) / compared * depths * trials
+        seconds = seconds_of(lambda: plain(prompts))
+        row["longlora"] = seconds / compared * depths * trials
     if torch.cuda.is_available():
         torch.cuda.reset_peak_memory_stats()
     row["pi_lora"] = seconds_of(
@@ -67,7 +70,8 @@ def main() -> None:
     if measure == "perplexity":
         row = perplexity(loaded, int(stride), int(length))
     else:
-        row = passkey(loaded, int(length), *map(int, grid))
+        depths, trials, compared = (int(number) for number in grid)
+        row = passkey(loaded, int(length), depths, trials, compared)
     print(json.dumps(row))
 
 

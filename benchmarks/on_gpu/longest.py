@@ -29,10 +29,14 @@ def longest_that_fits(step: int, most: int, fits: Callable[[int], bool]) -> int:
     >>> longest_that_fits(10, 1000, lambda tokens: tokens <= 345)
     340
     """
-    low, high = 1, most // step + 1
+    low = 1
+    high = most // step + 1
     while high - low > 1:
         middle = (low + high) // 2
-        low, high = (middle, high) if fits(middle * step) else (low, middle)
+        if fits(middle * step):
+            low = middle
+        else:
+            high = middle
     return low * step
 
 
@@ -47,5 +51,7 @@ def next_length(first: int, step: int, ran: Mapping[int, bool]) -> int | None:
     if not ran:
         return first
     ((tried, it_ran), *others) = ran.items()
-    tokens = max(step, int(tried * (1.1 if it_ran else 0.9) // step) * step)
+    ratio = 1.1 if it_ran else 0.9
+    steps = int(tried * ratio // step)
+    tokens = max(step, steps * step)
     return None if others or tokens in ran else tokens

@@ -22,8 +22,10 @@ PARTS = ("ceilings", "training", "neighbours", "levers", "evaluation", "demo", "
 METHODS = ("lora", "qlora", "full")
 ADAPTER_ALONE = {"tuning": {"modules_to_save": "nothing"}}
 LONG = 32768
-# A step of `longest` takes no more seconds, by the plan's speed; host memory is left to other things.
-SECONDS_PER_STEP, SHARE_OF_HOST = 60, 0.8
+# A step of `longest` takes no more seconds, by the plan's speed.
+SECONDS_PER_STEP = 60
+# The rest of the host's memory is left to other things.
+SHARE_OF_HOST = 0.8
 ERROR = re.compile(r"^[\w.]*(?:Error|Exception|Interrupt)\b", re.MULTILINE)
 
 Job = Mapping[str, Any]
@@ -36,41 +38,54 @@ def jobs(setting: Setting, part: str) -> Iterator[Job]:
     compared = {"part": part, "tokens": setting.compared, "method": "lora"}
     if part == "training":
         for method in METHODS:
-            yield from ({"part": part, "method": method, "tokens": tokens} for tokens in setting.lengths)
+            for tokens in setting.lengths:
+                yield {"part": part, "method": method, "tokens": tokens}
     elif part == "neighbours":
-        installed = [PI_LORA, PLAIN, *([UNSLOTH] if importlib.util.find_spec("unsloth") else [])]
-        for method in METHODS[:2]:
-            yield from ({**compared, "method": method, "contender": name} for name in installed)
+        contenders = [PI_LORA, PLAIN]
+        if importlib.util.find_spec("unsloth"):
+            contenders.append(UNSLOTH)
+        for method in ("lora", "qlora"):
+            for contender in contenders:
+                yield {**compared, "method": method, "contender": contender}
     elif part == "levers":
-        yield from ({**compared, "changes": changes} for changes in levers(tiny))
+        for changes in levers(tiny):
+            yield {**compared, "changes": changes}
         if not tiny:
             yield {**compared, "contender": COMPILED}
     elif part == "evaluation":
-        windows: tuple[int, ...] = (8192, 32768)
-        grid = (16384, 32, 10, 2)
-        memory = (32768, 4, 1, 0)
-        if tiny:
-            windows = (64,)
-            grid = (256, 2, 1, 1)
-            memory = (512, 1, 1, 0)
-        yield from ({"part": part, "measure": "perplexity", "tokens": window, "grid": ()} for window in windows)
-        for tokens, *rest in (grid, memory):
-            yield {"part": part, "measure": "passkey", "tokens": tokens, "grid": rest}
+        yield from evaluation_jobs(tiny)
     else:
         yield {"part": part}
+
+
+def evaluation_jobs(tiny: bool) -> Iterator[Job]:
+    """The jobs of `evaluation`: perplexity by window, a grid of passkeys, and a longer grid for its memory."""
+    windows: tuple[int, ...] = (8192, 32768)
+    grid = (16384, 32, 10, 2)
+    memory = (32768, 4, 1, 0)
+    if tiny:
+        windows = (64,)
+        grid = (256, 2, 1, 1)
+        memory = (512, 1, 1, 0)
+    for window in windows:
+        yield {"part": "evaluation", "measure": "perplexity", "tokens": window, "grid": ()}
+    for tokens, *rest in (grid, memory):
+        yield {"part": "evaluation", "measure": "passkey", "tokens": tokens, "grid": rest}
 
 
 def levers(tiny: bool) -> list[Changes]:
     """Changes of the recipe, each measured beside the first, which changes nothing; a CPU has not all of them."""
     chunks = {"training": {"mlp_chunk_tokens": 32 if tiny else 4096}}
-    checkpointing = [{"training": {"activation_checkpointing": kept}} for kept in (False, "selective", 2)]
+    checkpointing = [{"training": {"activation_checkpointing": value}} for value in (False, "selective", 2)]
     everywhere: list[Changes] = [{}, chunks, *checkpointing, ADAPTER_ALONE]
     if tiny:
         return everywhere
     offload = {"hardware": {"offload_activations": True}}
-    flash = [{"model": {"attention": "flash_attention_2"}}] if importlib.util.find_spec("flash_attn") else []
+    kernels: list[Changes] = [{"model": {"kernels": "liger"}}]
+    if importlib.util.find_spec("flash_attn"):
+        kernels.append({"model": {"attention": "flash_attention_2"}})
     paged = {"training": {"optimizer": "paged_adamw_8bit"}}  # last: managed memory can upset the card
-    return [*everywhere, {"model": {"kernels": "liger"}}, *flash, offload, {**chunks, **offload}, paged]
+    return [*everywhere, *kernels, offload, {**chunks, **offload}, paged]
 
 
 class Bench:
@@ -80,7 +95,8 @@ class Bench:
         import psutil
         import torch
 
-        self.setting, self.folder = setting, folder
+        self.setting = setting
+        self.folder = folder
         self.on_gpu = torch.cuda.is_available()
         self.memory = torch.cuda.get_device_properties(0).total_memory if self.on_gpu else 0
         self.host = psutil.virtual_memory().available
@@ -92,17 +108,27 @@ class Bench:
     def row(self, job: Job, seconds: float) -> Row:
         """Do a job, in at most so many seconds."""
         if job["part"] == "ceilings":
-            heads = self.setting.config["num_attention_heads"]
-            numbers = (heads, self.setting.config["hidden_size"] // heads, self.setting.compared)
-            return answer([str(HERE / "ceilings.py"), *map(str, numbers)], seconds)
+            return self.ceilings(seconds)
         if job["part"] == "evaluation":
-            base, stride = self.base(self.setting), 16 if self.setting.name == TINY else 256
-            add_weights(base)
-            words = [str(base), stride, job["measure"], job["tokens"], *job["grid"]]
-            return answer([str(HERE / "evaluation.py"), *map(str, words)], seconds)
+            return self.evaluate(job, seconds)
         if job["part"] == "demo":
             return self.demo(seconds)
         return self.train(job, seconds)
+
+    def ceilings(self, seconds: float) -> Row:
+        """The speeds of products, copies and attention in this shape."""
+        heads = self.setting.config["num_attention_heads"]
+        head_dim = self.setting.config["hidden_size"] // heads
+        words = [HERE / "ceilings.py", heads, head_dim, self.setting.compared]
+        return answer([str(word) for word in words], seconds)
+
+    def evaluate(self, job: Job, seconds: float) -> Row:
+        """The cost of one measurement."""
+        base = self.base(self.setting)
+        add_weights(base)
+        stride = 16 if self.setting.name == TINY else 256
+        words = [HERE / "evaluation.py", base, stride, job["measure"], job["tokens"], *job["grid"]]
+        return answer([str(word) for word in words], seconds)
 
     def demo(self, seconds: float) -> Row:
         """Seconds of `pi-lora train demo`, start to finish, as a user runs it."""
@@ -115,12 +141,14 @@ class Bench:
 
     def train(self, job: Job, seconds: float) -> Row:
         """Some steps of one contender, beside the plan; fewer layers where all weights train."""
-        tokens, setting = job["tokens"], self.setting
+        setting = self.setting
         if job["method"] == "full" and self.on_gpu:
             setting = self.layers_that_fit()
-        changes = job.get("changes", ADAPTER_ALONE if job["part"] == "neighbours" else {})
-        base, contender = self.base(setting), job.get("contender", PI_LORA)
-        recipe = setting.recipe(base, job["method"], tokens, changes)
+        default: Changes = ADAPTER_ALONE if job["part"] == "neighbours" else {}
+        changes = job.get("changes", default)
+        contender = job.get("contender", PI_LORA)
+        base = self.base(setting)
+        recipe = setting.recipe(base, job["method"], job["tokens"], changes)
         file = write_recipe(recipe, self.folder)
         plan = plan_of(file, self.card(job))
         row: Row = {
@@ -132,12 +160,23 @@ class Bench:
         if contender == PI_LORA:  # the plan is of its trainer, as it comes
             row["planned_bytes"] = plan["allocated"]
         add_weights(base)
-        steps = 1 if job["part"] == "longest" else 2 if tokens >= LONG else 3
-        cap = min(1.0, job["cap"] * 1e9 / self.memory) if job.get("cap") and self.on_gpu else 1.0
+        steps = steps_of(job)
+        memory_share = self.memory_share(job)
         answered = self.folder / "row.json"
         answered.unlink(missing_ok=True)
-        failure = run([str(HERE / "contender.py"), *map(str, (answered, steps, cap, contender, file))], seconds)
-        return row | (json.loads(answered.read_text()) if answered.is_file() else failure or {"failed": "no answer"})
+        words = [HERE / "contender.py", answered, steps, memory_share, contender, file]
+        failure = run([str(word) for word in words], seconds)
+        if answered.is_file():
+            measured: Row = json.loads(answered.read_text())
+            return row | measured
+        return row | (failure or {"failed": "no answer"})
+
+    def memory_share(self, job: Job) -> float:
+        """The share of the card's memory that a job may use, by its cap in GB."""
+        cap = job.get("cap")
+        if not cap or not self.on_gpu:
+            return 1.0
+        return float(min(1.0, cap * 1e9 / self.memory))
 
     def layers_that_fit(self) -> Setting:
         """As many layers of the shape as train in full at the compared length, by the plan."""
@@ -145,7 +184,8 @@ class Bench:
         def fits(layers: int) -> bool:
             setting = self.setting.with_layers(layers)
             recipe = setting.recipe(self.base(setting), "full", setting.compared)
-            return bool(plan_of(write_recipe(recipe, self.folder), self.card({}))["fits"])
+            plan = plan_of(write_recipe(recipe, self.folder), self.card({}))
+            return bool(plan["fits"])
 
         return self.setting.with_layers(longest_that_fits(4, self.setting.layers, fits))
 
@@ -158,27 +198,41 @@ class Bench:
         """The next length of `longest` under a cap in GB, after those that ran or did not."""
         setting = self.setting
         changes: Changes = CHANGES if self.on_gpu else CHANGES_ON_CPU
-        step, most = (1024, 2**20) if self.on_gpu else (setting.original * 2, 256)
+        step = 1024 if self.on_gpu else setting.original * 2
+        most = 2**20 if self.on_gpu else 256
         job: Row = {"part": "longest", "method": "qlora", "cap": cap, "changes": changes}
 
         def fits(tokens: int) -> bool:
-            recipe = write_recipe(setting.recipe(self.base(setting), "qlora", tokens, changes), self.folder)
-            plan = plan_of(recipe, self.card(job))
+            recipe = setting.recipe(self.base(setting), "qlora", tokens, changes)
+            plan = plan_of(write_recipe(recipe, self.folder), self.card(job))
             pinned = pinned_bytes(setting.layers, setting.config["hidden_size"], tokens)
             in_time = not plan["hours"] or plan["hours"] * 3600 / plan["steps"] <= SECONDS_PER_STEP
-            return plan["fits"] and pinned <= SHARE_OF_HOST * self.host and in_time
+            return bool(plan["fits"] and pinned <= SHARE_OF_HOST * self.host and in_time)
 
-        ran = {row["tokens"]: "step_seconds" in row for row in rows if row["part"] == "longest" and row["cap"] == cap}
-        tokens = next_length(0 if ran else longest_that_fits(step, most, fits), step, ran)
+        before = [row for row in rows if row["part"] == "longest" and row["cap"] == cap]
+        ran = {row["tokens"]: "step_seconds" in row for row in before}
+        first = 0 if ran else longest_that_fits(step, most, fits)
+        tokens = next_length(first, step, ran)
         return None if tokens is None else {**job, "tokens": tokens}
+
+
+def steps_of(job: Job) -> int:
+    """The steps of a contender: fewer of long sequences."""
+    if job["part"] == "longest":
+        return 1
+    return 2 if job["tokens"] >= LONG else 3
 
 
 def run(arguments: Sequence[str], seconds: float, output: str | None = None) -> Row | None:
     """Run Python with `arguments` for at most so many seconds; return the row that says why it failed, if it did."""
     environment = {"PYTORCH_ALLOC_CONF": "expandable_segments:True", **os.environ}
-    with tempfile.TemporaryFile("w+") as said, open(output or os.devnull, "w") as out:
+    with tempfile.TemporaryFile("w+") as errors, open(output or os.devnull, "w") as out:
         process = subprocess.Popen(
-            [sys.executable, *arguments], stdout=out, stderr=said, env=environment, start_new_session=True
+            [sys.executable, *arguments],
+            stdout=out,
+            stderr=errors,
+            env=environment,
+            start_new_session=True,
         )
         try:
             status = process.wait(seconds)
@@ -188,21 +242,28 @@ def run(arguments: Sequence[str], seconds: float, output: str | None = None) -> 
             if process.poll() is None:
                 os.killpg(process.pid, signal.SIGKILL)
                 process.wait()
-        said.seek(0)
-        return failure_of(said.read()) if status else None
+        errors.seek(0)
+        return failure_of(errors.read()) if status else None
 
 
 def answer(arguments: Sequence[str], seconds: float) -> Row:
     """The row that a Python process prints as its last line."""
     with tempfile.NamedTemporaryFile("r") as printed:
         failure = run(arguments, seconds, printed.name)
-        return failure or dict(json.loads(printed.read().splitlines()[-1]))
+        if failure:
+            return failure
+        lines = printed.read().splitlines()
+        return dict(json.loads(lines[-1]))
 
 
-def failure_of(said: str) -> Row:
+def failure_of(errors: str) -> Row:
     """The reason why a process failed: that memory ran out, or its exception from its first line on."""
-    if re.search(r"OutOfMemoryError|out of memory", said):
+    if re.search(r"OutOfMemoryError|out of memory", errors):
         return {"out_of_memory": True}
-    found = list(ERROR.finditer(said))
-    text = said[found[-1].start() :] if found else said.strip().rpartition("\n")[2]
-    return {"failed": " ".join(text.split())[:300] or "no message"}
+    exceptions = list(ERROR.finditer(errors))
+    if exceptions:
+        text = errors[exceptions[-1].start() :]
+    else:
+        _, _, text = errors.strip().rpartition("\n")
+    message = " ".join(text.split())
+    return {"failed": message[:300] or "no message"}
