@@ -4,6 +4,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from statistics import fmean
 from typing import Any
 
+import record  # noqa: F401  first: it finds scripts/
 from pages import made_on, table
 
 Row = Mapping[str, Any]

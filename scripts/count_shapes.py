@@ -1,12 +1,16 @@
 """Write the shape of each model whose config is shipped beside it: `make recipes` after a config is added."""
 
-import json
 from dataclasses import asdict
 
 from pi_lora.models.files import BUILTIN_FOLDER
-from pi_lora.models.source import SHIPPED_CONFIGS, resolve_model
+from pi_lora.models.source import SHAPE_FILE, SHIPPED_CONFIGS, resolve_model
+from pi_lora.storage import write_json
 
-for folder in (*SHIPPED_CONFIGS.iterdir(), BUILTIN_FOLDER / "tiny"):
-    shape = resolve_model(str(folder)).shape
-    content = json.dumps(asdict(shape), indent=2)
-    (folder / "shape.json").write_text(content + "\n", encoding="utf-8")
+
+def main() -> None:
+    for folder in (*SHIPPED_CONFIGS.iterdir(), BUILTIN_FOLDER / "tiny"):
+        write_json(folder / SHAPE_FILE, asdict(resolve_model(str(folder)).shape))
+
+
+if __name__ == "__main__":
+    main()

@@ -3,6 +3,7 @@
 import argparse
 import doctest
 import json
+import subprocess
 import sys
 from pathlib import Path
 from types import ModuleType
@@ -189,3 +190,26 @@ def test_failed_engines_are_recorded_as_rows(full_run: Path, monkeypatch: pytest
     assert rows == {"mlx": {"version": "mlx-lm==0.32.2", "failed": f"{full_run} | it"}}
     row = {**rows["mlx"], "machine": record.machine()}
     assert f"| mlx | **failed**: {full_run}   it |" in "".join(tables.engines({"cases": {"demo_1k": {"mlx": row}}}))
+
+
+# Imports a script as `python SCRIPT` would, with the folder of the script alone on the path.
+STARTED_ALONE = """
+import runpy, sys
+from pathlib import Path
+script = Path(sys.argv[1])
+sys.path = [str(script.parent), *(path for path in sys.path if Path(path).name not in ("benchmarks", "scripts"))]
+runpy.run_path(str(script), run_name="imported")
+"""
+# Packages that the scripts of the site and the notebook install for themselves.
+OF_OTHER_ENVIRONMENTS = ("nbformat", "nbclient", "mkdocs")
+
+
+@pytest.mark.parametrize(
+    "script",
+    sorted([*(ROOT / "benchmarks").glob("*.py"), *(ROOT / "scripts").glob("*.py")]),
+    ids=lambda script: f"{script.parent.name}/{script.stem}",
+)
+def test_a_script_finds_its_imports_by_itself(script: Path, python: str) -> None:
+    ended = subprocess.run([python, "-c", STARTED_ALONE, str(script)], capture_output=True, text=True)
+    if ended.returncode:
+        assert any(f"No module named '{name}" in ended.stderr for name in OF_OTHER_ENVIRONMENTS), ended.stderr

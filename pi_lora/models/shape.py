@@ -132,7 +132,7 @@ def _lora_numbers(linears: "Mapping[str, nn.Linear]", experts: "Mapping[str, nn.
         if "gate_up" in name:
             numbers *= 2
         per_rank["all-linear"] += numbers
-    return per_rank
+    return dict(sorted(per_rank.items()))
 
 
 def _count_parameters(module: "nn.Module") -> int:
