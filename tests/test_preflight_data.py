@@ -7,7 +7,7 @@ from conftest import run_command, small_recipe
 
 from pi_lora.preflight import check_data
 from pi_lora.recipe.files import dump_recipe
-from pi_lora.training.job import TrainingJob
+from pi_lora.training.job import pack_data
 
 
 def never(done: int, total: int, note: str = "") -> None:
@@ -33,4 +33,4 @@ def test_data_of_a_gpu_recipe_is_prepared_without_gpus_and_read_by_training(
     said = capsys.readouterr().out
     assert "data: 16 sequences of at most 128 tokens" in said
     assert f"{tmp_path / 'cache'}: has the data of {file}; pi-lora train reads it from there" in said
-    assert len(TrainingJob(recipe, check_data(recipe), Path()).pack(never).rows) == 16
+    assert len(pack_data(recipe, check_data(recipe), never).rows) == 16

@@ -197,12 +197,12 @@ def prepare(
         from pi_lora.preflight import check_data
         from pi_lora.recipe.files import load_recipe
         from pi_lora.storage import cache_folder
-        from pi_lora.training.job import TrainingJob
+        from pi_lora.training.job import pack_data
 
         resolved = load_recipe(path_of(recipe), as_words(overrides)).recipe
-        job = TrainingJob(resolved, check_data(resolved, permissions), Path(recipe))
+        source = check_data(resolved, permissions)
     with ui.progress("preparing data") as rows:
-        data = job.pack(rows)
+        data = pack_data(resolved, source, rows)
     for message in data.messages:
         ui.show(f"data: {message}")
     ui.show(f"{cache_folder()}: has the data of {recipe}; pi-lora train reads it from there")

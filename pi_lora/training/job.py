@@ -87,16 +87,8 @@ class TrainingJob:
             return "chunked"
 
     def pack(self, progress: Progress = silent) -> TrainingData:
-        """Return the packed sequences or the examples of the recipe; made once, then read from the cache."""
-        recipe, source = self.recipe, self.source
-        return training_data(
-            data=recipe.data,
-            training=recipe.training,
-            tokenizer=source.tokenizer,
-            original=source.original,
-            target=recipe.context.target,
-            progress=progress,
-        )
+        """Return the data of the recipe, as `pack_data` does."""
+        return pack_data(self.recipe, self.source, progress)
 
     def run(
         self, data: TrainingData, *, progress: Progress = silent, write_card: Callable[[Path], object] = no_card
@@ -194,6 +186,18 @@ class TrainingJob:
         if self.resume and is_main_process():
             checkpoint = run.checkpoint_to_resume()
         return all_gather_objects([checkpoint])[0]
+
+
+def pack_data(recipe: Recipe, source: ModelSource, progress: Progress = silent) -> TrainingData:
+    """Return the packed sequences or the examples of `recipe` for a model; made once, then read from the cache."""
+    return training_data(
+        data=recipe.data,
+        training=recipe.training,
+        tokenizer=source.tokenizer,
+        original=source.original,
+        target=recipe.context.target,
+        progress=progress,
+    )
 
 
 def load_for_tuning(recipe: Recipe, source: ModelSource) -> Any:

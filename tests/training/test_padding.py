@@ -12,7 +12,7 @@ from transformers.models.llama import modeling_llama
 
 from pi_lora.data.batches import collate
 from pi_lora.models.source import resolve_model
-from pi_lora.training.job import TrainingJob
+from pi_lora.training.job import pack_data
 
 PADDING = 1
 LENGTHS = ((30, 10), (15, 6), (20, 20))
@@ -71,5 +71,5 @@ def test_only_sdpa_gets_no_mask(
     assert set(masked) == {attention == "eager"}
     log = [json.loads(line) for line in (run / "training.jsonl").read_text().splitlines()]
     # Two steps are an epoch, whose tokens are counted without the padding.
-    tokens = sum(len(row["input_ids"]) for row in TrainingJob(recipe, resolve_model(str(lora_run)), Path()).pack().rows)
+    tokens = sum(len(row["input_ids"]) for row in pack_data(recipe, resolve_model(str(lora_run))).rows)
     assert [log[1]["tokens"], log[3]["tokens"]] == [tokens, 2 * tokens]
