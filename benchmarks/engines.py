@@ -25,7 +25,7 @@ from record import ROOT, read, write_row
 from pi_lora.api import extend, merge
 from pi_lora.errors import PiLoraError
 from pi_lora.models.files import BUILTIN_FOLDER
-from pi_lora.models.source import resolve_model
+from pi_lora.models.resolve import resolve_model
 from pi_lora.scaling.config import Method
 from pi_lora.serving.check import ReferenceComputer, Server, check_server
 from pi_lora.serving.gguf import CONVERTER, export_gguf

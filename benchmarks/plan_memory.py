@@ -17,7 +17,7 @@ from pathlib import Path
 from record import write_row
 
 from pi_lora.models.files import BUILTIN_FOLDER
-from pi_lora.models.source import resolve_for_training
+from pi_lora.models.resolve import resolve_for_training
 from pi_lora.planning.gpus import device_here
 from pi_lora.planning.training_plan import plan_training
 from pi_lora.recipe.files import load_recipe

@@ -33,7 +33,7 @@ def bare(recipe: Recipe, warm: int) -> tuple[float, float]:
 
     from pi_lora.data.batches import collate, training_data
     from pi_lora.models.device import has_fast_bfloat16
-    from pi_lora.models.source import resolve_for_training
+    from pi_lora.models.resolve import resolve_for_training
 
     transformers.logging.set_verbosity_error()
     training = recipe.training

@@ -14,7 +14,8 @@ from pi_lora.data.sources import HELD_OUT_KEYS, PINNED
 from pi_lora.errors import ModelError, PiLoraError, RecipeError, first_line
 from pi_lora.models.adapter import check_shape
 from pi_lora.models.files import BUILTIN
-from pi_lora.models.source import ModelSource, resolve_for_training
+from pi_lora.models.resolve import resolve_for_training
+from pi_lora.models.source import ModelSource
 from pi_lora.models.weights import read_weights
 from pi_lora.planning.advice import plan_lines
 from pi_lora.planning.training_plan import TrainingPlan

@@ -3,7 +3,7 @@
 from dataclasses import asdict
 
 from pi_lora.models.files import BUILTIN_FOLDER
-from pi_lora.models.source import SHAPE_FILE, SHIPPED_CONFIGS, resolve_model
+from pi_lora.models.resolve import SHAPE_FILE, SHIPPED_CONFIGS, resolve_model
 from pi_lora.storage import write_json
 
 

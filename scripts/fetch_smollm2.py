@@ -21,7 +21,7 @@ from tokenizers import pre_tokenizers
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from pi_lora.models.files import save_config
-from pi_lora.models.source import own_entries
+from pi_lora.models.resolve import own_entries
 from pi_lora.models.tokenizer import save_tokenizer
 from pi_lora.run import staged
 

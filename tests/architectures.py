@@ -20,7 +20,8 @@ from transformers import CONFIG_MAPPING, AutoModelForCausalLM, PreTrainedConfig,
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
 from pi_lora.errors import ScalingError
-from pi_lora.models.source import ModelSource, resolve_model
+from pi_lora.models.resolve import resolve_model
+from pi_lora.models.source import ModelSource
 from pi_lora.scaling.config import (
     FULL_ATTENTION,
     LOCAL_ATTENTION,

@@ -27,7 +27,8 @@ from transformers import LlamaConfig, LlamaForCausalLM
 from pi_lora import api, cli
 from pi_lora.evaluation.probe import Probe
 from pi_lora.models.files import BUILTIN_FOLDER
-from pi_lora.models.source import ModelSource, resolve_for_training
+from pi_lora.models.resolve import resolve_for_training
+from pi_lora.models.source import ModelSource
 from pi_lora.planning.gpus import Gpu
 from pi_lora.planning.training_plan import TrainingPlan, plan_training
 from pi_lora.preflight import check

@@ -29,7 +29,7 @@ from on_gpu.setting import TINY, setting_of  # noqa: E402
 from pages import block  # noqa: E402
 
 from pi_lora.cli import app  # noqa: E402
-from pi_lora.models.source import SHIPPED_CONFIGS, resolve_model  # noqa: E402
+from pi_lora.models.resolve import SHIPPED_CONFIGS, resolve_model  # noqa: E402
 from pi_lora.recipe.files import load_recipe  # noqa: E402
 from pi_lora.serving.check import ReferenceComputer  # noqa: E402
 

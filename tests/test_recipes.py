@@ -11,7 +11,7 @@ from pydantic import BaseModel
 
 import pi_lora
 from pi_lora.evaluation.suite import MEASUREMENTS
-from pi_lora.models.source import SHIPPED_CONFIGS, shipped_folder
+from pi_lora.models.resolve import SHIPPED_CONFIGS, shipped_folder
 from pi_lora.planning.gpus import CPU, find_gpu
 from pi_lora.planning.training_plan import TrainingPlan
 from pi_lora.recipe.files import load_recipe, recipe_paths, recipe_summary

@@ -9,7 +9,7 @@ from typing import Any
 
 import pi_lora
 from pi_lora.models.files import BUILTIN_FOLDER
-from pi_lora.models.source import resolve_model
+from pi_lora.models.resolve import resolve_model
 from pi_lora.recipe.files import dump_recipe
 from pi_lora.recipe.schema import Recipe
 

@@ -54,7 +54,7 @@ def merge(
     ui = ui_of(progress)
     with ui.working(LIBRARIES):
         from pi_lora.merging.merging import MERGE_FILE, Merged, plan_merge
-        from pi_lora.models.source import adapter_folder, require_adapter
+        from pi_lora.models.resolve import adapter_folder, require_adapter
         from pi_lora.report.card import CARD, card_of
         from pi_lora.report.scores import MeasuredRun
         from pi_lora.run import check_output, staged

@@ -47,7 +47,8 @@ def resolve(
         ModelError: The model is missing, incomplete or not the one that a run was tuned from.
         ScalingError: The model cannot be extended.
     """
-    from pi_lora.models.source import ModelSource, resolve_model
+    from pi_lora.models.resolve import resolve_model
+    from pi_lora.models.source import ModelSource
 
     if isinstance(model, str | os.PathLike):
         return resolve_model(name_of(model), extension, permissions=permissions, revision=revision, base=base)

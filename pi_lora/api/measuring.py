@@ -226,7 +226,7 @@ def evaluate_run(
     name = name_of(run)
     with ui.working(LIBRARIES):
         from pi_lora.evaluation.suite import requested_of_run, scores_of, scores_table
-        from pi_lora.models.source import run_folder
+        from pi_lora.models.resolve import run_folder
         from pi_lora.run import TUNED, Run
 
         folder = Run(run_folder(name))

@@ -99,7 +99,7 @@ def resolve_training(
     # Ctrl-C ends at once until all libraries are imported: some turn it into an error of their own.
     with ui.working(LIBRARIES):
         from pi_lora.evaluation.probe import better_scaling
-        from pi_lora.models.source import resolve_for_training
+        from pi_lora.models.resolve import resolve_for_training
         from pi_lora.preflight import check, plan_or_refuse
         from pi_lora.training.job import TrainingJob
 
@@ -236,7 +236,7 @@ def plan(
         RecipeError: The recipe is wrong.
         PiLoraError: The device is not known, or the model cannot be found or extended.
     """
-    from pi_lora.models.source import resolve_for_training
+    from pi_lora.models.resolve import resolve_for_training
     from pi_lora.planning.advice import plan_lines
     from pi_lora.planning.gpus import device_for
     from pi_lora.planning.training_plan import plan_training

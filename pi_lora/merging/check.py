@@ -17,7 +17,8 @@ from pi_lora.models.device import device, free_memory
 from pi_lora.models.files import find_file, read_config
 from pi_lora.models.loaded import load_base, load_model
 from pi_lora.models.quiet import quiet_loading
-from pi_lora.models.source import ModelSource, resolve_model
+from pi_lora.models.resolve import resolve_model
+from pi_lora.models.source import ModelSource
 from pi_lora.models.weights import StoredTensor, read_weights, spans
 from pi_lora.scaling.config import window_of
 from pi_lora.scaling.verify import config_of, rotary_frequencies

@@ -11,8 +11,9 @@ from pi_lora.merging.check import check_logits, check_model, check_tensors
 from pi_lora.merging.deltas import OutputTensor, match_tensors, write_tensors
 from pi_lora.models.files import public_name
 from pi_lora.models.quiet import quiet_loading
+from pi_lora.models.resolve import base_of_adapter, require_adapter
 from pi_lora.models.saving import save_without_weights
-from pi_lora.models.source import ModelSource, base_of_adapter, require_adapter
+from pi_lora.models.source import ModelSource
 from pi_lora.models.weights import read_weights
 from pi_lora.scaling.config import ORIGINAL_WINDOW, Config, with_legacy_rope_keys
 from pi_lora.scaling.verify import build_on_meta, config_of

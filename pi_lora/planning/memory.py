@@ -68,8 +68,8 @@ _FULL = {"bfloat16": (8, 4), "autocast": (11, 4), "float32": (10, 8)}
 _LORA = {"bfloat16": (6, 4), "autocast": (7, 4), "float32": (6, 8), "casts": (16, 5)}
 # Tensors that the backward of the MLP adds.
 _BACKWARD = {"bfloat16": (2, 2), "autocast": (2, 2), "float32": (4, 4), "casts": (6, 1.75)}
-# LoRA on experts adds its product to their weights: bytes per number of one layer's experts at the peak, of which 2.0
-# are kept.
+# LoRA on experts adds a product to the weights of the experts: bytes at the peak per number of one layer's experts. The
+# backward keeps 2.0 of them.
 ADAPTED_EXPERTS = 2.7
 # Tensors of the hidden width at the peak of a chunked MLP, beyond kept ones and those of a chunk; full tuning takes 8.
 _AROUND_CHUNKS = 12

@@ -18,7 +18,7 @@ from pi_lora.data.examples import data_problems
 from pi_lora.data.sources import find_table, held_out_text, share_to_hold_out
 from pi_lora.errors import PiLoraError, RecipeError, RunExistsError
 from pi_lora.models.files import BUILTIN
-from pi_lora.models.source import resolve_model
+from pi_lora.models.resolve import resolve_model
 from pi_lora.models.tokenizer import has_chat_template
 from pi_lora.planning.advice import Changes, memory_saving_changes, plan_lines, replanned
 from pi_lora.planning.gpus import CPU, Gpu, device_here, find_gpu

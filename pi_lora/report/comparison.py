@@ -19,7 +19,8 @@ from pi_lora.evaluation.suite import (
     scores_of,
     setting_of,
 )
-from pi_lora.models.source import ModelSource, run_folder
+from pi_lora.models.resolve import run_folder
+from pi_lora.models.source import ModelSource
 from pi_lora.report.scores import MeasuredRun, shown_metrics
 from pi_lora.run import BASE, TUNED
 from pi_lora.types import MEASURE_ONCE, SILENT, UI, MeasureOptions

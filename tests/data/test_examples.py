@@ -17,7 +17,7 @@ from pi_lora.data.batches import training_data
 from pi_lora.data.examples import SUMMARIZE, Prompter, Task, data_problems
 from pi_lora.data.sources import find_table
 from pi_lora.errors import DataError
-from pi_lora.models.source import resolve_model
+from pi_lora.models.resolve import resolve_model
 from pi_lora.models.tokenizer import load_tokenizer
 from pi_lora.recipe.schema import Data, Source, Training
 

@@ -24,7 +24,7 @@ from transformers import AutoModelForCausalLM, TrainerCallback
 
 from pi_lora import preflight
 from pi_lora.distributed import is_main_process
-from pi_lora.models.source import resolve_for_training
+from pi_lora.models.resolve import resolve_for_training
 from pi_lora.recipe.schema import Recipe
 from pi_lora.training import job, trainer
 from pi_lora.training.job import TrainingJob

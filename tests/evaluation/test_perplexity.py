@@ -22,7 +22,7 @@ from pi_lora.evaluation import perplexity
 from pi_lora.evaluation.measurement import Session, as_json
 from pi_lora.evaluation.perplexity import Perplexity, choose_documents
 from pi_lora.models.loaded import LoadedModel
-from pi_lora.models.source import resolve_model
+from pi_lora.models.resolve import resolve_model
 from pi_lora.recipe.evaluation import PerplexityOptions
 from pi_lora.recipe.files import RECIPE_FILE, dump_recipe, load_recipe
 from pi_lora.terminal import out as terminal

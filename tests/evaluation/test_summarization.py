@@ -16,7 +16,7 @@ from pi_lora.errors import Interrupted
 from pi_lora.evaluation.generation import generate
 from pi_lora.evaluation.measurement import Session
 from pi_lora.evaluation.summarization import Summarization, complete
-from pi_lora.models.source import resolve_model
+from pi_lora.models.resolve import resolve_model
 from pi_lora.recipe.evaluation import Sampling, SummarizationOptions
 from pi_lora.recipe.schema import Recipe
 

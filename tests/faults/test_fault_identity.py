@@ -12,7 +12,7 @@ from safetensors.torch import load_file, save_file
 
 from pi_lora.api import load, merge
 from pi_lora.errors import Interrupted, ModelError
-from pi_lora.models.source import resolve_model
+from pi_lora.models.resolve import resolve_model
 from pi_lora.run import RUN_FILE, Run, staging_path
 from pi_lora.types import Permissions
 

@@ -16,7 +16,7 @@ from pi_lora.errors import Diverged, ModelError
 from pi_lora.evaluation.measurement import Session
 from pi_lora.evaluation.passkey import Passkey
 from pi_lora.models.loaded import load_base
-from pi_lora.models.source import resolve_model
+from pi_lora.models.resolve import resolve_model
 from pi_lora.recipe.evaluation import PasskeyOptions
 from pi_lora.run import Run, staging_path
 from pi_lora.training.callbacks import StopOnDivergence

@@ -17,7 +17,7 @@ from transformers import AutoModelForCausalLM
 
 from pi_lora.api import load, merge
 from pi_lora.errors import ModelError
-from pi_lora.models.source import resolve_model
+from pi_lora.models.resolve import resolve_model
 from pi_lora.models.weights import StoredTensor
 from pi_lora.scaling.config import Extension
 

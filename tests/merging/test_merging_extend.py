@@ -12,7 +12,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from pi_lora.api import load
 from pi_lora.errors import ModelError
 from pi_lora.evaluation.probe import probe
-from pi_lora.models.source import resolve_model
+from pi_lora.models.resolve import resolve_model
 from pi_lora.recipe.evaluation import ProbeOptions
 from pi_lora.scaling.config import Extension
 

@@ -16,7 +16,7 @@ from conftest import BUILTIN, small_recipe, train
 from torch.nn.functional import cross_entropy
 
 from pi_lora.api import load, merge
-from pi_lora.models.source import resolve_model
+from pi_lora.models.resolve import resolve_model
 from pi_lora.serving.gguf import CONVERTER, export_gguf
 
 LLAMA_CPP = "0.3.36"

@@ -14,7 +14,7 @@ from transformers import LlamaConfig
 from pi_lora.api import load
 from pi_lora.models.adapter import prepare_for_tuning
 from pi_lora.models.loaded import load_base
-from pi_lora.models.source import resolve_model
+from pi_lora.models.resolve import resolve_model
 from pi_lora.recipe.schema import Tuning
 
 pytestmark = [

@@ -9,7 +9,7 @@ import pytest
 from random_runs import TOKENIZER
 
 from pi_lora.errors import ModelError
-from pi_lora.models.source import resolve_model
+from pi_lora.models.resolve import resolve_model
 
 
 @pytest.fixture

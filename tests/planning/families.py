@@ -7,8 +7,8 @@ import torch
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedConfig
 
 from pi_lora.models.quiet import quiet_loading
+from pi_lora.models.resolve import resolve_for_training
 from pi_lora.models.shape import Shape, shape_of
-from pi_lora.models.source import resolve_for_training
 from pi_lora.planning.gpus import CPU, find_gpu
 from pi_lora.planning.training_plan import TrainingPlan, plan_training
 from pi_lora.recipe.schema import Recipe

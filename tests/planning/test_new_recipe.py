@@ -15,7 +15,7 @@ from conftest import plan_of, run_captured, train
 from pi_lora.data.chats import NO_CHATS_WARNING
 from pi_lora.data.sources import evaluation_documents, find_table
 from pi_lora.errors import PiLoraError
-from pi_lora.models.source import resolve_model
+from pi_lora.models.resolve import resolve_model
 from pi_lora.planning import new_recipe as choosing
 from pi_lora.planning.advice import plan_lines
 from pi_lora.planning.gpus import CPU, GPUS, device_for, device_here, find_gpu

@@ -20,8 +20,8 @@ from transformers import AutoModelForCausalLM
 
 from pi_lora.errors import ModelError, PiLoraError
 from pi_lora.models.files import BUILTIN_FOLDER
+from pi_lora.models.resolve import SHIPPED_CONFIGS, resolve_model, shipped_folder
 from pi_lora.models.shape import Shape, shape_of
-from pi_lora.models.source import SHIPPED_CONFIGS, resolve_model, shipped_folder
 from pi_lora.planning.advice import advice, plan_lines
 from pi_lora.planning.flops import flops_of_training
 from pi_lora.planning.gpus import CPU, GIB, GPUS, MIB, device_for, find_gpu, gpu_of_device

@@ -8,8 +8,8 @@ import pytest
 from families import on_meta, plan_of
 from transformers import AutoConfig
 
+from pi_lora.models.resolve import resolve_model, shipped_folder
 from pi_lora.models.shape import Shape, shape_of
-from pi_lora.models.source import resolve_model, shipped_folder
 from pi_lora.planning.gpus import CPU, GIB, GPUS
 from pi_lora.planning.memory import DeviceMemory, memory
 from pi_lora.recipe.files import load_recipe

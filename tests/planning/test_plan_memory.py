@@ -13,8 +13,8 @@ from torch.utils._pytree import tree_leaves
 from transformers import AutoModelForCausalLM, Glm4Config, LlamaConfig, PreTrainedConfig, Qwen3Config
 
 from pi_lora.models.adapter import disable_input_dtype_casting, prepare_for_tuning
+from pi_lora.models.resolve import resolve_model
 from pi_lora.models.shape import shape_of
-from pi_lora.models.source import resolve_model
 from pi_lora.planning.flops import trained_parameters
 from pi_lora.planning.memory import (
     ADAPTED_EXPERTS,

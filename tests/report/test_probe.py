@@ -16,7 +16,7 @@ from pi_lora.evaluation.measurement import Session
 from pi_lora.evaluation.passkey import Passkey
 from pi_lora.evaluation.perplexity import Perplexity
 from pi_lora.evaluation.probe import Probe, Probed, TargetResult, choose_best, probe, read_probe
-from pi_lora.models.source import resolve_model
+from pi_lora.models.resolve import resolve_model
 from pi_lora.recipe.evaluation import PasskeyOptions, PerplexityOptions, ProbeOptions
 from pi_lora.recipe.files import dump_recipe
 from pi_lora.scaling.config import Extension

@@ -27,7 +27,7 @@ from transformers import (
 )
 
 from pi_lora.errors import ScalingError
-from pi_lora.models.source import resolve_model
+from pi_lora.models.resolve import resolve_model
 from pi_lora.scaling.config import (
     Extension,
     Method,

@@ -7,7 +7,7 @@ import torch
 from transformers import AutoConfig, AutoModelForCausalLM, DynamicCache
 
 from pi_lora.api import merge
-from pi_lora.models.source import resolve_model
+from pi_lora.models.resolve import resolve_model
 from pi_lora.serving.commands import cache_bytes
 
 # Numbers a token and layer, by the papers and model cards.

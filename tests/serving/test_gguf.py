@@ -8,7 +8,7 @@ from random_runs import put_on_hub
 
 from pi_lora import cli
 from pi_lora.errors import ModelError, RunExistsError
-from pi_lora.models.source import resolve_model
+from pi_lora.models.resolve import resolve_model
 from pi_lora.scaling.config import Extension
 from pi_lora.serving.gguf import CONVERTER, export_gguf, find_converter
 

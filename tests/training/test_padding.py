@@ -11,7 +11,7 @@ from conftest import small_recipe, train
 from transformers.models.llama import modeling_llama
 
 from pi_lora.data.batches import collate
-from pi_lora.models.source import resolve_model
+from pi_lora.models.resolve import resolve_model
 from pi_lora.training.job import pack_data
 
 PADDING = 1

@@ -12,7 +12,7 @@ from pi_lora.evaluation.measurement import as_json
 from pi_lora.evaluation.suite import measure
 from pi_lora.models.adapter import prepare_for_tuning
 from pi_lora.models.loaded import LoadedModel, load_base
-from pi_lora.models.source import resolve_model
+from pi_lora.models.resolve import resolve_model
 from pi_lora.recipe.evaluation import Evaluation
 from pi_lora.recipe.files import load_recipe
 from pi_lora.scaling.config import Extension

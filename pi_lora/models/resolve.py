@@ -1,0 +1,264 @@
+"""The models that users name, resolved: hub ids, folders, built-in models, runs and adapters."""
+
+import json
+import os
+from dataclasses import replace
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from huggingface_hub import snapshot_download
+
+from pi_lora.errors import ModelError
+from pi_lora.models.files import (
+    ADAPTER_CONFIG_FILE,
+    ADAPTER_WEIGHTS_FILE,
+    BUILTIN,
+    BUILTIN_FOLDER,
+    CONFIG_FILE,
+    SETTINGS_FILE,
+    TOKENIZER_FILES,
+    find_file,
+    is_local,
+    locate,
+    read_adapter_settings,
+    read_config,
+    readable,
+)
+from pi_lora.models.shape import Shape
+from pi_lora.models.source import Base, ModelSource
+from pi_lora.recipe.files import RECIPE_FILE
+from pi_lora.recipe.schema import Recipe
+from pi_lora.run import Run, check_finished
+from pi_lora.scaling.config import (
+    Config,
+    Extension,
+    check_reach,
+    full_attention_rope,
+    is_extension_of,
+    method_of,
+    normalize_max_positions,
+    scale_of,
+    with_legacy_rope_keys,
+)
+from pi_lora.storage import read_json
+from pi_lora.types import NO_PERMISSIONS, Json, Permissions
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedConfig
+
+FILES_OF_RUNS = ["*.json", "*.yaml", ADAPTER_WEIGHTS_FILE, *TOKENIZER_FILES]
+# Config and shape of the hub models that the recipes name, so that these are planned offline and without torch.
+SHIPPED_CONFIGS = Path(__file__).parent / "configs"
+SHAPE_FILE = "shape.json"
+# Config entries that an adapter and its base have in common.
+COMMON_ENTRIES = ("model_type", "hidden_size", "num_hidden_layers", "num_attention_heads", "vocab_size")
+
+
+def resolve_model(
+    name: str,
+    extension: Extension | None = None,
+    *,
+    permissions: Permissions = NO_PERMISSIONS,
+    revision: str = "main",
+    base: str | None = None,
+    shipped: bool = False,
+) -> ModelSource:
+    """Resolve a hub id, a folder of full weights, `builtin:tiny`, or a run or adapter.
+
+    Args:
+        name: The model as the user names it.
+        extension: How to extend a plain base; a run is extended as its config says.
+        permissions: Whether code of the model may run, and a run be used whose base changed.
+        revision: The branch, tag or commit of a hub id; all files are read at one commit of it.
+        base: The base of a run or adapter, if it moved.
+        shipped: Take config and shape of a model that a recipe names from the package, which is enough for a plan.
+
+    Raises:
+        ModelError: The model is missing, incomplete, or not the one that an adapter was tuned from.
+        ScalingError: The model cannot be extended.
+    """
+    shipped_base = _shipped_base(name, revision) if shipped else None
+    if shipped_base:
+        source = ModelSource(name, shipped_base, shipped_base.config)
+        return source.extended(extension) if extension else source
+    folder = adapter_folder(name, revision)
+    if folder:
+        if extension is not None:
+            raise ModelError(
+                f"{name}: brings its own scaling; "
+                "leave out --original, --target and --scaling (in a recipe: scaling: keep), or merge it first"
+            )
+        resolved_base = base_of_adapter(folder, base, permissions)
+        return _resolve_adapter(name, folder, resolved_base)
+    resolved_base = _resolve_base(name, revision, permissions)
+    source = ModelSource(name, resolved_base, with_legacy_rope_keys(resolved_base.config))
+    return source.extended(extension) if extension else source
+
+
+def resolve_for_training(
+    recipe: Recipe, *, permissions: Permissions = NO_PERMISSIONS, shipped: bool = False
+) -> ModelSource:
+    """Resolve the model of `recipe`, extended as the recipe says, or as it is under `scaling: keep`."""
+    context = recipe.context
+    extension = None
+    if recipe.scaling != "keep":
+        extension = Extension(
+            context.target,
+            original=context.original,
+            scaling=recipe.scaling,
+            theta=context.theta,
+        )
+    source = resolve_model(
+        recipe.model.name,
+        extension,
+        permissions=permissions,
+        revision=recipe.model.revision,
+        shipped=shipped,
+    )
+    if recipe.scaling == "keep":
+        check_reach(recipe.model.name, source.config, context.target)
+    return source
+
+
+def adapter_folder(name: str, revision: str = "main") -> Path | None:
+    """Return the folder of an adapter, downloaded if `name` is a hub id; None if it is another kind of model."""
+    if (Path(name) / ADAPTER_CONFIG_FILE).is_file():
+        return Path(name)
+    check_finished(Path(name))
+    if "/" not in name or is_local(name):
+        return None
+    settings = find_file(name, ADAPTER_CONFIG_FILE, revision)
+    return _downloaded_run(name, settings) if settings else None
+
+
+def require_adapter(name: str, adapter: Path | None) -> Path:
+    """Return the folder of the adapter of the model `name`; raise ModelError if the model is no adapter."""
+    if adapter is None:
+        raise ModelError(f"{name}: holds no adapter; name a run of lora tuning (full tuning needs no merge)")
+    return adapter
+
+
+def run_folder(name: str) -> Path:
+    """Return the folder of a run; of a hub id the one in the cache, with its scores."""
+    if is_local(name):
+        return Path(name)
+    recipe = find_file(name, RECIPE_FILE)
+    return _downloaded_run(name, recipe) if recipe else Path(name)
+
+
+def _downloaded_run(name: str, file: Path) -> Path:
+    """Return the folder in the cache of the hub with the files of a run, without full weights and pictures.
+
+    The files are those of the commit that `file` was downloaded from: the cache has a folder for each commit.
+    """
+    commit = file.parent.name
+    return Path(snapshot_download(name, revision=commit, allow_patterns=FILES_OF_RUNS))
+
+
+def base_of_adapter(folder: Path, base: str | None = None, permissions: Permissions = NO_PERMISSIONS) -> Base:
+    """Resolve the base that an adapter folder names, or another `base`; raise ModelError if there is neither."""
+    if base:
+        return _resolve_base(base, "main", permissions)
+    settings = read_adapter_settings(folder)
+    recorded = Run(folder).metadata.origin
+    name = settings.base_model_name_or_path
+    if not name:
+        raise ModelError(
+            f"{folder / ADAPTER_CONFIG_FILE}: base_model_name_or_path: is missing; "
+            "name the base there, or with --base MODEL"
+        )
+    revision = settings.revision or "main"
+    if recorded and (recorded.commit or (recorded.path and Path(recorded.path).exists())):
+        # As recorded by the training: a relative path means another folder from elsewhere, and branches move.
+        resolved = _resolve_base(recorded.path or name, recorded.commit or revision, permissions)
+        return replace(resolved, name=name)
+    if recorded and recorded.path and not Path(name).exists():
+        raise ModelError(f"{folder}: its base is no longer in {recorded.path}; say where it is with --base MODEL")
+    return _resolve_base(name, revision, permissions)
+
+
+def own_entries(config: "PreTrainedConfig") -> Config:
+    """Return a config as a dictionary, without common defaults and the path it was read from."""
+    from transformers import PreTrainedConfig
+
+    common = PreTrainedConfig(name_or_path=config.name_or_path).to_dict()
+    own = {}
+    for key, value in config.to_dict().items():
+        if key not in common or common[key] != value:
+            own[key] = value
+    return own
+
+
+def shipped_folder(name: str) -> Path:
+    """Return the folder where the config and shape of a hub or built-in model are shipped, if they are."""
+    if name.startswith(BUILTIN):
+        return BUILTIN_FOLDER / name.removeprefix(BUILTIN)
+    return SHIPPED_CONFIGS / name.replace("/", "--")
+
+
+def _shipped_base(name: str, revision: str) -> Base | None:
+    """Return the base of a shipped config and shape, or None. Other revisions than `main` may have another shape."""
+    folder = shipped_folder(name)
+    if revision != "main" or os.path.isdir(name) or not (folder / SHAPE_FILE).is_file():
+        return None
+    config = json.loads((folder / CONFIG_FILE).read_bytes())
+    shape = Shape(**json.loads((folder / SHAPE_FILE).read_bytes()))
+    return Base(
+        name=name,
+        path=str(folder),
+        revision=revision,
+        permissions=NO_PERMISSIONS,
+        config=config,
+        shipped_shape=shape,
+    )
+
+
+def _resolve_adapter(name: str, folder: Path, base: Base) -> ModelSource:
+    """Return an adapter under the config that it was tuned under; raise ModelError if base and config disagree."""
+    config = read_config(folder)
+    base_config = with_legacy_rope_keys(base.config)
+    base_entries = {key: base_config.get(key) for key in COMMON_ENTRIES}
+    adapter_entries = {key: config.get(key) for key in COMMON_ENTRIES}
+    if method_of(config) != "theta":
+        base_entries["rope_theta"] = full_attention_rope(base_config)["rope_theta"]
+        adapter_entries["rope_theta"] = full_attention_rope(config)["rope_theta"]
+    differing = []
+    for key, entry in base_entries.items():
+        if entry != adapter_entries[key]:
+            differing.append(f"{key} {entry} instead of {adapter_entries[key]}")
+    if not is_extension_of(config, base_config):
+        differing.append(f"its own scale {scale_of(base_config):g} does not lead to {scale_of(config):g}")
+    if differing:
+        raise ModelError(f"{folder}: was not tuned from {base.name}: {'; '.join(differing)}; name its own base")
+    return ModelSource(name, base, config, adapter=folder)
+
+
+def _resolve_base(name: str, revision: str, permissions: Permissions) -> Base:
+    from transformers import AutoConfig
+
+    from pi_lora.models.quiet import quiet_loading
+
+    path = locate(name)
+    if not os.path.isdir(path):
+        config_file = find_file(path, CONFIG_FILE, revision)
+        if config_file:
+            revision = config_file.parent.name  # the commit: a push between two reads changes nothing
+    with readable(name, CONFIG_FILE), quiet_loading():
+        config = AutoConfig.from_pretrained(path, revision=revision, trust_remote_code=permissions.trust_remote_code)
+    own = own_entries(config)
+    for kind, code in own.get("auto_map", {}).items():
+        if isinstance(code, str) and "--" not in code:
+            # As transformers marks code on the hub: the classes of this config are loaded from there.
+            own["auto_map"][kind] = f"{Path(path).resolve()}--{code}"
+    if full_attention_rope(own).get("rope_type") == "linear":
+        settings_file = find_file(path, SETTINGS_FILE, revision)
+        settings = read_json(settings_file, Json, "download it again") if settings_file else {}
+        own = normalize_max_positions(own, settings.get("model_max_length"))
+    return Base(
+        name=name,
+        path=path,
+        revision=revision,
+        permissions=permissions,
+        config=own,
+        config_class=type(config),
+    )
