@@ -9,7 +9,7 @@ from conftest import run_captured, small_recipe
 from safetensors.torch import load_file, save_file
 
 import pi_lora
-from pi_lora.errors import PiLoraError, RecipeError
+from pi_lora.errors import Interrupted, PiLoraError, RecipeError
 from pi_lora.evaluation.measurement import as_json
 from pi_lora.recipe.files import dump_recipe
 
@@ -114,3 +114,17 @@ def test_options_that_come_too_late_are_refused(small_model: Path, lora_run: Pat
     assert pi_lora.resolve(pi_lora.resolve(small_model), extension=extension).window == 128
     with pytest.raises(PiLoraError, match="brings its own scaling"):
         pi_lora.resolve(pi_lora.resolve(lora_run), extension=extension)
+
+
+def test_a_loaded_model_has_no_journal_since_its_weights_may_change(
+    small_model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("PI_LORA_CACHE", str(tmp_path))
+
+    def stop(done: int, total: int, note: str = "") -> None:
+        raise KeyboardInterrupt
+
+    for model, is_journalled in ((pi_lora.load(small_model), False), (small_model, True)):
+        with pytest.raises((KeyboardInterrupt, Interrupted)):
+            pi_lora.evaluate(model, "passkey", target=256, depths=2, trials=1, progress=stop)
+        assert bool(list(tmp_path.glob("evaluations/*"))) is is_journalled

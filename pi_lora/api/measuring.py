@@ -1,14 +1,13 @@
 """Measurements of models and runs, the probe of untuned scalings, and comparisons."""
 
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 from pi_lora.api.inputs import (
     AnyModel,
     FilePath,
     dtype_of,
     join_launched_processes,
-    load,
     name_of,
     path_of,
     refuse_options,
@@ -152,14 +151,16 @@ def evaluate_perplexity(
         ModelError: The model cannot be found or loaded.
         PiLoraError: An option is wrong.
     """
-    from pi_lora.evaluation.measurement import Session
-    from pi_lora.evaluation.perplexity import Perplexity
-    from pi_lora.recipe.evaluation import PerplexityOptions
-
-    values = {"data": data, "windows": windows, "stride": stride, "documents": documents}
-    options = section_of(PerplexityOptions, values)
-    with ui_of(progress).progress("perplexity") as passes:
-        return Perplexity().run(load(model), options, Session(passes))
+    scores = evaluate(
+        model,
+        "perplexity",
+        data=data,
+        windows=windows,
+        stride=stride,
+        documents=documents,
+        progress=progress,
+    )
+    return cast("PerplexityScores", scores)
 
 
 def evaluate_passkey(
@@ -189,13 +190,16 @@ def evaluate_passkey(
         ModelError: The model cannot be found or loaded.
         PiLoraError: An option is wrong.
     """
-    from pi_lora.evaluation.measurement import Session
-    from pi_lora.evaluation.passkey import Passkey
-    from pi_lora.recipe.evaluation import PasskeyOptions
-
-    options = section_of(PasskeyOptions, {"target": target, "depths": depths, "trials": trials, "seed": seed})
-    with ui_of(progress).progress("passkey") as prompts:
-        return Passkey().run(load(model), options, Session(prompts))
+    scores = evaluate(
+        model,
+        "passkey",
+        target=target,
+        depths=depths,
+        trials=trials,
+        seed=seed,
+        progress=progress,
+    )
+    return cast("PasskeyScores", scores)
 
 
 def evaluate_run(

@@ -53,6 +53,8 @@ def evaluate(
     """
     check_can_write(*files.values())
     sources = [model.source if isinstance(model, LoadedModel) else model for model in models]
+    # The weights of a model that was given loaded may be others than those in its files.
+    journalled = not any(isinstance(model, LoadedModel) for model in models)
     with ui.working("preparing the measurements"):
         # The names of scores begin with the measurement: `perplexity`, or `perplexity-text_novels`.
         measurements = {name: MEASUREMENTS[name.partition("-")[0]] for name in requested}
@@ -63,7 +65,7 @@ def evaluate(
     scores: dict[str, list[Scores]] = {name: [] for name in requested}
     loaded: LoadedModel | None = None
     for name, options in prepared.items():
-        with Session(say=ui.say, shared=True) as session:
+        with Session(say=ui.say, shared=True, journalled=journalled) as session:
             for model in models:
                 if isinstance(model, LoadedModel):
                     loaded = model
