@@ -94,6 +94,10 @@ def _check_model(recipe: Recipe, permissions: Permissions) -> ModelSource:
     source = resolve_for_training(recipe, permissions=permissions)
     if source.adapter:
         check_shape(source.adapter, recipe.tuning, source.base.meta_model)
+    if recipe.hardware.context_parallel > 1 and source.shape.sliding_layers:
+        # accelerate 1.15 takes the masks away that tell sliding windows.
+        windows = f"sliding windows of {source.shape.sliding_window} tokens"
+        raise RecipeError([f"hardware.context_parallel: the model has {windows}; leave it out"])
     return source
 
 

@@ -11,8 +11,8 @@ from safetensors import SafetensorError
 from transformers import AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
 
 from pi_lora.errors import ModelError, first_line
+from pi_lora.models.attention import use_blockwise
 from pi_lora.models.device import (
-    SDPA,
     device,
     dtype_named,
     dtype_of_base,
@@ -126,9 +126,10 @@ def load_model(source: ModelSource, dtype: str | None = None) -> LoadedModel:
 
 
 def load_base(
-    source: ModelSource, dtype: torch.dtype, *, attention: str = SDPA, placement: Placement = "device"
+    source: ModelSource, dtype: torch.dtype, *, attention: str = "auto", placement: Placement = "device"
 ) -> PreTrainedModel:
-    """Load the base of `source` under the config of `source`, without an adapter.
+    """Load the base of `source` under the config of `source`, without an adapter. `auto` is the blockwise kernel; other
+    kernels are named as transformers names them.
 
     A `quantized` model computes in `dtype`; NF4 is always made from bfloat16, as in training.
 
@@ -151,7 +152,7 @@ def load_base(
                 base.path,
                 config=source.typed_config,
                 dtype=QUANTIZED_FROM if placement == "quantized" else dtype,
-                attn_implementation=attention,
+                attn_implementation=None if attention == "auto" else attention,
                 use_safetensors=True,
                 # Reported below, with the names.
                 ignore_mismatched_sizes=True,
@@ -162,6 +163,8 @@ def load_base(
             )
         except (OSError, ValueError, RuntimeError, SafetensorError) as error:
             raise ModelError(f"{base.name}: its weights cannot be loaded ({first_line(error)})") from error
+        if attention == "auto":
+            use_blockwise(module)
     _check_complete(base.name, report)
     if placement == "quantized":
         _compute_in(dtype, module)
@@ -194,8 +197,13 @@ def empty_module(config: PreTrainedConfig, dtype: torch.dtype, attention: str, t
     """
     with quiet_loading(), init_empty_weights():
         model: PreTrainedModel = AutoModelForCausalLM.from_config(
-            config, trust_remote_code=trust_remote_code, dtype=dtype, attn_implementation=attention
+            config,
+            trust_remote_code=trust_remote_code,
+            dtype=dtype,
+            attn_implementation=None if attention == "auto" else attention,
         )
+        if attention == "auto":
+            use_blockwise(model)
     for module in model.modules():
         for name, weight in list(module.named_parameters(recurse=False)):
             setattr(module, name, torch.nn.Parameter(torch.empty_like(weight, device="cpu")))

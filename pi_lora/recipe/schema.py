@@ -37,7 +37,7 @@ class Model(Section):
     dtype: Dtype | None = None
     """Dtype of the loaded weights. By default chosen by the tuning method."""
     attention: Literal["auto", "sdpa", "flash_attention_2", "flash_attention_3", "flash_attention_4", "eager"] = "auto"
-    """Attention implementation of transformers; auto is torch's (sdpa)."""
+    """Attention implementation of transformers; auto is sdpa, with sliding windows, sinks and soft caps in blocks."""
     kernels: Literal["transformers", "liger"] = "transformers"
     """Kernels of norms, MLPs and rotary embeddings: transformers' own, or Liger Kernel."""
 

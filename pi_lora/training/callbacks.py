@@ -25,7 +25,7 @@ from pi_lora.distributed import (
 )
 from pi_lora.errors import Diverged, Interrupted
 from pi_lora.evaluation.suite import measure, requested_measurements, write_scores
-from pi_lora.models.device import SDPA
+from pi_lora.models.attention import use_blockwise
 from pi_lora.models.loaded import LoadedModel
 from pi_lora.models.quiet import quiet_loading
 from pi_lora.models.weights import finite
@@ -280,7 +280,7 @@ def stop_after_step() -> Iterator[list[int]]:
 
 @contextmanager
 def _as_when_loaded(tuned: LoadedModel) -> Iterator[None]:
-    """Let a model that trains compute as `load_model` will make it compute: with torch's kernel, in the dtype of its
+    """Let a model that trains compute as `load_model` will make it compute: with its kernel, in the dtype of its
     weights unless under autocast. accelerate 1.15 puts autocast around the forward of the model that it prepares, and
     keeps the model's own as `_original_forward`. Under FSDP2 there is none: the sharded layers compute as their policy
     says.
@@ -291,7 +291,7 @@ def _as_when_loaded(tuned: LoadedModel) -> Iterator[None]:
     wrapped = vars(module).get("forward")
     original = None if tuned.autocast else vars(module).get("_original_forward")
     module.eval()
-    module.set_attn_implementation(SDPA)
+    use_blockwise(module)
     if original is not None:
         module.forward = original
     try:

@@ -204,7 +204,9 @@ def load_for_tuning(recipe: Recipe, source: ModelSource) -> Any:
     """Load the model and make trainable what trains. A quantized one goes to every device; others are spread by FSDP
     from the host memory of the main process, which alone reads them, or copied by data parallelism.
     """
-    attention = devices.SDPA if recipe.model.attention == "auto" else recipe.model.attention
+    attention: str = recipe.model.attention
+    if recipe.hardware.context_parallel > 1:
+        attention = devices.SDPA  # the only kernel that accelerate divides
     base = load_base(
         source, devices.dtype_of_base(recipe), attention=attention, placement=_placement(recipe, world_size() > 1)
     )

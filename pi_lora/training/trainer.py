@@ -24,6 +24,7 @@ from pi_lora.data.batches import LengthGroups, TrainingData, collate
 from pi_lora.errors import ModelError
 from pi_lora.models import adapter as adapters
 from pi_lora.models import device as devices
+from pi_lora.models.attention import BLOCKWISE
 from pi_lora.models.device import device
 from pi_lora.models.loaded import LoadedModel
 from pi_lora.planning.memory import LossKernel
@@ -137,7 +138,7 @@ class Trainer(SFTTrainer):
         # Without a mask torch chooses its fast kernel. FlashAttention leaves padding out by itself, and the loss that
         # balances experts needs the mask.
         balances_experts = bool(model.source.config.get("output_router_logits"))
-        self.unmasked = recipe.data.has_examples and model.kernel == devices.SDPA and not balances_experts
+        self.unmasked = recipe.data.has_examples and model.kernel in (devices.SDPA, BLOCKWISE) and not balances_experts
         if self.is_fsdp_enabled:
             self._sum_in_float32()
 

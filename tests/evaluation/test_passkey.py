@@ -181,7 +181,7 @@ def scores(stretched: LoadedModel) -> PasskeyScores:
 
 def test_passkey_scores_hold_their_options(scores: PasskeyScores) -> None:
     assert (scores.model, scores.scale, scores.target, scores.seed) == ("builtin:tiny", 1.25, 320, 0)
-    assert (scores.kernel, scores.dtype, scores.decoding) == ("sdpa", "float32", "greedy")
+    assert (scores.kernel, scores.dtype, scores.decoding) == ("blockwise", "float32", "greedy")
     assert [row.k for row in scores.depths] == [80, 160, 240, 320]
     for row in scores.depths:
         assert row.outcomes is not None

@@ -63,7 +63,7 @@ def test_perplexity_scores_hold_their_options(loaded: LoadedModel, folder: Path)
         "model": loaded.name,
         "scale": 1.0,
         "dtype": "float32",
-        "kernel": "sdpa",
+        "kernel": "blockwise",
         "window": 64,
         "data": str(folder),
         "documents": 3,

@@ -1,0 +1,326 @@
+"""Attention in blocks of queries: sliding windows, chunks, sinks and soft caps, exactly as the config says.
+
+transformers' `sdpa` gives a layer with a sliding window a mask of queries x keys, and refuses models with attention
+sinks or soft caps. Here a block of queries meets only the keys that it can see, so that a layer with a window of w
+tokens takes O(n w) time and memory instead of O(n^2). Plain causal layers run transformers' `sdpa` as it is.
+
+`AttentionInterface` and `AttentionMaskInterface` of transformers know the kernel as `blockwise`. A model passes the
+mask function of each layer type, which knows windows, chunks, padding and packed sequences, and this module asks it
+about one block at a time.
+"""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import cached_property, partial
+from typing import Any, NamedTuple
+
+import torch
+from torch.nn.functional import dropout as drop
+from torch.nn.functional import pad, scaled_dot_product_attention
+from torch.utils.checkpoint import checkpoint
+from transformers import AttentionInterface, AttentionMaskInterface
+from transformers.integrations.sdpa_attention import sdpa_attention_forward
+from transformers.masking_utils import (
+    and_masks,
+    causal_mask_function,
+    padding_mask_function,
+    prepare_padding_mask,
+    sdpa_mask,
+)
+
+BLOCKWISE = "blockwise"
+# Queries and keys of a block: at most so many, and no more than the window (measured on a CPU: half a window of 512
+# tokens, and a whole one of 128, are the fastest).
+BLOCK = 256
+# Kernels are fast for widths that are multiples of 8.
+SINK_CHANNELS = 8
+# Models that index or add to masks themselves, and need them as tensors. No config says so.
+MAKE_OWN_MASKS = {"axk2", "deepseek_v32", "deepseek_v4", "doge", "dots3_note_text", "glm_moe_dsa", "hy_v4"}
+
+# Whether a query sees a key, from the indices of batch, head, query and key, which broadcast.
+MaskFunction = Callable[[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]
+
+
+class Block(NamedTuple):
+    """A range of queries, and the range of keys that they can see."""
+
+    queries: range
+    keys: range
+
+
+@dataclass(frozen=True)
+class BlockwiseMask:
+    """Which keys the queries see, evaluated for one block at a time.
+
+    Attributes:
+        sees: The mask function of transformers.
+        batch: The number of sequences.
+        queries: The indices of the queries in the sequence; with a cache they do not begin at 0.
+        keys: The indices of the keys.
+        reach: The most keys that a query sees, itself included; None if all before it.
+        causal: Whether no query sees a later key, nor one beyond `reach`. Otherwise the mask function is asked.
+        device: The device of the masks.
+    """
+
+    sees: MaskFunction
+    batch: int
+    queries: range
+    keys: range
+    reach: int | None
+    causal: bool
+    device: torch.device | str
+
+    @property
+    def size(self) -> int:
+        """Queries and keys of a block."""
+        return min(BLOCK, self.reach or BLOCK)
+
+    @cached_property
+    def blocks(self) -> Sequence[Block]:
+        """The blocks, as offsets into queries and keys; made once for all layers of a type."""
+        return [self._block(rows) for rows in _ranges(len(self.queries), self.size)]
+
+    def _block(self, rows: range) -> Block:
+        """Return the block of some queries. Its keys begin and end with whole blocks of keys."""
+        if self.causal:
+            reach = self.reach or len(self.keys)
+            first = self.queries[rows.start] - reach + 1 - self.keys.start
+            stop = self.queries[rows[-1]] + 1 - self.keys.start
+        else:
+            visible = self.part(Block(rows, range(len(self.keys)))).any(dim=(0, 1, 2)).nonzero()
+            first = int(visible.min()) if len(visible) else 0
+            stop = int(visible.max()) + 1 if len(visible) else 1
+        whole_blocks_before = max(0, first) // self.size
+        whole_blocks_until = -(-stop // self.size)
+        end = min(whole_blocks_until * self.size, len(self.keys))
+        return Block(rows, range(whole_blocks_before * self.size, end))
+
+    def part(self, block: Block) -> torch.Tensor:
+        """Return the boolean mask of a block: (batch, 1, queries, keys)."""
+        batch = torch.arange(self.batch, device=self.device)[:, None, None, None]
+        head = torch.zeros(1, 1, 1, 1, dtype=torch.long, device=self.device)
+        queries = torch.arange(block.queries.start, block.queries.stop, device=self.device) + self.queries.start
+        keys = torch.arange(block.keys.start, block.keys.stop, device=self.device) + self.keys.start
+        visible = self.sees(batch, head, queries[None, None, :, None], keys[None, None, None, :])
+        return visible.expand(-1, 1, len(queries), len(keys))
+
+
+def _ranges(length: int, size: int) -> list[range]:
+    return [range(start, min(start + size, length)) for start in range(0, length, size)]
+
+
+def blockwise_mask(
+    *,
+    batch_size: int,
+    q_length: int,
+    kv_length: int,
+    q_offset: int = 0,
+    kv_offset: int = 0,
+    mask_function: MaskFunction = causal_mask_function,
+    attention_mask: torch.Tensor | None = None,
+    local_size: int | None = None,
+    allow_is_causal_skip: bool = True,
+    use_vmap: bool = False,
+    device: torch.device | str = "cpu",
+    **others: Any,
+) -> BlockwiseMask | torch.Tensor | None:
+    """Return the mask of a layer type, with the arguments of `transformers.masking_utils.sdpa_mask`: None for plain
+    causal attention, which needs none.
+    """
+    if use_vmap:  # a mask function of the user that may not broadcast
+        mask: torch.Tensor | None = sdpa_mask(
+            batch_size=batch_size,
+            q_length=q_length,
+            kv_length=kv_length,
+            q_offset=q_offset,
+            kv_offset=kv_offset,
+            mask_function=mask_function,
+            attention_mask=attention_mask,
+            local_size=local_size,
+            allow_is_causal_skip=allow_is_causal_skip,
+            use_vmap=True,
+            device=device,
+            **others,
+        )
+        return mask
+    padding = None
+    if attention_mask is not None and not attention_mask.all():
+        padding = prepare_padding_mask(attention_mask, kv_length, kv_offset)
+        mask_function = and_masks(mask_function, padding_mask_function(padding))
+    sees_all = local_size is None or kv_length < local_size
+    aligned = q_length in (1, kv_length)
+    if allow_is_causal_skip and padding is None and sees_all and aligned:
+        return None
+    return BlockwiseMask(
+        sees=mask_function,
+        batch=batch_size,
+        queries=range(int(q_offset), int(q_offset) + q_length),
+        keys=range(kv_offset, kv_offset + kv_length),
+        reach=local_size,
+        causal=allow_is_causal_skip,
+        device=device,
+    )
+
+
+def blockwise_attention(
+    module: torch.nn.Module,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    attention_mask: BlockwiseMask | torch.Tensor | None,
+    *,
+    dropout: float = 0.0,
+    scaling: float | None = None,
+    softcap: float | None = None,
+    s_aux: torch.Tensor | None = None,
+    **options: Any,
+) -> tuple[torch.Tensor, None]:
+    """Return the output of attention, (batch, queries, heads, width), with the arguments of transformers' kernels.
+
+    Args:
+        module: The attention layer.
+        query: (batch, heads, queries, width).
+        key: (batch, key heads, keys, width).
+        value: (batch, key heads, keys, width).
+        attention_mask: The mask that `blockwise_mask` returns, or a tensor that the model made.
+        dropout: The share of weights that are dropped.
+        scaling: The factor on the scores, by default 1/sqrt(width).
+        softcap: The cap c of scores s: c tanh(s / c) (Gemma 2, section 2).
+        s_aux: The attention sinks by head: the score of a key without value (gpt-oss).
+        options: Arguments of `sdpa`.
+    """
+    if softcap is None and s_aux is None and not isinstance(attention_mask, BlockwiseMask):
+        output, _ = sdpa_attention_forward(
+            module, query, key, value, attention_mask, dropout=dropout, scaling=scaling, **options
+        )
+        return output, None
+    mask = attention_mask if isinstance(attention_mask, BlockwiseMask) else _causal(query, key)
+    scale = query.shape[-1] ** -0.5 if scaling is None else scaling
+    width = value.shape[-1]
+    sink = None
+    if s_aux is not None:
+        query, key, value, sink = _with_sink_channels(query, key, value, s_aux / scale)
+    query_blocks = torch.split(query, mask.size, dim=2)
+    key_blocks = torch.split(key, mask.size, dim=2)
+    value_blocks = torch.split(value, mask.size, dim=2)
+    outputs = []
+    for queries, block in zip(query_blocks, mask.blocks, strict=True):
+        visible = mask.part(block)
+        if isinstance(attention_mask, torch.Tensor):
+            visible = _part_of(attention_mask, block)
+        among = slice(block.keys.start // mask.size, -(-block.keys.stop // mask.size))
+        keys = key_blocks[among]
+        values = value_blocks[among]
+        if sink is not None:
+            keys = (sink, *keys)
+            values = (torch.zeros_like(sink[..., : value.shape[-1]]), *values)
+            visible = pad(visible, (1, 0), value=visible.dtype == torch.bool)
+        of_block = (queries, torch.cat(keys, dim=2), torch.cat(values, dim=2), visible)
+        if softcap is None:
+            output = _attend(*of_block, scale=scale, dropout=dropout)
+        else:
+            # Scores and weights of all blocks would be kept for the backward pass.
+            capped = partial(_attend_capped, scale=scale, dropout=dropout, softcap=softcap)
+            output = checkpoint(capped, *of_block, use_reentrant=False)
+        outputs.append(output[..., :width])
+    return torch.cat(outputs, dim=2).transpose(1, 2).contiguous(), None
+
+
+def _causal(query: torch.Tensor, key: torch.Tensor) -> BlockwiseMask:
+    """Return the mask of causal attention, whose last query sees the last key."""
+    keys = key.shape[2]
+    return BlockwiseMask(
+        sees=causal_mask_function,
+        batch=1,
+        queries=range(keys - query.shape[2], keys),
+        keys=range(keys),
+        reach=None,
+        causal=True,
+        device=query.device,
+    )
+
+
+def _part_of(mask: torch.Tensor, block: Block) -> torch.Tensor:
+    queries = slice(block.queries.start, block.queries.stop)
+    keys = slice(block.keys.start, block.keys.stop)
+    return mask[:, :, queries, keys]
+
+
+def _with_sink_channels(
+    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, sinks: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Return query, key and value with more channels, and the key of the sink: 1 in the first new channel, else 0.
+
+    The queries of a head have there the sink of the head, and so their product with that key is the score of the sink,
+    for every kernel and its gradients. The value of the sink is 0, so the sink takes weight and gives nothing.
+    """
+    batch, heads, queries, width = query.shape
+    of_heads = sinks.to(query.dtype).view(1, heads, 1, 1).expand(batch, heads, queries, 1)
+    query = pad(torch.cat([query, of_heads], dim=-1), (0, SINK_CHANNELS - 1))
+    key = pad(key, (0, SINK_CHANNELS))
+    value = pad(value, (0, SINK_CHANNELS))
+    sink = torch.zeros_like(key[:, :, :1])
+    sink[..., width] = 1
+    return query, key, value, sink
+
+
+def _folded(query: torch.Tensor, keys: torch.Tensor, visible: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return the queries of all heads that share keys as queries of one head, with their mask.
+
+    Keys need not be repeated for the heads, and the products of matrices are larger.
+    """
+    batch, heads, queries, width = query.shape
+    key_heads = keys.shape[1]
+    groups = heads // key_heads
+    folded = query.reshape(batch, key_heads, groups * queries, width)
+    if visible.shape[1] == 1:
+        return folded, visible.repeat(1, 1, groups, 1)
+    return folded, visible.reshape(len(visible), key_heads, groups * queries, -1)
+
+
+def _attend(
+    query: torch.Tensor,
+    keys: torch.Tensor,
+    values: torch.Tensor,
+    visible: torch.Tensor,
+    *,
+    scale: float,
+    dropout: float,
+) -> torch.Tensor:
+    """Return the output of one block by torch's kernel: (batch, heads, queries, width)."""
+    folded, mask = _folded(query, keys, visible)
+    output = scaled_dot_product_attention(folded, keys, values, attn_mask=mask, dropout_p=dropout, scale=scale)
+    return output.reshape(*query.shape[:-1], -1)
+
+
+def _attend_capped(
+    query: torch.Tensor,
+    keys: torch.Tensor,
+    values: torch.Tensor,
+    visible: torch.Tensor,
+    *,
+    scale: float,
+    dropout: float,
+    softcap: float,
+) -> torch.Tensor:
+    """Return the output of one block with capped scores, which no kernel of torch for CPUs has."""
+    folded, mask = _folded(query, keys, visible)
+    scores = softcap * torch.tanh(folded @ keys.mT * scale / softcap)
+    if mask.dtype == torch.bool:
+        mask = torch.zeros_like(mask, dtype=scores.dtype).masked_fill(~mask, torch.finfo(scores.dtype).min)
+    scores = scores + mask
+    weights = torch.softmax(scores, dim=-1, dtype=torch.float32).to(values.dtype)
+    output = drop(weights, dropout) @ values
+    return output.reshape(*query.shape[:-1], -1)
+
+
+def use_blockwise(model: Any) -> None:
+    """Let a model compute with this kernel. Models that make masks themselves, and those whose code has no choice of a
+    kernel, stay with transformers' default for them: `sdpa`, or `eager`.
+    """
+    if model.config.get_text_config().model_type not in MAKE_OWN_MASKS:
+        model.set_attn_implementation(BLOCKWISE)
+
+
+AttentionInterface.register(BLOCKWISE, blockwise_attention)
+AttentionMaskInterface.register(BLOCKWISE, blockwise_mask)
