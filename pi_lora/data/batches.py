@@ -28,7 +28,7 @@ from pi_lora.storage import cache_folder, make_once
 from pi_lora.types import Json, Progress, silent
 
 # Raise it with every change to how rows or recall documents are made: older caches are not taken for new ones.
-FORMAT = 7
+FORMAT = 8
 # The label that the loss ignores (torch's `ignore_index`).
 IGNORED = -100
 

@@ -52,6 +52,15 @@ class ChatTemplate:
         self.train_on_all = train_on_all
         self.special = [] if special_tokens else tokenizer.all_special_tokens
 
+    @property
+    def writes_bos(self) -> bool:
+        """Whether a chat begins with BOS."""
+        try:
+            text = self._rendered([{"role": "user", "content": "a"}])
+        except (TemplateError, TypeError, ValueError):
+            return False
+        return text.startswith(self.tokenizer.bos_token)
+
     def chats(self, rows: Iterable[NamedJson], longest: int, counts: Counter[str]) -> Iterator[tuple[str, Labelled]]:
         """Yield the chats of at most `longest` tokens by the names of their rows, and count the others by reason."""
         for row_name, row in rows:

@@ -5,13 +5,14 @@ import random
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import cached_property
 from typing import Any
 
 from pi_lora.data.chats import ChatTemplate
 from pi_lora.data.examples import Prompter
 from pi_lora.data.recall import recall_document
 from pi_lora.data.sources import RECALL, Table, format_counts
-from pi_lora.data.tokens import Labelled, Tokens, in_batches, padding_id, tokenized
+from pi_lora.data.tokens import Labelled, Tokens, added_bos, in_batches, padding_id, tokenized
 from pi_lora.errors import DataError
 from pi_lora.recipe.schema import Data, Source
 
@@ -44,19 +45,26 @@ def pose_positions(rng: random.Random, tokens: int, target: int, chunks: int) ->
     return positions
 
 
-def wrapped(documents: Iterable[Tokens], length: int) -> Iterator[list[int]]:
+def wrapped(documents: Iterable[Tokens], length: int, bos: int | None = None) -> Iterator[list[int]]:
     """Cut the continuous stream of `documents` into sequences of exactly `length` tokens; only the last rest is lost.
+    With `bos`, a sequence that begins within a document begins with that token, as every input of the model does.
 
     `trl.pack_dataset` (1.16) cuts each batch of documents by itself, and its sequences differ in length.
 
     >>> list(wrapped([[1, 2, 3], [4, 5], [6, 7]], length=3))
     [[1, 2, 3], [4, 5, 6]]
+    >>> list(wrapped([[0, 1, 2, 3, 4], [0, 5]], length=3, bos=0))
+    [[0, 1, 2], [0, 3, 4]]
     """
     stream = itertools.chain.from_iterable(documents)
-    sequence = list(itertools.islice(stream, length))
-    while len(sequence) == length:
+    while True:
+        sequence = list(itertools.islice(stream, 1))
+        if bos is not None and sequence != [bos]:
+            sequence.insert(0, bos)
+        sequence += itertools.islice(stream, length - len(sequence))
+        if len(sequence) < length:
+            return
         yield sequence
-        sequence = list(itertools.islice(stream, length))
 
 
 def total_tokens(sequence: Iterable[Labelled]) -> int:
@@ -137,17 +145,22 @@ class Stream:
         """The source as the recipe names it."""
         return self.table.source
 
+    @cached_property
+    def bos(self) -> int | None:
+        """The token that sequences begin with, if the tokenizer adds one."""
+        return added_bos(self.tokenizer)
+
     def rows(self) -> Iterator[list[Labelled]]:
         """Return the rows, until the source is used up; `builtin:recall` has no end."""
         if self.data.has_examples:
             return self._examples()
         if self.short:
-            return grouped(self._chats(), self.length, random.Random(self.data.seed))
+            return grouped(self._chats(self.short), self.length, random.Random(self.data.seed))
         if self.source.has_chats:
-            return packed(self._chats(), self.length)
+            return self._packed_chats()
         if self.source.name == RECALL:
             return self._unmasked(self._recall())
-        return self._unmasked(wrapped(self._documents(), self.length))
+        return self._unmasked(wrapped(self._documents(), self.length, self.bos))
 
     def encode(self, texts: Sequence[str]) -> list[Tokens]:
         """Return texts in token ids with the BOS of the tokenizer, if it has one, and EOS."""
@@ -194,17 +207,29 @@ class Stream:
                 ids += self.encode([text])[0]
             yield ids[: self.length]
 
-    def _chats(self) -> Iterator[Labelled]:
-        template = ChatTemplate(
+    @cached_property
+    def _template(self) -> ChatTemplate:
+        return ChatTemplate(
             self.tokenizer,
             train_on_all=self.data.loss == "all",
             special_tokens=self.data.special_tokens,
         )
-        longest = self.short or self.length
+
+    def _packed_chats(self) -> Iterator[list[Labelled]]:
+        """Yield sequences of chats that begin with BOS: that of the first chat, or one before it."""
+        before: list[Labelled] = []
+        if self.bos is not None and not self._template.writes_bos:
+            before = [Labelled([self.bos], [False])]
+        room = self.length - len(before)
+        for chats in packed(self._chats(room), room):
+            yield [*before, *chats]
+
+    def _chats(self, longest: int) -> Iterator[Labelled]:
+        """Yield the chats of at most `longest` tokens."""
         for epoch in range(self.data.epochs):
             rows = self.table.read([self.source.column], self.data.seed + epoch)
             counts = Counter() if epoch else self.counts
-            for _, chat in template.chats(rows, longest, counts):
+            for _, chat in self._template.chats(rows, longest, counts):
                 yield chat
 
     def _examples(self) -> Iterator[list[Labelled]]:

@@ -45,6 +45,13 @@ def tokenized(tokenizer: Any, texts: Sequence[str], special_tokens: bool = False
     return sequences
 
 
+def added_bos(tokenizer: Any) -> int | None:
+    """Return the BOS token that a tokenizer puts before a text; None if it puts none."""
+    ids = tokenizer("a")["input_ids"]
+    bos: int | None = tokenizer.bos_token_id
+    return bos if ids[0] == bos else None
+
+
 def _in_pieces(encode: Callable[..., Any], text: str) -> Tokens:
     plain = partial(encode, add_special_tokens=False)
     framed = encode("a")["input_ids"]

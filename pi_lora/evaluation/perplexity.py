@@ -1,6 +1,10 @@
 """Sliding-window perplexity (Press et al. 2022; paper.tex, section 3.2): the scored tokens of each window, sums of
 losses, typed scores, metrics and picture. Windows of all lengths start at the same offsets, so one forward pass over
 the longest window serves a whole sweep.
+
+Models whose tokenizer adds BOS have seen BOS first in all inputs, and many predict far worse without it. So each window
+begins with BOS, in place of the first token, which has no context and is not scored. As defined by Press et al., only
+the first window of a document begins with BOS.
 """
 
 import hashlib
@@ -11,13 +15,13 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from functools import partial
 from itertools import chain, pairwise
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
-from pydantic import Field
+from pydantic import Field, model_validator
 
 from pi_lora.data.documents import Document
 from pi_lora.data.sources import STDLIB, evaluation_documents
-from pi_lora.data.tokens import tokenized
+from pi_lora.data.tokens import added_bos, tokenized
 from pi_lora.drawing import Panel, draw_by_window, draw_curves
 from pi_lora.errors import DataError
 from pi_lora.evaluation.forward import (
@@ -40,6 +44,8 @@ from pi_lora.types import Json
 LossSum = tuple[str, float, int]
 # Bins of the loss by position.
 BINS = 32
+# Where scores say that BOS stands, by the option.
+BOS_IN: Mapping[str, Literal["each window", "each document"]] = {"window": "each window", "document": "each document"}
 # Nats a token; the perplexity of a greater mean loss is infinite.
 MOST_LOSS = 700.0
 # The paper's choice: 128 documents of 32768 tokens and more; it is not known which. The 12 documents of the standard
@@ -91,12 +97,23 @@ class PerplexityScores(Scores):
     data: str = ""
     documents: int | None = None
     documents_too_short: int | None = None
-    bos: bool | None = None
+    bos: Literal["each window", "each document", "none"] | None = None
     stride: int = 0
     weighting: str = "token"
     windows: list[WindowPerplexity]
     per_document: list[DocumentPerplexity] | None = None
     by_position: LossByPosition | None = None
+
+    @model_validator(mode="before")
+    @classmethod
+    def _bos_in_older_versions(cls, content: Any) -> Any:
+        """Convert scores of versions that put BOS before documents alone, and wrote whether the tokenizer adds it."""
+        if not isinstance(content, dict) or not isinstance(content.get("bos"), bool):
+            return content
+        if not content["bos"]:
+            return {**content, "bos": "none"}
+        options = {**content["options"], "bos": "document"}
+        return {**content, "bos": "each document", "options": options}
 
 
 class Perplexity(Measurement[PerplexityOptions, PerplexityScores]):
@@ -131,7 +148,9 @@ class Perplexity(Measurement[PerplexityOptions, PerplexityScores]):
         windows, stride = options.sweep(model.window)
         sweep = Sweep(windows, stride, bins=min(BINS, max(windows) - 1))
         documents, too_short = choose_documents(model, options, max(windows))
-        sums_by_document = _measure_documents(model, documents, sweep, session)
+        bos = added_bos(model.tokenizer)
+        bos_of_windows = bos if options.bos == "window" else None
+        sums_by_document = _measure_documents(model, documents, sweep, session, bos=bos_of_windows)
         per_document = []
         for document, sums in zip(documents, sums_by_document, strict=True):
             rows = window_scores(sums, windows)
@@ -144,7 +163,7 @@ class Perplexity(Measurement[PerplexityOptions, PerplexityScores]):
             data=options.data or "",
             documents=len(documents),
             documents_too_short=too_short,
-            bos=documents[0].ids[0] == model.tokenizer.bos_token_id,
+            bos="none" if bos is None else BOS_IN[options.bos],
             stride=stride,
             weighting="token",
             windows=window_scores(all_sums, windows),
@@ -155,9 +174,11 @@ class Perplexity(Measurement[PerplexityOptions, PerplexityScores]):
     def metrics(self, scores: PerplexityScores) -> list[Metric]:
         """Return the perplexity by window, with the values of the documents."""
         metrics = []
+        # Values with and without BOS in a window are no pairs.
+        bos = ", BOS in each window" if scores.bos == "each window" else ""
         for row in scores.windows:
             values = [
-                Value(f"{document.name} of {document.tokens} tokens", score.perplexity, score.tokens)
+                Value(f"{document.name} of {document.tokens} tokens{bos}", score.perplexity, score.tokens)
                 for document in scores.per_document or ()
                 for score in document.windows
                 if score.window == row.window
@@ -312,9 +333,17 @@ class Sweep:
                 yield Piece(start, stop, scored, score_all=start == 0 or by_position)
 
 
-def pass_losses(model: Any, document: Sequence[int], pieces: Sequence[Piece]) -> list[LossSum]:
-    """Return the losses of some pieces of a document, which go through the model together."""
-    ids = pad_rows(model, [document[piece.start : piece.stop] for piece in pieces])
+def pass_losses(model: Any, document: Sequence[int], pieces: Sequence[Piece], bos: int | None = None) -> list[LossSum]:
+    """Return the losses of some pieces of a document, which go through the model together. With `bos`, that token takes
+    the place of the first token of a piece.
+    """
+    rows = []
+    for piece in pieces:
+        row = list(document[piece.start : piece.stop])
+        if bos is not None:
+            row[0] = bos
+        rows.append(row)
+    ids = pad_rows(model, rows)
     needed: set[int] = set()
     for piece in pieces:
         for tokens in piece.scored.values():
@@ -331,7 +360,12 @@ def pass_losses(model: Any, document: Sequence[int], pieces: Sequence[Piece]) ->
 
 
 def _measure_documents(
-    model: LoadedModel, documents: Sequence[TokenizedDocument], sweep: Sweep, session: Session
+    model: LoadedModel,
+    documents: Sequence[TokenizedDocument],
+    sweep: Sweep,
+    session: Session,
+    *,
+    bos: int | None,
 ) -> list[list[LossSum]]:
     """Return the loss sums of the forward passes over each document. If the rotary frequencies follow the length of the
     input, each piece of each window goes through the model alone.
@@ -352,10 +386,10 @@ def _measure_documents(
     def measure(index: int) -> list[LossSum]:
         reset_dynamic_rope(model)
         number, pieces = passes[index]
-        return pass_losses(model.module, documents[number].ids, pieces)
+        return pass_losses(model.module, documents[number].ids, pieces, bos=bos)
 
     hashes = [hashlib.sha256(document.ids).hexdigest() for document in documents]
-    decided_by = {"sweep": asdict(sweep), "texts": hashes}
+    decided_by = {"sweep": asdict(sweep), "texts": hashes, "bos": bos}
     results = session.measure(model, decided_by, items=range(len(passes)), measure=measure)
     sums_by_document: list[list[LossSum]] = [[] for _ in documents]
     for (number, _), sums in zip(passes, results, strict=True):

@@ -15,7 +15,7 @@ from pi_lora.evaluation.benchmarks import Benchmarks
 from pi_lora.evaluation.chat import Chats
 from pi_lora.evaluation.measurement import Measurement, Metric, Scores, Session, as_json
 from pi_lora.evaluation.passkey import Passkey
-from pi_lora.evaluation.perplexity import Perplexity
+from pi_lora.evaluation.perplexity import BOS_IN, Perplexity, PerplexityScores
 from pi_lora.evaluation.ruler import Ruler
 from pi_lora.evaluation.summarization import Summarization
 from pi_lora.models.loaded import LoadedModel, load_model
@@ -158,7 +158,7 @@ def metrics_of(scores: Scores) -> list[Metric]:
 
 def setting_of(scores: Scores) -> str:
     """Return the options that scores were measured with, and the numbers of documents, trials or examples."""
-    options = scores.options.model_dump(mode="json", exclude=SPEED_OPTIONS, exclude_none=True)
+    options = scores.options.model_dump(mode="json", exclude={*SPEED_OPTIONS, "bos"}, exclude_none=True)
     parts = []
     for key, value in options.items():
         if isinstance(value, list):
@@ -166,6 +166,8 @@ def setting_of(scores: Scores) -> str:
             value = "/".join(str(item) for item in value if isinstance(item, int))
         if value != "" and value is not False:
             parts.append(f"{key.replace('_', ' ')} {value}")
+    if isinstance(scores, PerplexityScores) and scores.bos in BOS_IN.values():
+        parts.append(f"BOS in {scores.bos}")
     numbers = dict.fromkeys(len(metric.values) for metric in metrics_of(scores) if metric.values)
     parts += [f"n = {number}" for number in numbers]
     return ", ".join(parts)
@@ -176,6 +178,8 @@ def differences(requested: Section, scores: Scores, *, exclude_defaults: bool = 
     Options that change no number are ignored.
     """
     options = requested.model_dump(exclude=SPEED_OPTIONS, exclude_defaults=exclude_defaults)
+    if isinstance(requested, PerplexityOptions):
+        options["bos"] = requested.bos  # scores of older versions have another default
     return [key for key, value in options.items() if getattr(scores.options, key) != value]
 
 

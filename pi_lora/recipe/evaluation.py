@@ -1,7 +1,7 @@
 """Options of every measurement. They are a section of a recipe, options of a command, and a part of the scores."""
 
 from collections.abc import Iterator
-from typing import Annotated
+from typing import Annotated, Literal
 
 from pydantic import Field, PositiveInt
 
@@ -43,6 +43,8 @@ class PerplexityOptions(Section):
     """Leave out documents with fewer tokens."""
     seed: Seed | None = None
     """Draw the documents at random with this seed. By default the first ones are taken."""
+    bos: Literal["window", "document"] = "window"
+    """Where BOS stands, if the tokenizer adds one: first in each window, or in the first window of a document alone."""
     split: str = "test"
     """Split of a hub data set or of builtin:stdlib."""
     column: str = "text"

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 from small_tokenizers import made
+from tokenizers.processors import TemplateProcessing
 from transformers import PreTrainedTokenizerFast
 
 from pi_lora.data.batches import collate, training_data
@@ -187,18 +188,32 @@ def test_sharegpt_turns_become_messages() -> None:
 def test_chats_are_packed_without_cuts_and_padded(tmp_path: Path, tokenizer: Any) -> None:
     chats = [question(number, words=number % 17) for number in range(60)] + [question(99, words=500)]
     source = write_chats(tmp_path / "chats.jsonl", chats)
-    found = training_data(data_of(source), Training(steps=14, global_batch_size=1), tokenizer, 64, 128)
-    assert found.messages[1:] == ["chats of over 128 tokens left out: 1"]
+    found = training_data(data_of(source), Training(steps=16, global_batch_size=1), tokenizer, 64, 128)
+    # BOS takes a token, as the template writes none.
+    assert found.messages[1:] == ["chats of over 127 tokens left out: 1"]
     seen = []
     for row in found.rows:
         assert len(row["input_ids"]) == 128
         before, *texts = tokenizer.decode(row["input_ids"]).split("</s>")[0].split("<|im_start|>user\n")
-        assert not before
+        assert before == "<s>"
         assert all(each.endswith("<|im_end|>\n") for each in texts)
         seen += [each.partition("?")[0] for each in texts]
         loss_mask = tokenizer.decode(row["input_ids"][row["loss_mask"]])
         assert (loss_mask.count("answer"), loss_mask.count("</s>")) == (len(texts), 0)
     assert len(seen) == len(set(seen)) > 30
+
+
+@pytest.mark.parametrize("template", ["chatml", "llama3"])
+def test_packed_chats_begin_with_one_bos(tmp_path: Path, template: str) -> None:
+    tokenizer = make_tokenizer(template)
+    bos = tokenizer.bos_token_id
+    tokenizer.backend_tokenizer.post_processor = TemplateProcessing(single="<s> $A", special_tokens=[("<s>", bos)])
+    source = write_chats(tmp_path / "chats.jsonl", [question(number) for number in range(60)])
+    found = training_data(data_of(source), Training(steps=6, global_batch_size=1), tokenizer, 64, 128)
+    for row in found.rows:
+        first, second, *_ = row["input_ids"].tolist()
+        assert first == bos != second
+        assert not row["loss_mask"][0]
 
 
 @pytest.mark.parametrize("positions", ["contiguous", "pose"])

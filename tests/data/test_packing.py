@@ -82,8 +82,8 @@ def cache_entries() -> int:
 @pytest.mark.parametrize(
     ("changes", "digest"),
     [
-        ([], "3df25a85896a8746"),
-        (["data.positions=pose", "data.chunks=3"], "2c538fef16385830"),
+        ([], "729ce64e49a822d2"),
+        (["data.positions=pose", "data.chunks=3"], "27a73f12419ce55d"),
     ],
 )
 def test_sequences_of_the_demo_recipe_do_not_change(tokenizer: Any, changes: list[str], digest: str) -> None:
@@ -161,6 +161,26 @@ def test_packing_drops_only_the_last_partial_sequence(lengths: list[int], length
     found = list(wrapped([list(itertools.islice(flat, tokens)) for tokens in lengths], length))
     assert [len(sequence) for sequence in found] == [length] * (sum(lengths) // length)
     assert list(itertools.chain.from_iterable(found)) == list(range(len(found) * length))
+
+
+@given(st.lists(st.integers(0, 40), max_size=40), st.integers(2, 12))
+def test_packed_sequences_begin_with_bos_and_lose_no_token(lengths: list[int], length: int) -> None:
+    tokens = itertools.count(1)
+    documents = [[0, *itertools.islice(tokens, number)] for number in lengths]
+    found = list(wrapped(documents, length, bos=0))
+    assert all(sequence[0] == 0 and len(sequence) == length for sequence in found)
+    text = [token for sequence in found for token in sequence if token]
+    assert text == list(range(1, len(text) + 1))
+    starts = {document[1] for document in documents if document[1:]}
+    for sequence in found:
+        for before, token in itertools.pairwise(sequence[1:]):
+            assert (before == 0) == (token in starts) or token == 0
+
+
+@pytest.mark.parametrize("keys", [{}, {"positions": "pose", "sequence_tokens": 24}, {"source": "builtin:recall"}])
+def test_every_packed_sequence_begins_with_bos(tokenizer: Any, books: Path, keys: dict[str, Any]) -> None:
+    found = sequences(tokenizer, 128, 40, **{"source": str(books), **keys})
+    assert {ids[0] for ids in found} == {tokenizer.bos_token_id}
 
 
 @given(st.integers(2, 64), st.integers(0, 500), st.integers(2, 8), st.integers(0, 10**6))

@@ -69,7 +69,7 @@ def test_perplexity_scores_hold_their_options(loaded: LoadedModel, folder: Path)
         "documents": 3,
         "documents_too_short": 1,
         "options": asked.model_dump(mode="json"),
-        "bos": True,
+        "bos": "each window",
         "stride": 16,
         "weighting": "token",
     }
@@ -175,11 +175,11 @@ def interrupted(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     measured: list[int] = []
     really = perplexity.pass_losses
 
-    def pass_losses(model: Any, document: Any, *others: Any) -> Any:
+    def pass_losses(model: Any, document: Any, *others: Any, **options: Any) -> Any:
         measured.append(len(document))
         if len(measured) == 3:
             raise KeyboardInterrupt
-        return really(model, document, *others)
+        return really(model, document, *others, **options)
 
     monkeypatch.setattr(perplexity, "pass_losses", pass_losses)
     return measured

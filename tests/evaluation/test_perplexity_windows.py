@@ -1,13 +1,17 @@
 import copy
+import math
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from lm_eval.api.instance import Instance
+from lm_eval.models.huggingface import HFLM
 from oracle_perplexity import losses_by_token, perplexity
+from tokenizers.processors import TemplateProcessing
 
 from pi_lora.api import load
 from pi_lora.evaluation.measurement import Session
@@ -26,10 +30,10 @@ from pi_lora.scaling.config import Extension
 WINDOWS = st.lists(st.integers(2, 60), min_size=1, max_size=4).map(tuple)
 
 
-def losses(model: Any, document: Sequence[int], sweep: Sweep, at_once: int = 300) -> list[LossSum]:
+def losses(model: Any, document: Sequence[int], sweep: Sweep, bos: int | None = None) -> list[LossSum]:
     """Those of every forward pass over a document."""
-    passes = sweep.passes(len(document), at_once)
-    return [loss for pieces in passes for loss in pass_losses(model, document, pieces)]
+    passes = sweep.passes(len(document), tokens=300)
+    return [loss for pieces in passes for loss in pass_losses(model, document, pieces, bos=bos)]
 
 
 @pytest.fixture(scope="module")
@@ -38,14 +42,19 @@ def documents() -> list[list[int]]:
     return [torch.randint(2, 1024, (length,), generator=generator).tolist() for length in (128, 300, 131)]
 
 
+@pytest.mark.parametrize("bos", [None, 7])
 @pytest.mark.parametrize("stride", [16, 24, 48, 64])
-def test_a_sweep_of_windows_equals_the_oracle(small_model: Any, documents: list[list[int]], stride: int) -> None:
+def test_a_sweep_of_windows_equals_the_oracle(
+    small_model: Any, documents: list[list[int]], stride: int, bos: int | None
+) -> None:
     model = load(str(small_model)).module
+    documents = [[bos or document[0], *document[1:]] for document in documents]
     sweep = Sweep((64, 96, 128), stride)
-    scores = window_scores([each for document in documents for each in losses(model, document, sweep)], sweep.windows)
+    sums = [each for document in documents for each in losses(model, document, sweep, bos)]
+    scores = window_scores(sums, sweep.windows)
     assert [score.window for score in scores] == [64, 96, 128]
     for score in scores:
-        expected, tokens = perplexity(model, documents, score.window, stride)
+        expected, tokens = perplexity(model, documents, score.window, stride, bos)
         assert score.tokens == tokens
         assert score.perplexity == pytest.approx(expected, rel=1e-5)
         if stride < score.window:
@@ -63,7 +72,10 @@ def test_dynamic_scaling_computes_every_window_on_its_own(small_model: Any, tmp_
     assert scores.by_position
     assert sum(each.tokens for each in scores.by_position.bins) == 127
     for row in scores.windows:
-        oracle, _ = perplexity(lambda **inputs: copy.deepcopy(unread)(**inputs), [list(document)], row.window, 24)
+        assert document[0] == model.tokenizer.bos_token_id == 0
+        oracle, _ = perplexity(
+            lambda **inputs: copy.deepcopy(unread)(**inputs), [list(document)], row.window, stride=24, bos=0
+        )
         assert row.perplexity == pytest.approx(oracle, rel=1e-5)
 
 
@@ -116,3 +128,64 @@ def test_losses_by_position_are_those_of_windows_that_do_not_overlap(
         assert tokens == len(expected) > 0
         assert loss == pytest.approx(sum(expected) / tokens, rel=1e-5)
     assert len(by_hand) == 4 * 63
+
+
+@pytest.mark.parametrize("bos", ["window", "document"])
+def test_the_option_says_which_windows_begin_with_bos(
+    small_model: Any, tmp_path: Path, bos: Literal["window", "document"]
+) -> None:
+    model = load(str(small_model))
+    (tmp_path / "text.txt").write_text("the road is long and the night is dark " * 20)
+    options = PerplexityOptions(data=str(tmp_path), windows=(64, 128), stride=24, bos=bos)
+    [(_, document)], _ = choose_documents(model, options, 128)
+    first = model.tokenizer.bos_token_id
+    scores = Perplexity().run(model, options, Session())
+    assert scores.bos == f"each {bos}"
+    for row in scores.windows:
+        of_windows = first if bos == "window" else None
+        oracle, _ = perplexity(model.module, [list(document)], row.window, stride=24, bos=of_windows)
+        assert row.perplexity == pytest.approx(oracle, rel=1e-5)
+
+
+def test_a_tokenizer_without_bos_measures_alike_with_both_options(small_model: Any, tmp_path: Path) -> None:
+    model = load(str(small_model))
+    model.tokenizer.backend_tokenizer.post_processor = TemplateProcessing(single="$A")
+    (tmp_path / "text.txt").write_text("the road is long and the night is dark " * 20)
+    scores = []
+    for bos in ("window", "document"):
+        options = PerplexityOptions(data=str(tmp_path), windows=(64, 128), stride=24, bos=bos)
+        scores.append(Perplexity().run(model, options, Session()))
+    assert [result.bos for result in scores] == ["none", "none"]
+    assert scores[0].windows == scores[1].windows
+    names = [[value.name for value in Perplexity().metrics(result)[0].values] for result in scores]
+    assert names[0] == names[1]
+
+
+@pytest.mark.parametrize("bos", ["window", "document"])
+def test_lm_eval_finds_the_same_likelihood(
+    small_model: Any, tmp_path: Path, bos: Literal["window", "document"]
+) -> None:
+    """lm-eval's rolling likelihood gives a window one token of context: BOS in the first, the token before in others. A
+    text of a single window has BOS as its context. (A last window that is shorter would have more context there.)
+    """
+    model = load(str(small_model))
+    scored = 48
+    (tmp_path / "text.txt").write_text("the road is long and the night is dark " * 20)
+    windows = {"windows": (scored + 1,), "stride": scored, "truncate": 1 + 3 * scored}
+    options = PerplexityOptions(data=str(tmp_path), bos=bos, **windows)
+    [(_, document)], _ = choose_documents(model, options, scored + 1)
+    [score] = Perplexity().run(model, options, Session()).windows
+    tokens = list(document[1:])
+    judge = HFLM(
+        pretrained=model.module, tokenizer=model.tokenizer, max_length=scored, batch_size=1, add_bos_token=False
+    )
+    texts = [tokens]
+    if bos == "window":
+        texts = [tokens[start : start + scored] for start in range(0, len(tokens), scored)]
+    judge.tok_encode = lambda text: [int(token) for token in text.split()]  # the same tokens
+    requests = [
+        Instance("loglikelihood_rolling", {}, (" ".join(map(str, text)),), index) for index, text in enumerate(texts)
+    ]
+    likelihoods = judge.loglikelihood_rolling(requests, disable_tqdm=True)
+    assert score.tokens == len(tokens)
+    assert score.perplexity == pytest.approx(math.exp(-sum(likelihoods) / len(tokens)), rel=1e-4)

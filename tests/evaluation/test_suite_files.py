@@ -17,7 +17,7 @@ from pi_lora.evaluation.perplexity import (
     PositionLoss,
     WindowPerplexity,
 )
-from pi_lora.evaluation.suite import metrics_of, read_scores, write_scores
+from pi_lora.evaluation.suite import differences, metrics_of, read_scores, write_scores
 from pi_lora.recipe.evaluation import BenchmarksOptions, PasskeyOptions, PerplexityOptions
 from pi_lora.storage import write_json
 
@@ -104,6 +104,28 @@ def test_older_and_newer_score_files_are_read(tmp_path: Path) -> None:
     assert isinstance(newer, PerplexityScores)
     assert newer.options == PerplexityOptions()
     assert newer.model_dump(exclude_unset=True)["of_tomorrow"] == 1
+
+
+def test_older_scores_with_bos_before_documents_are_no_pairs_of_newer_ones(tmp_path: Path) -> None:
+    file = tmp_path / "perplexity.json"
+    documents = [{"name": "text.txt", "tokens": 150, "windows": [row.model_dump() for row in WINDOWS]}]
+    windows = [row.model_dump() for row in WINDOWS]
+    older = {"model": "m", "options": {}, "windows": windows, "per_document": documents}
+    write_json(file, {**older, "bos": True})
+    with_bos = read_scores(file)
+    assert isinstance(with_bos, PerplexityScores)
+    assert (with_bos.bos, with_bos.options.bos) == ("each document", "document")
+    assert differences(PerplexityOptions(), with_bos, exclude_defaults=True) == ["bos"]
+    assert not differences(PerplexityOptions(bos="document"), with_bos)
+    newer = with_bos.model_copy(update={"bos": "each window"})
+    assert not metrics_of(newer)[0].compares_with(metrics_of(with_bos)[0])
+
+    write_json(file, {**older, "bos": False})
+    without_bos = read_scores(file)
+    assert isinstance(without_bos, PerplexityScores)
+    assert without_bos.bos == "none"
+    assert not differences(PerplexityOptions(), without_bos)
+    assert metrics_of(without_bos)[0].compares_with(metrics_of(with_bos)[0])
 
 
 @pytest.mark.parametrize(
