@@ -17,7 +17,6 @@ from transformers.cache_utils import DynamicCache, DynamicLayer
 from pi_lora.errors import ModelError
 from pi_lora.models.device import free_memory
 from pi_lora.models.loaded import LoadedModel
-from pi_lora.scaling.config import Config, constant_longrope, full_attention_rope
 
 # Tokens of a forward pass that keep a GPU busy; on a CPU, as many as stay in the caches.
 PASS_TOKENS = 16384
@@ -62,20 +61,6 @@ def pad_rows(model: Any, rows: Sequence[Sequence[int]]) -> torch.Tensor:
         padding = [0] * (width - len(row))
         padded.append([*row, *padding])
     return torch.tensor(padded, device=model.device)
-
-
-def depends_on_length(config: Config) -> bool:
-    """Whether the length of an input changes the rotary frequencies, and so the states of the first tokens."""
-    rope = full_attention_rope(config)
-    return rope.get("rope_type") in ("dynamic", "longrope") and constant_longrope(rope) is None
-
-
-@torch.no_grad()
-def reset_dynamic_rope(loaded: LoadedModel) -> None:
-    """Reset `dynamic` frequencies: transformers keeps those of the longest input until one shorter than L comes."""
-    if depends_on_length(loaded.source.config):
-        single_token = torch.zeros((1, 1), dtype=torch.long, device=loaded.module.device)
-        loaded.module(input_ids=single_token, use_cache=False)
 
 
 @torch.no_grad()

@@ -15,9 +15,7 @@ from pi_lora.errors import DataError
 from pi_lora.evaluation.forward import (
     SharedPrefix,
     check_numbers,
-    depends_on_length,
     last_logits,
-    reset_dynamic_rope,
     shared_prefix,
     strip_eos,
 )
@@ -36,6 +34,7 @@ from pi_lora.models.loaded import LoadedModel
 from pi_lora.models.source import ModelSource
 from pi_lora.models.weights import finite
 from pi_lora.recipe.evaluation import PasskeyOptions
+from pi_lora.scaling.config import depends_on_length
 from pi_lora.types import Json
 
 HEADER = (
@@ -315,7 +314,6 @@ class PasskeyTest:
         return shared_prefix(self.loaded.module, self.first.prompt[:tokens_ahead], self.target)
 
     def _succeeds(self, trial: Trial) -> bool:
-        reset_dynamic_rope(self.loaded)
         # The prediction after the last digit is not needed.
         ids = [*trial.prompt, *trial.answer[:-1]]
         logits = last_logits(self.loaded.module, ids, tail=len(trial.answer), prefix=self._prefix)

@@ -26,10 +26,8 @@ from pi_lora.drawing import Panel, draw_by_window, draw_curves
 from pi_lora.errors import DataError
 from pi_lora.evaluation.forward import (
     check_numbers,
-    depends_on_length,
     pad_rows,
     pass_tokens,
-    reset_dynamic_rope,
     strip_eos,
     token_losses,
 )
@@ -38,6 +36,7 @@ from pi_lora.models.files import BUILTIN
 from pi_lora.models.loaded import LoadedModel
 from pi_lora.models.source import ModelSource
 from pi_lora.recipe.evaluation import PerplexityOptions
+from pi_lora.scaling.config import depends_on_length
 from pi_lora.types import Json
 
 # The name of what the tokens count for, the sum of their losses in nats, and their number.
@@ -384,7 +383,6 @@ def _measure_documents(
             passes += [(number, pieces) for pieces in part.passes(len(document.ids), tokens)]
 
     def measure(index: int) -> list[LossSum]:
-        reset_dynamic_rope(model)
         number, pieces = passes[index]
         return pass_losses(model.module, documents[number].ids, pieces, bos=bos)
 

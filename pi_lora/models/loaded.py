@@ -22,6 +22,7 @@ from pi_lora.models.device import (
 from pi_lora.models.quiet import quiet_loading
 from pi_lora.models.source import ModelSource
 from pi_lora.models.weights import check_finite
+from pi_lora.scaling.config import depends_on_length
 
 # Where the weights of a base go. `device`: the accelerator if there is one. `quantized`: the same, as NF4 with double
 # quantization (QLoRA, Dettmers et al. 2023). `host`: host memory, from which FSDP spreads the weights over GPUs.
@@ -165,6 +166,8 @@ def load_base(
             raise ModelError(f"{base.name}: its weights cannot be loaded ({first_line(error)})") from error
         if attention == "auto":
             use_blockwise(module)
+    if depends_on_length(source.config):
+        module.get_decoder().register_forward_pre_hook(_reset_dynamic_rope, with_kwargs=True)
     _check_complete(base.name, report)
     if placement == "quantized":
         _compute_in(dtype, module)
@@ -188,6 +191,17 @@ def _placement_options(placement: Placement, dtype: torch.dtype) -> dict[str, An
     if placement == "quantized" or (placement == "device" and on_gpu):
         options["device_map"] = {"": torch.cuda.current_device() if on_gpu else device()}
     return options
+
+
+@torch.no_grad()
+def _reset_dynamic_rope(decoder: Any, _: Any, options: dict[str, Any]) -> None:
+    """Reset `dynamic` frequencies before an input that continues no cache: transformers 5.23 keeps those of the longest
+    input until one shorter than L comes, so that results would depend on earlier inputs.
+    """
+    cache = options.get("past_key_values")
+    if cache is None or not cache.get_seq_length():
+        single_token = torch.zeros((1, 1), dtype=torch.long, device=decoder.device)
+        decoder.forward(input_ids=single_token, use_cache=False)  # hooks are left out
 
 
 def empty_module(config: PreTrainedConfig, dtype: torch.dtype, attention: str, trust_remote_code: bool) -> Any:

@@ -131,6 +131,12 @@ def constant_longrope(rope: Config) -> float | None:
     return None
 
 
+def depends_on_length(config: Config) -> bool:
+    """Whether the length of an input changes the rotary frequencies, and so the states of the first tokens."""
+    rope = full_attention_rope(config)
+    return rope.get("rope_type") in ("dynamic", "longrope") and constant_longrope(rope) is None
+
+
 def method_of(config: Config) -> Method | None:
     """Return the method by which a model was extended, according to its config. Return None for an unextended model,
     for `direct`, and for a `longrope` with factors from a search.
