@@ -110,7 +110,7 @@ def resolve_training(
         source = check(resolved, output, resume=resume, permissions=permissions, ask_hub=ask_hub)
         job = TrainingJob(resolved, source, output, resume)
         lines = plan_or_refuse(job.source.base.name, job.plan, force=force or resume)
-        lines += better_scaling(resolved.model.name, resolved.context.target, resolved.scaling)
+        lines += better_scaling(source.base, resolved.context.target, resolved.scaling)
     for line in lines:
         ui.show(line)
     return job
@@ -274,7 +274,8 @@ def new(
         gpu: A device as for `plan`; by default this machine's.
         data: Texts to tune on: files, folders, globs or hub ids.
         column: Of rows, the column that holds the text or the chats.
-        probe: A file that `probe` wrote, which names the scaling.
+        probe: A file that `probe` wrote, which names the scaling. By default the last probe of these weights, text and
+            target.
         output: The recipe file; by default `MODEL_TARGET.yaml`.
         permissions: Whether code of the model may run.
         progress: A `UI` is shown the plan and notes.
@@ -285,20 +286,27 @@ def new(
     """
     ui = ui_of(progress)
     with ui.working("reading model and text"):
-        from pi_lora.evaluation.probe import read_probe
+        from pi_lora.evaluation.probe import kept_probe, read_probe
+        from pi_lora.models.resolve import resolve_model
         from pi_lora.planning.advice import plan_lines
         from pi_lora.planning.new_recipe import new_recipe
 
-        probed = read_probe(path_of(probe)).at(target).to_tune() if probe else None
+        source = resolve_model(name_of(model), permissions=permissions, shipped=True)
+        probed = None
+        if probe:
+            probed = read_probe(path_of(probe)).at(target).to_tune()
+        else:
+            kept = kept_probe(source.base, target)
+            if kept and (kept.data in data if data else kept.data is None):
+                probed = kept.at(target).best, kept.at(target).summary
         file, planned, notes = new_recipe(
-            name_of(model),
+            source,
             target,
             gpu=gpu,
             texts=data,
             column=column,
             probed=probed,
             output=path_of(output) if output else None,
-            permissions=permissions,
         )
     for line in plan_lines(planned):
         ui.show(line)

@@ -20,7 +20,7 @@ from pi_lora.evaluation.perplexity import PerplexityScores
 from pi_lora.evaluation.suite import MEASUREMENTS, metrics_of, setting_of
 from pi_lora.models.device import device, hardware, has_fast_bfloat16, versions
 from pi_lora.models.loaded import load_model
-from pi_lora.models.source import ModelSource
+from pi_lora.models.source import Base, ModelSource
 from pi_lora.recipe.evaluation import PasskeyOptions, PerplexityOptions, ProbeOptions
 from pi_lora.run import BASE, STEP_0
 from pi_lora.scaling.config import Extension, Method, methods_for
@@ -92,10 +92,15 @@ class TargetResult(BaseModel):
 
 
 class Probe(BaseModel):
-    """A probed model, its original window (L, tokens), a result for each target, and the hardware and versions."""
+    """A probed model, its original window (L, tokens), a result for each target, and the hardware and versions.
+    `weights` is a digest of the weights; `data` and `column` are the text as it was named.
+    """
 
     model: str
     original: int
+    weights: str = ""
+    data: str | None = None
+    column: str = "text"
     hardware: str = ""
     versions: dict[str, str] = {}
     targets: list[TargetResult]
@@ -106,6 +111,10 @@ class Probe(BaseModel):
             if result.target == target:
                 return result
         raise ModelError(f"--probe: was not made for --target {target}; probe again")
+
+    def as_json(self) -> Json:
+        """Return the content of a file that `read_probe` reads."""
+        return self.model_dump(mode="json", by_alias=True, exclude_unset=True)
 
     def scores_by_stage(self, model: str, target: int, scaling: Method) -> dict[str, list[Scores]]:
         """Return the scores of the base and of one untuned scaling, by stage; raise ModelError if another model was
@@ -135,8 +144,8 @@ def probe(
 ) -> Probe:
     """Measure a plain base without and with each scaling, untuned, at each target; all in the same dtype.
 
-    Results are journalled until the end, so that an interrupted probe continues. The best scalings stay in the cache,
-    where `pi-lora train` reads them. Raise ScalingError if a scaling does not suit the model, ModelError if the model
+    Results are journalled until the end, so that an interrupted probe continues. They stay in the cache, where
+    `kept_probe` reads them. Raise ScalingError if a scaling does not suit the model, ModelError if the model
     is a run, DataError if no document is long enough.
     """
     if base.adapter:
@@ -153,15 +162,19 @@ def probe(
         probed = Probe(
             model=base.name,
             original=base.window,
+            weights=base.base.weights_digest,
+            data=options.data,
+            column=options.column,
             hardware=hardware(),
             versions=versions(),
             targets=results,
         )
         if is_main_process():
             for result in results:
-                write_json(_best_scaling_file(base.name, result.target), result.model_dump(include={"best", "summary"}))
+                kept = probed.model_copy(update={"targets": [result]})
+                write_json(_kept_file(base.name, result.target), kept.as_json())
             if json:
-                write_json(json, probed.model_dump(mode="json", by_alias=True, exclude_unset=True))
+                write_json(json, probed.as_json())
     return probed
 
 
@@ -271,24 +284,38 @@ def next_command(probed: Probe, result: TargetResult, json: Path | None) -> str:
     if json:
         arguments += ["--probe", str(json)]
     if not result.enough:
+        if probed.data:
+            arguments += ["--data", probed.data]
+        if probed.column != "text":
+            arguments += ["--column", probed.column]
         return shlex.join(["pi-lora", "new", *arguments])
     folder = f"models/{result.best}_{result.target}"
     return shlex.join(["pi-lora", "extend", *arguments, "--scaling", result.best, "--output", folder])
 
 
-def better_scaling(model: str, target: int, scaling: str) -> list[str]:
-    """Return a line if the last probe of this model found another scaling better than the one of a recipe."""
-    file = _best_scaling_file(model, target)
+def kept_probe(base: Base, target: int) -> Probe | None:
+    """Return the last probe of these weights at a target, from the cache; None without one that recommends a scaling
+    to tune from.
+    """
+    file = _kept_file(base.name, target)
     if not file.is_file():
-        return []
-    content = read_json(file, Json, "probe again")
-    best = content["best"]
-    if best in (scaling, *FOR_COMPARISON):
-        return []
-    return [f"scaling: {scaling}: in a probe, {content['summary']}; scaling={best} tunes from there"]
+        return None
+    probed = read_probe(file)
+    if probed.weights != base.weights_digest or probed.at(target).best in FOR_COMPARISON:
+        return None
+    return probed
 
 
-def _best_scaling_file(model: str, target: int) -> Path:
-    """Return the file in the cache with the best scaling by the last probe of a model at a target."""
+def better_scaling(base: Base, target: int, scaling: str) -> list[str]:
+    """Return a line if the last probe of these weights found another scaling better than the one of a recipe."""
+    probed = kept_probe(base, target)
+    if probed is None or probed.at(target).best == scaling:
+        return []
+    result = probed.at(target)
+    return [f"scaling: {scaling}: in a probe, {result.summary}; scaling={result.best} tunes from there"]
+
+
+def _kept_file(model: str, target: int) -> Path:
+    """Return the file in the cache with the last probe of a model at a target."""
     name = model.strip("/").replace("/", "--")
     return cache_folder() / "probes" / f"{name}-{target}.json"

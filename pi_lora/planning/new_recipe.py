@@ -18,14 +18,14 @@ from pi_lora.data.examples import data_problems
 from pi_lora.data.sources import find_table, held_out_text, share_to_hold_out
 from pi_lora.errors import PiLoraError, RecipeError, RunExistsError
 from pi_lora.models.files import BUILTIN
-from pi_lora.models.resolve import resolve_model
+from pi_lora.models.source import ModelSource
 from pi_lora.models.tokenizer import has_chat_template
 from pi_lora.planning.advice import Changes, memory_saving_changes, plan_lines, replanned
 from pi_lora.planning.gpus import CPU, Gpu, device_here, find_gpu
 from pi_lora.planning.training_plan import TrainingPlan, plan_training
 from pi_lora.recipe.schema import Data, Recipe, Source
 from pi_lora.scaling.config import Extension, methods_for
-from pi_lora.types import NO_PERMISSIONS, Json, Permissions
+from pi_lora.types import Json
 
 # Embeddings and head of more tokens take gigabytes in float32 with AdamW: norms alone train with the adapter.
 LARGE_VOCABULARY = 100_000
@@ -37,6 +37,8 @@ BUILTIN_CORPUS = ({"name": "builtin:stdlib", "weight": 0.4}, {"name": "builtin:r
 # The most held-out documents that are measured: a data set of the hub has any number of them.
 MAX_HELD_OUT_DOCUMENTS = 20
 MAX_STRIDE = 1024
+# Why the scaling is the first of those that suit a plain base.
+DEFAULT_REASON = "the best of our measurements before and after tuning; pi-lora probe compares others"
 # A CPU measures these in minutes.
 CPU_DOCUMENTS = 5
 CPU_PASSKEYS: Json = {"depths": 8, "trials": 4}
@@ -64,47 +66,49 @@ LEARNING_RATES = ((20e6, 2.5e-3), (500e6, 5e-4))
 
 
 def new_recipe(
-    model: str,
+    source: ModelSource,
     target: int,
     *,
     gpu: str | None = None,
     texts: Sequence[str] = (),
     probed: tuple[str, str] | None = None,
     output: Path | None = None,
-    permissions: Permissions = NO_PERMISSIONS,
     column: str = "text",
 ) -> tuple[Path, TrainingPlan, list[str]]:
     """Write a recipe that extends a model to a target window, and return the file, the plan and notes for the user.
 
     Args:
-        model: A folder or hub id.
+        source: The model; a shipped config is enough.
         target: The target window, in tokens.
         gpu: The name of the device; by default the device of this machine.
         texts: Files or data sets to tune on.
         probed: The scaling that a probe recommends, and its reason.
         output: The file to write.
-        permissions: What the model may do.
         column: The column of rows with the text or the chats.
 
     Raises:
         RunExistsError: The file exists.
         PiLoraError: No candidate fits.
     """
-    file = output or file_for(model, target)
+    file = output or file_for(source.name, target)
     if file.exists():
         raise RunExistsError(f"{file}: exists, and is not overwritten; remove it, or name another file with --output")
     device = find_gpu(gpu) if gpu else device_here()
     sections = sections_of_texts(texts, target, column) if texts else {}
-    reason = None
     if probed:
-        scaling, reason = probed
+        scaling, summary = probed
         sections["scaling"] = scaling
-    first = first_plan(model, target, gpu=device, sections=sections, permissions=permissions)
+        reason = f"in a probe, {summary}"
+    elif "pi" in methods_for(source.config):
+        reason = DEFAULT_REASON
+    else:
+        reason = "goes on from the frequencies of this base"
+    first = first_plan(source, target, gpu=device, sections=sections)
     plan = choose(first)
     text = recipe_text(plan, file, reason)
     with file.open("x", encoding="utf-8") as recipe_file:
         recipe_file.write(text)
-    return file, plan, _notes(model, texts, plan)
+    return file, plan, _notes(source.name, texts, plan)
 
 
 def _notes(model: str, texts: Sequence[str], plan: TrainingPlan) -> list[str]:
@@ -146,19 +150,18 @@ def _with_held_out_share(source: Source, target: int) -> Source:
     return source.changed(hold_out=share_to_hold_out(source, target))
 
 
-def first_plan(
-    model: str, target: int, gpu: Gpu, sections: Json, permissions: Permissions = NO_PERMISSIONS
-) -> TrainingPlan:
+def first_plan(source: ModelSource, target: int, gpu: Gpu, sections: Json) -> TrainingPlan:
     """Return the plan that the candidates change: LoRA on contiguous sequences, without any change that saves memory.
 
     `sections` replace those of the recipe. The scaling continues the frequencies of the base; for a plain base it is
-    that of the paper.
+    `yarn`, which is better than `pi` before and after tuning (docs/results.md).
     """
-    source = resolve_model(model, permissions=permissions, shipped=True)
-    is_builtin = model.startswith(BUILTIN)
+    is_builtin = source.name.startswith(BUILTIN)
+    methods = methods_for(source.config)
+    scaling = "yarn" if "yarn" in methods else next(iter(methods), "pi")
     tree: Json = {
-        "scaling": next(iter(methods_for(source.config)), "pi"),
-        "model": {"name": model},
+        "scaling": scaling,
+        "model": {"name": source.name},
         "context": {"target": target},
         "data": {"source": list(BUILTIN_CORPUS if is_builtin else CORPUS)},
         "training": {"activation_checkpointing": False},
@@ -271,11 +274,8 @@ def _available_sequences(plan: TrainingPlan) -> float:
     return num_sequences
 
 
-def recipe_text(plan: TrainingPlan, file: Path, probed: str | None = None) -> str:
-    """Return the recipe of a plan as a file with comments and the plan as header.
-
-    `probed` is the reason of a probe for the scaling.
-    """
+def recipe_text(plan: TrainingPlan, file: Path, reason: str = DEFAULT_REASON) -> str:
+    """Return the recipe of a plan as a file with comments, the `reason` for the scaling, and the plan as header."""
     template_file = Path(__file__).with_name("recipe.yaml")
     template = Template(
         template_file.read_text(encoding="utf-8"),
@@ -287,7 +287,7 @@ def recipe_text(plan: TrainingPlan, file: Path, probed: str | None = None) -> st
         tree=plan.recipe.model_dump(exclude_defaults=True),
         lines=plan_lines(plan),
         file=shlex.quote(str(file)),
-        probed=probed,
+        reason=reason,
         short=short,
     )
     return text

@@ -35,7 +35,7 @@ Command = Callable[..., tuple[int, str, str]]
 
 def chosen(model: str = LLAMA, target: int = 8192, gpu: str = "H100", source: Path | None = None) -> TrainingPlan:
     given = {"data": {"source": [str(source)]}} if source else {}
-    return choose(first_plan(model, target, find_gpu(gpu), given))
+    return choose(first_plan(resolve_model(model, shipped=True), target, find_gpu(gpu), given))
 
 
 def levers(plan: TrainingPlan) -> tuple[str, int, str, str]:
@@ -96,7 +96,7 @@ def test_no_better_candidate_fits_memory_and_time(model: str, target: int, gpu: 
     """Every candidate before the one that was taken lacks memory or time, counted anew."""
     plan = chosen(model, target, gpu)
     assert plan.recipe.training.activation_checkpointing == checkpointing
-    first = first_plan(model, target, plan.gpu, {})
+    first = first_plan(resolve_model(model, shipped=True), target, plan.gpu, {})
     for overrides, each in choosing.replanned(first, choosing.candidates(first)):
         if lever(each) == lever(plan):
             return
@@ -109,7 +109,7 @@ def test_a_candidate_of_days_is_preferred_to_one_of_weeks() -> None:
     slow = replace(GPUS["H100"], peak=1e12)
     whole = chosen(target=32768)
     assert levers(whole)[0] == "contiguous"
-    found = choose(first_plan(LLAMA, 32768, slow, {}))
+    found = choose(first_plan(resolve_model(LLAMA, shipped=True), 32768, slow, {}))
     assert found.recipe.data.positions == "pose"
     assert (plan_recipe(whole.recipe, whole.target, slow).hours or 0) > 2 * (found.hours or 0) > 0
 
@@ -226,7 +226,7 @@ def test_a_mistake_in_new_is_one_line_and_leaves_no_file(
 def test_a_name_that_yaml_would_misread_is_quoted(small_model: Path, tmp_path: Path) -> None:
     odd = tmp_path / "a: {b} # - 'c'"
     odd.symlink_to(small_model)
-    plan = choose(first_plan(str(odd), 256, GPUS[CPU], {"data": {"source": 'no: "text"'}}))
+    plan = choose(first_plan(resolve_model(str(odd)), 256, GPUS[CPU], {"data": {"source": 'no: "text"'}}))
     file = tmp_path / "odd.yaml"
     file.write_text(choosing.recipe_text(plan, file))
     written = load_recipe(file).recipe
@@ -237,5 +237,7 @@ def test_a_name_that_yaml_would_misread_is_quoted(small_model: Path, tmp_path: P
 def test_a_data_name_without_a_file_is_reported_as_a_hub_id(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(choosing, "data_problems", lambda data, ask_hub: [])
     texts = ["owner/books", "builtin:recall"]
-    _, _, notes = choosing.new_recipe("builtin:tiny", 512, gpu=CPU, texts=texts, output=tmp_path / "mine.yaml")
+    _, _, notes = choosing.new_recipe(
+        resolve_model("builtin:tiny"), 512, gpu=CPU, texts=texts, output=tmp_path / "mine.yaml"
+    )
     assert notes == ["--data: owner/books: no such file or folder; it is taken for a data set on the hub"]

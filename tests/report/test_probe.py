@@ -1,6 +1,8 @@
 """The scalings before any tuning: what a probe measures, chooses, prints and keeps."""
 
+import itertools
 import json
+import shutil
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -8,14 +10,16 @@ from pathlib import Path
 import pytest
 import yaml
 from conftest import BUILTIN, run_captured, small_recipe
+from safetensors.torch import load_file, save_file
 
+import pi_lora
 from pi_lora.api import load, resolve_training
 from pi_lora.errors import DataError, Interrupted, ModelError, ScalingError
 from pi_lora.evaluation import perplexity
 from pi_lora.evaluation.measurement import Session
 from pi_lora.evaluation.passkey import Passkey
 from pi_lora.evaluation.perplexity import Perplexity
-from pi_lora.evaluation.probe import Probe, Probed, TargetResult, choose_best, probe, read_probe
+from pi_lora.evaluation.probe import Probe, Probed, TargetResult, choose_best, next_command, probe, read_probe
 from pi_lora.models.resolve import resolve_model
 from pi_lora.recipe.evaluation import PasskeyOptions, PerplexityOptions, ProbeOptions
 from pi_lora.recipe.files import dump_recipe
@@ -48,7 +52,8 @@ def test_a_probe_equals_measurements_of_the_untuned_scalings(
     [reach] = read_probe(file).targets
     assert list(reach.scalings) == ["direct", "pi", "theta"]
     assert reach.summary in out.splitlines()[-2]
-    assert f"pi-lora new {small_model} --target {TARGET} --probe {file}" in out.splitlines()[-1]
+    command = f"pi-lora new {small_model} --target {TARGET} --probe {file} --data {texts}"
+    assert out.splitlines()[-1].endswith(command)
     losses_of = PerplexityOptions(data=str(texts), windows=(64, TARGET), stride=64, truncate=TARGET)
     for name, found in reach.scalings.items():
         loaded = load(str(small_model), None if name == "direct" else Extension(TARGET, scaling=name))
@@ -107,7 +112,7 @@ def test_new_names_the_scaling_and_the_reason(
     own = ["--gpu", "cpu", "--data", "builtin:stdlib"]
     assert header(BUILTIN, *own, "--probe", "probe.json") == ("yarn", "# Scaling yarn: in a probe, yarn keeps 8.30.")
     scaling, why = header(BUILTIN, *own)
-    assert (scaling, "the paper's" in why) == ("pi", True)
+    assert (scaling, "before and after tuning" in why) == ("yarn", True)
     found = Probe(model=BUILTIN, original=256, targets=[reach.model_copy(update={"best": "direct", "enough": True})])
     (tmp_path / "enough.json").write_text(found.model_dump_json(by_alias=True))
     status, _, err = run_captured(
@@ -116,6 +121,37 @@ def test_new_names_the_scaling_and_the_reason(
     assert (status, err.startswith("--probe: yarn keeps 8.30; no tuning is needed")) == (2, True)
     status, _, err = run_captured(capsys, monkeypatch, "new", BUILTIN, "--target", "512", *own, "--probe", "probe.json")
     assert (status, err.strip()) == (2, "--probe: was not made for --target 512; probe again")
+
+
+def test_new_takes_the_kept_probe_of_these_weights_this_text_and_target(
+    small_model: Path, texts: Path, tmp_path: Path
+) -> None:
+    model = shutil.copytree(small_model, tmp_path / "model")
+    options = ProbeOptions(target=(TARGET,), data=str(texts), documents=1, trials=1, scalings=("theta",))
+    probed = probe(resolve_model(str(model)), options)
+    assert probed.targets[0].best == "theta"
+    recipes = (tmp_path / f"{number}.yaml" for number in itertools.count())
+
+    def scaling(target: int = TARGET, data: Path = texts) -> str:
+        file = pi_lora.new(str(model), target, data=[str(data)], gpu="cpu", output=next(recipes))
+        return str(yaml.safe_load(file.read_text())["scaling"])
+
+    other_text = tmp_path / "other.txt"
+    other_text.write_text("The door is open. " * 600)
+    assert (scaling(), scaling(target=512), scaling(data=other_text)) == ("theta", "yarn", "yarn")
+    weights = load_file(model / "model.safetensors")
+    save_file({name: weight + 1 for name, weight in weights.items()}, model / "model.safetensors", {"format": "pt"})
+    assert scaling() == "yarn"
+
+
+def test_the_next_command_of_a_probe_names_text_and_column() -> None:
+    result = TargetResult(target=1024, best="yarn", enough=False, summary="", scalings={})
+    probed = Probe(model="m", original=256, data="rows.jsonl", column="body", targets=[result])
+    assert next_command(probed, result, None) == "pi-lora new m --target 1024 --data rows.jsonl --column body"
+    enough = result.model_copy(update={"enough": True})
+    assert next_command(probed, enough, None) == (
+        "pi-lora extend m --target 1024 --scaling yarn --output models/yarn_1024"
+    )
 
 
 def test_a_long_target_has_one_document_and_passkeys_of_the_lowest_perplexity(
