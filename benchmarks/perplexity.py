@@ -16,7 +16,7 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
-from record import in_a_process, seconds_of, write_run
+from record import cost_here, in_a_process, write_run
 
 WINDOWS = [256, 512, 1024, 2048]
 STRIDE = 128
@@ -88,18 +88,9 @@ def contend(name: str, folder: str, file: str) -> dict[str, Any]:
     measure = CONTENDERS[name]
     # What is slow the first time only, such as the choice of kernels, is nobody's.
     measure(model, [document[: WINDOWS[-1]]], WINDOWS[-1:])
-    Path("/proc/self/clear_refs").write_text("5")  # forget the peak of loading
     perplexities: dict[int, float] = {}
-    seconds = seconds_of(lambda: perplexities.update(measure(model, [document], WINDOWS)))
-    return {"seconds": seconds, "peak_memory": peak_memory(), "perplexity": perplexities}
-
-
-def peak_memory() -> int:
-    """The peak resident memory of this process in bytes, as the kernel counts it."""
-    status = Path("/proc/self/status").read_text().splitlines()
-    peak = next(line for line in status if line.startswith("VmHWM"))
-    _, kibibytes, _unit = peak.split()
-    return 1024 * int(kibibytes)
+    cost = cost_here(lambda: perplexities.update(measure(model, [document], WINDOWS)))
+    return {**cost, "perplexity": perplexities}
 
 
 def prepare(folder: Path) -> dict[str, Path]:
@@ -138,7 +129,7 @@ def measured(folder: Path, document: Path) -> dict[str, Any]:
     peaks = {}
     seconds = {}
     for name, runs in runs_of.items():
-        peaks[name] = max(run["peak_memory"] for run in runs)
+        peaks[name] = max(run["peak_bytes"] for run in runs)
         seconds[name] = [round(run["seconds"], 2) for run in runs]
     return {
         "straightforward_over_sweep": round(statistics.median(ratios), 3),

@@ -8,13 +8,10 @@ of a random model with SmolLM2's widths, so that none takes two minutes. A row i
 benchmarks/results/plan_memory.json when it is measured.
 """
 
-import json
-import subprocess
-import sys
 import tempfile
 from pathlib import Path
 
-from record import write_row
+from record import training_log, write_row
 
 from pi_lora.models.files import BUILTIN_FOLDER
 from pi_lora.models.resolve import resolve_for_training
@@ -72,15 +69,6 @@ def random_model(folder: Path, vocabulary: int) -> Path:
     return folder
 
 
-def measured(recipe: Path, changes: tuple[str, ...], folder: Path) -> int:
-    """The peak in bytes of a process that tunes two steps."""
-    command = [sys.executable, "-m", "pi_lora", "train", str(recipe), *changes, "--force", "--output", str(folder)]
-    subprocess.run(command, check=True, stdout=subprocess.DEVNULL)
-    lines = (folder / "training.jsonl").read_text(encoding="utf-8").splitlines()
-    last = json.loads(lines[-1])
-    return int(last["peak_memory"])
-
-
 def main() -> None:
     gpu = device_here()
     with tempfile.TemporaryDirectory() as temporary:
@@ -95,8 +83,8 @@ def main() -> None:
                 changes = (f"data.sequence_tokens={tokens}", *changes)
             resolved = load_recipe(recipe, changes).recipe
             plan = plan_training(resolved, resolve_for_training(resolved, shipped=True), gpu)
-            run = Path(temporary) / "runs" / row
-            peak = measured(recipe, changes, run)
+            log = training_log(str(recipe), *changes, "--force")
+            peak = log[-1]["peak_memory"]
             shape = plan.target.shape
             planned = plan.memory.peak
             result = {

@@ -5,6 +5,7 @@ import os
 import signal
 import subprocess
 import sys
+import tempfile
 import time
 from collections.abc import Callable, Mapping
 from pathlib import Path
@@ -62,6 +63,26 @@ def seconds_of(work: Callable[[], object]) -> float:
     started = time.perf_counter()
     work()
     return time.perf_counter() - started
+
+
+def cost_here(work: Callable[[], object]) -> dict[str, Any]:
+    """Seconds that `work` takes in this process, and the peak of the process meanwhile."""
+    Path("/proc/self/clear_refs").write_text("5")  # forget the peak of loading
+    seconds = seconds_of(work)
+    status = Path("/proc/self/status").read_text().splitlines()
+    peak = next(line for line in status if line.startswith("VmHWM"))
+    _, kibibytes, _unit = peak.split()
+    return {"seconds": round(seconds, 4), "peak_bytes": 1024 * int(kibibytes)}
+
+
+def training_log(*words: str) -> list[dict[str, Any]]:
+    """The lines of training.jsonl, one a step, of `pi-lora train` with these words."""
+    with tempfile.TemporaryDirectory() as folder:
+        run = Path(folder) / "run"
+        command = [sys.executable, "-m", "pi_lora", "train", *words, "--output", str(run)]
+        subprocess.run(command, check=True, stdout=subprocess.DEVNULL)
+        log = (run / "training.jsonl").read_text(encoding="utf-8")
+    return [json.loads(line) for line in log.splitlines()]
 
 
 def in_a_process(*arguments: str) -> Any:

@@ -10,14 +10,13 @@ import argparse
 import json
 import math
 import statistics
-import subprocess
 import sys
 import tempfile
 import time
 from pathlib import Path
 from typing import Any
 
-from record import in_a_process, write_row
+from record import in_a_process, training_log, write_row
 
 from pi_lora.recipe.schema import Recipe
 
@@ -101,12 +100,7 @@ def bare(recipe: Recipe, warm: int) -> tuple[float, float]:
 
 def ours(given: list[str], warm: int) -> tuple[float, float]:
     """Tokens a second of `pi-lora train`, by its own log, and the loss of the first step."""
-    with tempfile.TemporaryDirectory() as output:
-        run = Path(output) / "run"
-        command = [sys.executable, "-m", "pi_lora", "train", *given, "training.log_every=1", "--output", str(run)]
-        subprocess.run(command, check=True, stdout=subprocess.DEVNULL)
-        log = (run / "training.jsonl").read_text()
-    lines = [json.loads(line) for line in log.splitlines()]
+    lines = training_log(*given, "training.log_every=1")
     first = lines[warm - 1]
     last = lines[-1]
     tokens = last["tokens"] - first["tokens"]
