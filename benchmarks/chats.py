@@ -1,7 +1,7 @@
 """The effect of chats in the mixture on a model that people talk to: SmolLM2-135M-Instruct, 8k to 16k tokens, tuned on
 novels alone and on novels with 15 % chats, the same number of tokens; and extended by the same scaling without tuning.
 
-    python scripts/fetch_smollm2.py
+    python scripts/fetch_model.py smollm2_135m_instruct
     python scripts/make_chats.py models/smollm2_135m_instruct chats/train.jsonl --chats 96
     python scripts/make_chats.py models/smollm2_135m_instruct chats/test.jsonl --chats 32 --seed 1
     python benchmarks/chats.py

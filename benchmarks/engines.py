@@ -4,7 +4,7 @@
 
 Each engine has an environment of its own in the cache folder (gigabytes in all) and is asked as a server, in float32. A
 verdict is kept in benchmarks/results/engines.json, and an engine that failed is asked again. To begin anew, remove the
-file and the cache folder's `engines/models`. The base of SmolLM2 is made by `python scripts/fetch_smollm2.py`.
+file and the cache folder's `engines/models`. `python scripts/fetch_model.py smollm2_135m_instruct` makes SmolLM2.
 """
 
 import argparse

@@ -1,6 +1,6 @@
 """SmolLM2-135M-Instruct from 8k to 16k tokens as docs/experiments.md plans it: which scaling to tune, with a control.
 
-    python scripts/fetch_smollm2.py
+    python scripts/fetch_model.py smollm2_135m_instruct
     python benchmarks/experiment.py [--split]
 
 The novels are in 100_english_novels/corpus, one a file, named `AUTHOR_TITLE_YEAR.txt`; --split only divides them by

@@ -34,7 +34,7 @@ are BoolQ, PIQA and WinoGrande as their authors publish them, converted by
 """
 UNTUNED = "--scalings pi,yarn,theta,llama3,dynamic"
 RESULTS = "benchmarks/results"
-FETCH = "scripts/fetch_smollm2.py"
+FETCH = "scripts/fetch_model.py smollm2_135m_instruct"
 NOVELS_HERE = "100_english_novels/corpus"
 
 

