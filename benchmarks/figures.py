@@ -35,6 +35,7 @@ are BoolQ, PIQA and WinoGrande as their authors publish them, converted by
 UNTUNED = "--scalings pi,yarn,theta,llama3,dynamic"
 RESULTS = "benchmarks/results"
 FETCH = "scripts/fetch_model.py smollm2_135m_instruct"
+FETCH_GEMMA = "scripts/fetch_model.py gemma3_270m"
 NOVELS_HERE = "100_english_novels/corpus"
 
 
@@ -203,6 +204,13 @@ FIGURES: dict[str, Figure] = {
         result="`train_overhead.json`",
         data="builtin:stdlib; the novels",
         hours="0.3",
+    ),
+    "attention": Figure(
+        claim="[what attention in blocks saves](../docs/performance.md#attention-in-blocks) on a CPU",
+        commands=(FETCH, FETCH_GEMMA, "benchmarks/attention.py"),
+        result="`attention.json`",
+        data="the novels; random tokens",
+        hours="0.7",
     ),
     "theory": Figure(
         claim="[bounds and figures](../docs/theory.md) of the paper",

@@ -47,6 +47,21 @@ def merge(result: Result) -> Lines:
     yield from table(("", "time", "peak memory"), rows)
 
 
+def attention(result: Result) -> Lines:
+    """A job a row: seconds and peak of both kernels, where both ran."""
+    rows = []
+    for row in result["rows"].values():
+        costs = []
+        for kernel in ("sdpa", "auto"):
+            cost = row.get(kernel)
+            costs.append(f"{cost['seconds']:.1f} s, {cost['peak_bytes'] / 1e9:.1f} GB" if cost else "")
+        faster = format(row["times_as_fast"], ".1f") if "sdpa" in row else ""
+        rows.append((row["name"], f"{row['tokens']:,}", row["dtype"], *costs, faster))
+    yield from table(("", "tokens", "dtype", "`sdpa`", "`auto`", "times as fast"), rows)
+    yield ""
+    yield from machines_of(result["rows"])
+
+
 def engines(result: Result) -> Lines:
     """For each case a table, an engine a row: the verdicts of check-server on both prompts."""
     for case, rows in result["cases"].items():
@@ -214,6 +229,7 @@ def perplexity_at_target(run: Result | None) -> str:
 # Page, name of the block in it, name of the result, and what writes its tables.
 BLOCKS: list[tuple[Path, str, str, Callable[[Result], Iterable[str]]]] = [
     (DOCS / "performance.md", "gpu", "gpu", tables_gpu.tables),
+    (DOCS / "performance.md", "attention", "attention", attention),
     (DOCS / "results.md", "smollm2", "smollm2_16k/machines", tables_smollm2.tables),
     (DOCS / "experiments.md", "validation", "smollm2_16k/perplexity-validation-tuned-yarn", tables_smollm2.validation),
     (DOCS / "results.md", "probe_builtin", "probe_builtin", probe),

@@ -17,6 +17,7 @@ import torch
 
 ROOT = Path(__file__).parent.parent
 sys.path[:0] = [str(ROOT / each) for each in ("benchmarks", "scripts")]
+import attention  # noqa: E402
 import chats  # noqa: E402
 import compare_methods  # noqa: E402
 import engines  # noqa: E402
@@ -194,6 +195,38 @@ def test_failed_engines_are_recorded_as_rows(full_run: Path, monkeypatch: pytest
     assert rows == {"mlx": {"version": "mlx-lm==0.32.2", "failed": f"{full_run} | it"}}
     row = {**rows["mlx"], "machine": record.machine()}
     assert f"| mlx | **failed**: {full_run}   it |" in "".join(tables.engines({"cases": {"demo_1k": {"mlx": row}}}))
+
+
+def test_both_kernels_and_the_losses_become_rows_of_a_table(small_model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """At two lengths; a step of training is not run, but read from its log."""
+    rows: dict[str, Any] = {}
+    seconds = iter([1.0, 5.0, 9.0, 1.0, 2.0, 3.0])
+    log = ({"seconds": next(seconds), "peak_memory": 2 * 10**9, "loss": 4.0} for _ in range(6))
+    monkeypatch.setattr(sys, "argv", ["attention.py", "--lengths", "64", "128"])
+    monkeypatch.setattr(attention, "GEMMA", str(small_model))
+    monkeypatch.setattr(attention, "MODEL", str(small_model))
+    monkeypatch.setattr(attention, "TEXT", "builtin:stdlib")
+    monkeypatch.setattr(attention, "training_log", lambda *_words: [next(log) for _ in range(3)])
+    monkeypatch.setattr(attention, "write_row", lambda _name, path, row: rows.update({path[-1]: row}))
+
+    def in_this_process(_script: str, _option: str, words: str) -> Any:
+        job, options = json.loads(words)
+        return attention.JOBS[job](**options)
+
+    monkeypatch.setattr(attention, "in_a_process", in_this_process)
+    attention.main()
+    assert len(rows) == 6
+    assert len(rows["layers of Gemma 3 270M, 64 tokens"]["auto"]["rounds"]) == 3
+    assert len(rows["layers of Gemma 3 270M, 128 tokens"]["auto"]["rounds"]) == 1
+    sweep = rows["losses of Gemma 3 270M, windows 4, 16, 64, 128 tokens"]
+    assert [*sweep["auto"]["perplexity"]] == [4, 16, 64]
+    kept = {name: {**row, "machine": record.machine()} for name, row in rows.items()}
+    lines = [*tables.attention({"rows": kept})]
+    assert any(
+        "training step of Gemma 3 270M | 64 |" in line and "| 4.0 s, 2.0 GB | 1.0 s, 2.0 GB | 4.0 |" in line
+        for line in lines
+    )
+    assert len([line for line in lines if line.startswith("| losses") and line.endswith("|  |")]) == 2
 
 
 def test_the_parts_of_a_fetched_model_are_joined_and_compared_with_the_digest(

@@ -1,0 +1,157 @@
+"""What the blockwise kernel saves on a CPU: transformers' `sdpa` beside `auto`, in seconds and memory.
+
+    python scripts/fetch_model.py gemma3_270m
+    python scripts/fetch_model.py smollm2_135m_instruct
+    python benchmarks/attention.py [--lengths 8192 32768] [--rounds 3]
+
+Gemma 3 270M has windows of 512 tokens in 15 of 18 layers, SmolLM2-135M has none. The layers alone run at each of
+`--lengths`, beyond the first for one round only. At the first length there are a training step of `pi-lora train`, and
+the losses of a text of twice that length. The kernels take turns, each in a process of its own, and the median round
+counts. A row is kept in benchmarks/results/attention.json when it is measured; other lengths are other rows.
+"""
+
+import argparse
+import json
+import tempfile
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+from plan_memory import CHECKPOINTING, DATA, MODEL, RECIPE
+from record import cost_here, in_a_process, training_log, write_row
+
+GEMMA = "models/gemma3_270m"
+TEXT = "100_english_novels/corpus/Hardy_Tess_1891.txt"
+KERNELS = ("sdpa", "auto")
+STEPS = 3
+
+Cost = Mapping[str, Any]
+
+
+def layers(model: str, tokens: int, kernel: str) -> Cost:
+    """The forward pass of all layers on random tokens, without the head, as a measurement loads them."""
+    import torch
+
+    from pi_lora.models.device import dtype_named, keep_freed_memory
+    from pi_lora.models.loaded import load_base
+    from pi_lora.models.resolve import resolve_model
+
+    keep_freed_memory()
+    dtype = dtype_named(fast_dtype())
+    loaded = load_base(resolve_model(model), dtype, attention=kernel).eval()
+    ids = torch.randint(loaded.config.vocab_size, (1, tokens))
+    with torch.inference_mode():
+        # What is slow the first time only, such as the choice of kernels, is nobody's.
+        loaded.base_model(ids[:, :64], use_cache=False)
+        return cost_here(lambda: loaded.base_model(ids, use_cache=False))
+
+
+def training(model: str, tokens: int, kernel: str) -> Cost:
+    """A step of `pi-lora train` by its own log, after a first one that does not count."""
+    changes = (
+        f"model.attention={kernel}",
+        f"data.sequence_tokens={tokens}",
+        f"training.steps={STEPS}",
+        "context.target=65536",
+        CHECKPOINTING,
+    )
+    with tempfile.TemporaryDirectory() as folder:
+        recipe = Path(folder) / "steps.yaml"
+        recipe.write_text(RECIPE.format(model=model, data=DATA), encoding="utf-8")
+        first, *_, last = training_log(str(recipe), *changes, "--force")
+    seconds = last["seconds"] - first["seconds"]
+    return {
+        "seconds": round(seconds / (STEPS - 1), 2),
+        "peak_bytes": last["peak_memory"],
+        "first_loss": first["loss"],
+    }
+
+
+def losses(model: str, tokens: int, windows: list[int], stride: int) -> Cost:
+    """The losses of the beginning of a novel, by `pi_lora.evaluate` on a loaded model."""
+    import pi_lora
+
+    loaded = pi_lora.load(model, dtype=fast_dtype())
+    scores: list[Any] = []
+
+    def measure() -> None:
+        measured = pi_lora.evaluate(
+            loaded,
+            "perplexity",
+            data=TEXT,
+            documents=1,
+            truncate=tokens,
+            windows=windows,
+            stride=stride,
+        )
+        scores.append(measured)
+
+    cost = cost_here(measure)
+    perplexities = {row.window: row.perplexity for row in scores[0].windows}
+    return {**cost, "perplexity": perplexities}
+
+
+JOBS: dict[str, Callable[..., Cost]] = {"layers": layers, "training": training, "losses": losses}
+
+
+def fast_dtype() -> str:
+    """The dtype in which this processor is the fastest."""
+    from pi_lora.models.device import has_fast_bfloat16
+
+    return "bfloat16" if has_fast_bfloat16() else "float32"
+
+
+def run(job: str, options: Mapping[str, Any]) -> Cost:
+    """Run a job in a process of its own."""
+    cost: Cost = in_a_process(__file__, "--job", json.dumps([job, options]))
+    print(job, options, cost, flush=True)
+    return cost
+
+
+def compare(name: str, job: str, model: str, tokens: int, rounds: int = 1) -> None:
+    """Run a job with both kernels in turns, and keep the median round of each."""
+    costs: dict[str, list[Cost]] = {kernel: [] for kernel in KERNELS}
+    for _ in range(rounds):
+        for kernel, done in costs.items():
+            cost = run(job, {"model": model, "tokens": tokens, "kernel": kernel})
+            done.append(cost)
+    medians = {}
+    for kernel, done in costs.items():
+        ordered = sorted(done, key=lambda cost: cost["seconds"])
+        seconds = [cost["seconds"] for cost in done]
+        medians[kernel] = {**ordered[rounds // 2], "rounds": seconds}
+    faster = medians["sdpa"]["seconds"] / medians["auto"]["seconds"]
+    keep(name, tokens, {**medians, "times_as_fast": round(faster, 3)})
+
+
+def keep(name: str, tokens: int, row: Mapping[str, Any]) -> None:
+    """Keep a row."""
+    facts = {"name": name, "tokens": tokens, "dtype": fast_dtype()}
+    write_row("attention", ("rows", f"{name}, {tokens} tokens"), {**facts, **row})
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--lengths", type=int, nargs="+", default=[8192, 32768])
+    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--job", type=json.loads, help=argparse.SUPPRESS)
+    asked = parser.parse_args()
+    if asked.job:
+        job, options = asked.job
+        print(json.dumps(JOBS[job](**options)))
+        return
+    length, *longer = asked.lengths
+    compare("layers of Gemma 3 270M", "layers", GEMMA, length, asked.rounds)
+    for tokens in longer:
+        compare("layers of Gemma 3 270M", "layers", GEMMA, tokens)
+    compare("layers of SmolLM2-135M", "layers", MODEL, length, asked.rounds)
+    compare("training step of Gemma 3 270M", "training", GEMMA, length)
+    stride = length // 16
+    for windows in ([stride, length // 4, length], [2 * length]):
+        sweep = {"model": GEMMA, "tokens": 2 * length, "windows": windows, "stride": stride}
+        lengths = ", ".join(f"{window:,}" for window in windows)
+        keep(f"losses of Gemma 3 270M, windows {lengths}", 2 * length, {"auto": run("losses", sweep)})
+
+
+if __name__ == "__main__":
+    main()
