@@ -83,8 +83,7 @@ class BlockwiseMask:
     def _block(self, rows: range) -> Block:
         """Return the block of some queries. Its keys begin and end with whole blocks of keys."""
         if self.causal:
-            reach = self.reach or len(self.keys)
-            first = self.queries[rows.start] - reach + 1 - self.keys.start
+            first = 0 if self.reach is None else self.queries[rows.start] - self.reach + 1 - self.keys.start
             stop = self.queries[rows[-1]] + 1 - self.keys.start
         else:
             visible = self.part(Block(rows, range(len(self.keys)))).any(dim=(0, 1, 2)).nonzero()
@@ -194,20 +193,20 @@ def blockwise_attention(
             module, query, key, value, attention_mask, dropout=dropout, scaling=scaling, **options
         )
         return output, None
-    mask = attention_mask if isinstance(attention_mask, BlockwiseMask) else _causal(query, key)
+    mask = attention_mask
+    if not isinstance(mask, BlockwiseMask):
+        mask = _blocks_of(query, key, causal=attention_mask is None)
     scale = query.shape[-1] ** -0.5 if scaling is None else scaling
     width = value.shape[-1]
     sink = None
-    if s_aux is not None:
+    if s_aux is not None and softcap is None:
         query, key, value, sink = _with_sink_channels(query, key, value, s_aux / scale)
     query_blocks = torch.split(query, mask.size, dim=2)
     key_blocks = torch.split(key, mask.size, dim=2)
     value_blocks = torch.split(value, mask.size, dim=2)
     outputs = []
     for queries, block in zip(query_blocks, mask.blocks, strict=True):
-        visible = mask.part(block)
-        if isinstance(attention_mask, torch.Tensor):
-            visible = _part_of(attention_mask, block)
+        visible = _part_of(attention_mask, block) if isinstance(attention_mask, torch.Tensor) else mask.part(block)
         among = slice(block.keys.start // mask.size, -(-block.keys.stop // mask.size))
         keys = key_blocks[among]
         values = value_blocks[among]
@@ -220,19 +219,20 @@ def blockwise_attention(
             output = _attend(*of_block, scale=scale, dropout=dropout)
         else:
             # Scores and weights of all blocks would be kept for the backward pass.
-            capped = partial(_attend_capped, scale=scale, dropout=dropout, softcap=softcap)
+            capped = partial(_attend_capped, scale=scale, dropout=dropout, softcap=softcap, sinks=s_aux)
             output = checkpoint(capped, *of_block, use_reentrant=False)
         outputs.append(output[..., :width])
     return torch.cat(outputs, dim=2).transpose(1, 2).contiguous(), None
 
 
-def _causal(query: torch.Tensor, key: torch.Tensor) -> BlockwiseMask:
-    """Return the mask of causal attention, whose last query sees the last key."""
+def _blocks_of(query: torch.Tensor, key: torch.Tensor, causal: bool) -> BlockwiseMask:
+    """Return the mask of causal attention, whose last query sees the last key, or blocks of queries with every key."""
     keys = key.shape[2]
+    first = keys - query.shape[2] if causal else keys
     return BlockwiseMask(
         sees=causal_mask_function,
         batch=1,
-        queries=range(keys - query.shape[2], keys),
+        queries=range(first, first + query.shape[2]),
         keys=range(keys),
         reach=None,
         causal=True,
@@ -302,15 +302,20 @@ def _attend_capped(
     scale: float,
     dropout: float,
     softcap: float,
+    sinks: torch.Tensor | None,
 ) -> torch.Tensor:
-    """Return the output of one block with capped scores, which no kernel of torch for CPUs has."""
+    """Return the output of one block with capped scores, which no kernel of torch for CPUs has. Sinks have no cap."""
     folded, mask = _folded(query, keys, visible)
     scores = softcap * torch.tanh(folded @ keys.mT * scale / softcap)
     if mask.dtype == torch.bool:
         mask = torch.zeros_like(mask, dtype=scores.dtype).masked_fill(~mask, torch.finfo(scores.dtype).min)
     scores = scores + mask
-    weights = torch.softmax(scores, dim=-1, dtype=torch.float32).to(values.dtype)
-    output = drop(weights, dropout) @ values
+    if sinks is not None:
+        of_heads = sinks.to(scores.dtype).view(1, -1, 1, 1).expand(*query.shape[:3], 1)
+        scores = torch.cat([scores, of_heads.reshape(*scores.shape[:3], 1)], dim=-1)
+    at_least_float32 = torch.promote_types(scores.dtype, torch.float32)
+    weights = torch.softmax(scores, dim=-1, dtype=at_least_float32).to(values.dtype)
+    output = drop(weights[..., : keys.shape[2]], dropout) @ values
     return output.reshape(*query.shape[:-1], -1)
 
 
