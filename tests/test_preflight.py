@@ -3,12 +3,13 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import architectures
 import pytest
 import torch
 from conftest import small_recipe
 
 from pi_lora.errors import PiLoraError, RecipeError
-from pi_lora.preflight import check
+from pi_lora.preflight import check, check_data
 
 
 def test_a_check_that_passes_finds_the_model_and_writes_nothing(small_model: Path, tmp_path: Path) -> None:
@@ -94,3 +95,24 @@ def test_measurements_that_do_not_fit_do_not_hide_other_mistakes(small_model: Pa
     with pytest.raises(RecipeError) as raised:
         check(small_recipe("./gone", evaluation=evaluation), tmp_path / "run")
     assert {"./gone", "stride"} <= {line.split(": ")[0] for line in str(raised.value).splitlines()}
+
+
+def test_context_parallel_is_refused_for_models_with_sliding_windows(
+    small_model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 8)
+    recipe = small_recipe(small_model, hardware={"gpus": 2, "context_parallel": 2})
+    check(recipe, tmp_path / "run")
+
+    sliding = tmp_path / "sliding"
+    config = architectures.small_config("gemma3_text")
+    config.update({"vocab_size": 1024, "sliding_window": 16, "bos_token_id": 0})
+    architectures.small_model(type(config), config.to_dict()).save_pretrained(sliding)
+    for tokenizer in small_model.glob("tokenizer*"):
+        shutil.copy(tokenizer, sliding)
+    check(small_recipe(sliding), tmp_path / "run")
+    recipe = small_recipe(sliding, hardware={"gpus": 2, "context_parallel": 2})
+    line = "hardware.context_parallel: the model has sliding windows of 16 tokens; leave it out"
+    for refuses in (lambda: check(recipe, tmp_path / "run"), lambda: check_data(recipe)):
+        with pytest.raises(RecipeError, match=rf"(?m)^{line}$"):
+            refuses()
