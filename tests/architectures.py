@@ -20,6 +20,7 @@ from transformers import CONFIG_MAPPING, AutoModelForCausalLM, PreTrainedConfig,
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
 from pi_lora.errors import ScalingError
+from pi_lora.models.attention import use_blockwise
 from pi_lora.models.resolve import resolve_model
 from pi_lora.models.source import ModelSource
 from pi_lora.scaling.config import (
@@ -136,6 +137,7 @@ def small_model(kind: type[PreTrainedConfig], config: Mapping[str, Any]) -> PreT
         for weights in model.parameters():
             if weights.dim() > 1:
                 torch.nn.init.normal_(weights, std=0.2)
+    use_blockwise(model)
     found: PreTrainedModel = model
     return found
 

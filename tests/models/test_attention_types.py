@@ -7,7 +7,14 @@ from typing import Any
 import architectures
 import pytest
 import torch
-from transformers import AttentionInterface, AutoModel, AutoModelForCausalLM, PreTrainedModel
+from transformers import (
+    CONFIG_MAPPING,
+    AttentionInterface,
+    AutoModel,
+    AutoModelForCausalLM,
+    AutoModelForImageTextToText,
+    PreTrainedModel,
+)
 
 from pi_lora.models import attention
 from pi_lora.models.attention import BLOCKWISE, MAKE_OWN_MASKS, use_blockwise
@@ -25,18 +32,31 @@ TEXT_PARTS = """glm4v_moe_text glm4v_text glm_image_text glm_ocr_text granite_do
 muse_spark_text qwen2_5_vl_text qwen2_vl_text qwen3_vl_moe_text qwen3_vl_text""".split()
 # Differences in float64, as shares of the largest value of all tensors and of one. Norms and ropes compute in float32.
 OF_ALL, OF_ONE = 2e-7, 1e-5
+# Models for images and text. `gemma3n` needs the package timm. `paligemma` makes a mask outside its text part, which
+# takes tensors only; pi-lora refuses such models.
+COMPOSITES = """aya_vision cohere2_vision gemma3 gemma4 gemma4_unified glm4v idefics3 internvl lfm2_vl llama4 llava
+mistral3 qwen2_5_vl qwen2_vl qwen3_5 qwen3_vl smolvlm""".split()
+SAME = [name for name in CAUSAL + TEXT_PARTS + COMPOSITES if name not in MAKE_OWN_MASKS | NO_CHOICE]
+VISION_SIZES = architectures.SIZES | {
+    name: size
+    for names, size in {
+        "hidden_size out_hidden_size embed_dim intermediate_size": 64,
+        "image_size": 32,
+        "patch_size": 8,
+        "num_heads": 4,
+        "depth num_hidden_layers": 1,
+    }.items()
+    for name in names.split()
+}
 
 
 def small(model_type: str) -> PreTrainedModel:
-    config = architectures.small_config(model_type)
-    for name in ("sliding_window", "attention_chunk_size"):
-        if getattr(config, name, None):
-            setattr(config, name, WINDOW)
-    if model_type == "recurrent_gemma":
-        config.num_hidden_layers = 3  # the third is the first with attention
-    if model_type in TEXT_PARTS:
-        fit_sections(config)
-    kind: Any = AutoModelForCausalLM if model_type in CAUSAL else AutoModel
+    kind: Any = AutoModel
+    if model_type in CAUSAL:
+        kind = AutoModelForCausalLM
+    if model_type in COMPOSITES:
+        kind = AutoModelForImageTextToText
+    config = small_composite(model_type) if model_type in COMPOSITES else small_text(model_type)
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(0)
         model: PreTrainedModel = kind.from_config(deepcopy(config)).eval().double()
@@ -46,6 +66,33 @@ def small(model_type: str) -> PreTrainedModel:
     if model._can_set_experts_implementation():
         model.set_experts_implementation("eager")  # the others have no float64
     return model
+
+
+def small_text(model_type: str) -> Any:
+    config = architectures.small_config(model_type)
+    for name in ("sliding_window", "attention_chunk_size"):
+        if getattr(config, name, None):
+            setattr(config, name, WINDOW)
+    if model_type == "recurrent_gemma":
+        config.num_hidden_layers = 3  # the third is the first with attention
+    if model_type in TEXT_PARTS:
+        fit_sections(config)
+    return config
+
+
+def small_composite(model_type: str) -> Any:
+    kind = CONFIG_MAPPING[model_type]
+    default = kind()
+    parts: dict[str, Any] = {"text_config": small_text(default.get_text_config().model_type).to_dict()}
+    for name in default.sub_configs:
+        part = getattr(default, name)
+        if name != "text_config" and part is not None:
+            known = part.to_dict()
+            parts[name] = {"model_type": known["model_type"]}
+            parts[name] |= {
+                size: VISION_SIZES[size] for size in VISION_SIZES.keys() & known if type(known[size]) is int
+            }
+    return kind(**parts)
 
 
 def fit_sections(config: Any) -> None:
@@ -119,11 +166,11 @@ def calls(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[int]]:
     return counted
 
 
-@pytest.mark.parametrize("model_type", [name for name in CAUSAL + TEXT_PARTS if name not in MAKE_OWN_MASKS | NO_CHOICE])
+@pytest.mark.parametrize("model_type", SAME)
 def test_logits_and_gradients_equal_those_of_eager(model_type: str, calls: list[int]) -> None:
     model = small(model_type)
     use_blockwise(model)
-    assert model.config._attn_implementation == BLOCKWISE
+    assert model.config.get_text_config()._attn_implementation == BLOCKWISE
     got = computed(model, BLOCKWISE)
     assert calls
     assert_same(got, computed(model, "eager"))
