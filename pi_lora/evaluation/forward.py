@@ -2,7 +2,6 @@
 
 import math
 from collections.abc import Iterator, Sequence
-from contextlib import nullcontext
 from copy import deepcopy
 from itertools import takewhile
 from operator import eq
@@ -26,6 +25,8 @@ HELD_TOKENS = 16384
 # Logits in memory at a time; a window of 32k tokens over a vocabulary of 128k has 4 billion.
 LOGITS = 2**28
 LOGITS_ON_CPU = 2**25
+# Logits that become float32 at a time on a CPU: 8 MiB stay in the caches, and in memory that is not mapped anew.
+FLOAT_LOGITS_ON_CPU = 2**21
 # The largest share of the free memory for keys and values; the rest is for the forward pass.
 SHARE_OF_MEMORY = 0.75
 # The most pairs of tokens in the mask of a pass that continues a cache. A pair takes a byte, or two in some kernels.
@@ -69,10 +70,17 @@ def token_losses(model: Any, ids: torch.Tensor, positions: Sequence[int]) -> tor
     parts = split_positions(model, ids, positions)
     losses = []
     for part, logits in zip(parts, logits_in_parts(model, ids, parts), strict=True):
-        targets = ids[:, part].flatten()
-        part_losses = cross_entropy(logits.float().flatten(0, 1), targets, reduction="none")
-        losses.append(part_losses.view(len(ids), -1))
+        losses.append(_losses(logits.flatten(0, 1), ids[:, part].flatten()).view(len(ids), -1))
     return torch.cat(losses, dim=1).cpu()
+
+
+def _losses(logits: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+    """Return the losses of tokens (tokens), whose logits (tokens, vocabulary) become float32 a few at a time."""
+    tokens = len(targets)
+    if logits.device.type == "cpu":
+        tokens = max(1, FLOAT_LOGITS_ON_CPU // logits.shape[-1])
+    pairs = zip(logits.split(tokens), targets.split(tokens), strict=True)
+    return torch.cat([cross_entropy(some.float(), of_some, reduction="none") for some, of_some in pairs])
 
 
 def split_positions(model: Any, ids: torch.Tensor, positions: Sequence[int]) -> Sequence[torch.Tensor]:
@@ -88,22 +96,24 @@ def split_positions(model: Any, ids: torch.Tensor, positions: Sequence[int]) -> 
 def logits_in_parts(model: Any, ids: torch.Tensor, parts: Sequence[torch.Tensor]) -> Iterator[torch.Tensor]:
     """Yield the logits that predict the tokens at the positions of each part, from the positions before them.
 
-    The first call runs all layers. Later calls give the model a single token and replace the output of the decoder by
-    the first output. So the model's own head computes the logits, with any scaling and capping.
+    The first call runs all layers. In later calls the decoder returns its first output again. So the model's own head
+    computes the logits, with any scaling and capping.
     """
-    hidden_states: list[torch.Tensor] = []
+    decoder = model.get_decoder()
+    run_layers = decoder.forward
+    outputs: list[Any] = []
 
-    def reuse_output(_module: Any, _inputs: Any, output: Any) -> Any:
-        if not hidden_states:
-            hidden_states.append(output.last_hidden_state)
-        output.last_hidden_state = hidden_states[0]
-        return output
+    def run_once(*inputs: Any, **options: Any) -> Any:
+        if not outputs:
+            outputs.append(run_layers(*inputs, **options))
+        return outputs[0]
 
-    hook = model.get_decoder().register_forward_hook(reuse_output) if len(parts) > 1 else nullcontext()
-    with hook:
+    decoder.forward = run_once
+    try:
         for part in parts:
-            input_ids = ids[:, :1] if hidden_states else ids
-            yield model(input_ids=input_ids, use_cache=False, logits_to_keep=part - 1).logits
+            yield model(input_ids=ids, use_cache=False, logits_to_keep=part - 1).logits
+    finally:
+        decoder.forward = run_layers
 
 
 def strip_eos(tokenizer: Any, ids: Any) -> Any:

@@ -1,6 +1,5 @@
 """This machine: device, dtypes, kernels and versions, and the facts for a bug report."""
 
-import ctypes
 import functools
 import importlib
 import importlib.metadata
@@ -59,17 +58,6 @@ def bfloat16_speed() -> float:
             best[dtype] = min(best[dtype], time.perf_counter() - begin)
     torch.set_num_threads(threads)
     return best[torch.float32] / best[torch.bfloat16]
-
-
-def keep_freed_memory() -> None:
-    """Let glibc keep freed memory during evaluation on a CPU: mapping and clearing pages takes a fifth of the time.
-
-    Training would take up to twice the memory: the sizes of tensors differ more.
-    """
-    if platform.system() == "Linux":
-        mallopt = ctypes.CDLL(None).mallopt
-        mallopt(-1, -1)  # M_TRIM_THRESHOLD: never trim
-        mallopt(-4, 0)  # M_MMAP_MAX: map nothing
 
 
 def dtype_named(name: str) -> torch.dtype:

@@ -16,7 +16,6 @@ from pi_lora.models.device import (
     device,
     dtype_named,
     dtype_of_base,
-    keep_freed_memory,
     measured_under_autocast,
 )
 from pi_lora.models.quiet import quiet_loading
@@ -99,8 +98,6 @@ def load_model(source: ModelSource, dtype: str | None = None) -> LoadedModel:
     source.check_base_fingerprint()
     recipe = source.recipe
     on_cpu = device().type == "cpu"
-    if on_cpu:
-        keep_freed_memory()
     quantized = bool(source.adapter and recipe and recipe.tuning.method == "qlora")
     if dtype:
         weights_dtype = dtype_named(dtype)
