@@ -20,6 +20,9 @@ from pi_lora.planning.training_plan import plan_training
 from pi_lora.recipe.files import load_recipe
 
 TINY = ("model.name=builtin:tiny", "context.original=256", "context.target=4096")
+GEMMA = ("model.name=models/gemma3_270m", "context.target=65536", "training.steps=1", "training.warmup_steps=0")
+# The vocabulary of a random model that has sinks, experts and sliding windows.
+GPT_OSS = 32768
 CHECKPOINTING = "training.activation_checkpointing=true"
 # Tokens of a sequence, vocabulary of a random model (else the model is the one that is named), and other changes.
 ROWS: dict[str, tuple[int, int | None, tuple[str, ...]]] = {
@@ -35,6 +38,10 @@ ROWS: dict[str, tuple[int, int | None, tuple[str, ...]]] = {
     "QLoRA": (1024, 49152, ("tuning.method=qlora",)),
     "all weights": (1024, 49152, ("tuning.method=full",)),
     "built-in model, LoRA": (4096, None, (*TINY, "data.positions=contiguous")),
+    "Gemma 3, LoRA": (2048, None, GEMMA),
+    "Gemma 3, LoRA, checkpointing": (8192, None, (*GEMMA, CHECKPOINTING)),
+    "Gemma 3, LoRA, checkpointing, sdpa": (8192, None, (*GEMMA, CHECKPOINTING, "model.attention=sdpa")),
+    "gpt-oss, LoRA": (4096, GPT_OSS, ()),
 }
 MODEL = "models/smollm2_135m_instruct"
 DATA = "builtin:stdlib"
@@ -49,11 +56,11 @@ training: {{steps: 2, warmup_steps: 1, global_batch_size: 1, activation_checkpoi
 
 def random_model(folder: Path, vocabulary: int) -> Path:
     """A model of eight layers with SmolLM2's widths; the tokenizer is the built-in model's."""
-    from transformers import LlamaConfig, LlamaForCausalLM
+    from transformers import AutoModelForCausalLM, GptOssConfig, LlamaConfig, PreTrainedConfig
 
     widths = {"hidden_size": 576, "intermediate_size": 1536, "num_attention_heads": 9, "num_key_value_heads": 3}
     rope = {"rope_type": "default", "rope_theta": 100000.0}
-    config = LlamaConfig(
+    config: PreTrainedConfig = LlamaConfig(
         vocab_size=vocabulary,
         num_hidden_layers=8,
         max_position_embeddings=8192,
@@ -63,7 +70,25 @@ def random_model(folder: Path, vocabulary: int) -> Path:
         eos_token_id=1,
         **widths,
     )
-    LlamaForCausalLM(config).save_pretrained(folder)
+    if vocabulary == GPT_OSS:
+        config = GptOssConfig(
+            vocab_size=vocabulary,
+            num_hidden_layers=4,
+            hidden_size=512,
+            intermediate_size=512,
+            num_attention_heads=16,
+            num_key_value_heads=2,
+            head_dim=64,
+            num_local_experts=8,
+            num_experts_per_tok=2,
+            sliding_window=128,
+            max_position_embeddings=8192,
+            rope_parameters=rope,
+            bos_token_id=0,
+            eos_token_id=1,
+            pad_token_id=0,
+        )
+    AutoModelForCausalLM.from_config(config).save_pretrained(folder)
     for name in ("tokenizer.json", "tokenizer_config.json"):
         (folder / name).write_bytes((BUILTIN_FOLDER / "tiny" / name).read_bytes())
     return folder

@@ -79,7 +79,7 @@ def _losses(logits: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
     tokens = len(targets)
     if logits.device.type == "cpu":
         tokens = max(1, FLOAT_LOGITS_ON_CPU // logits.shape[-1])
-    pairs = zip(logits.split(tokens), targets.split(tokens), strict=True)
+    pairs = zip(torch.split(logits, tokens), torch.split(targets, tokens), strict=True)
     return torch.cat([cross_entropy(some.float(), of_some, reduction="none") for some, of_some in pairs])
 
 

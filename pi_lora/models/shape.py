@@ -26,6 +26,7 @@ class Shape:
         layer: The parameters of the largest layer.
         hidden: The width of hidden states.
         intermediate: The width of the widest MLP.
+        heads: The number of attention heads.
         queries: The width of the queries of a layer.
         keys: The width of the keys of a layer.
         vocabulary: The number of tokens in the vocabulary.
@@ -38,6 +39,7 @@ class Shape:
         norms: The norms of hidden states in a layer.
         norm_weights: The weights of all norms.
         head_normed: Whether attention has norms.
+        in_blocks: Whether attention has sinks or soft caps, for which the default kernel takes all layers in blocks.
         full_layers: The layers that attend to everything.
         sliding_layers: The layers that attend to a window.
         sliding_window: The length of that window, in tokens.
@@ -48,6 +50,7 @@ class Shape:
     layer: int
     hidden: int
     intermediate: int
+    heads: int
     queries: int
     keys: int
     vocabulary: int
@@ -59,6 +62,7 @@ class Shape:
     norms: int
     norm_weights: int
     head_normed: bool
+    in_blocks: bool
     full_layers: int
     sliding_layers: int
     sliding_window: int
@@ -87,6 +91,7 @@ def shape_of(model: "PreTrainedModel") -> Shape:
     head_dim = getattr(config, "qk_head_dim", None) or getattr(config, "head_dim", None) or hidden // heads
     modules = dict(model.named_modules())
     experts = _experts(model)
+    sinks = any(name.endswith(".sinks") for name, _ in model.named_parameters())
     norms = {name: module for name, module in modules.items() if "Norm" in type(module).__name__}
     attention_norms = [name for name in norms if _in_attention(name)]
     linears = {name: module for name, module in modules.items() if isinstance(module, nn.Linear) and module is not head}
@@ -97,6 +102,7 @@ def shape_of(model: "PreTrainedModel") -> Shape:
         layer=max(_count_parameters(layer) for layer in layers),
         hidden=hidden,
         intermediate=max(_mlp_width(layer, hidden, experts_per_token) for layer in layers),
+        heads=heads,
         queries=heads * head_dim,
         keys=key_value_heads * head_dim,
         vocabulary=head.out_features,
@@ -108,6 +114,7 @@ def shape_of(model: "PreTrainedModel") -> Shape:
         norms=(len(norms) - len(attention_norms)) // len(layers),
         norm_weights=_count_parameters(nn.ModuleList(norms.values())),
         head_normed=bool(attention_norms),
+        in_blocks=sinks or bool(getattr(config, "attn_logit_softcapping", None)),
         full_layers=attended.full,
         sliding_layers=attended.sliding,
         sliding_window=attended.window,

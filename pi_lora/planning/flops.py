@@ -41,8 +41,10 @@ class Flops(NamedTuple):
     backward: float
 
 
-def flops_of_training(shape: Shape, tuning: Tuning, training: Training, tokens: int, *, plain_loss: bool) -> Flops:
-    """Return the operations of a whole training on sequences of `tokens`.
+def flops_of_training(
+    shape: Shape, tuning: Tuning, training: Training, tokens: int, *, plain_loss: bool, attention: str = "auto"
+) -> Flops:
+    """Return the operations of a whole training on sequences of `tokens`, with a kernel by its name in a recipe.
 
     A product with a weight costs 2 operations per token. Its backward pass costs 2 for the gradient of the input, and 2
     for the gradient of a weight that trains. The two products of attention are causal: 2 x 2 operations per channel for
@@ -52,13 +54,13 @@ def flops_of_training(shape: Shape, tuning: Tuning, training: Training, tokens: 
     layers = (shape.linear_weights + shape.active_experts) * 2.0 * tokens
     adapter = adapter_parameters(shape, tuning) * 2.0 * tokens
     head = shape.embedding * 2.0 * tokens
-    attention = 4.0 * _attention_pairs(shape, tokens) * shape.queries
-    forward = layers + adapter + attention
+    products = 4.0 * _attention_pairs(shape, tokens, attention) * shape.queries
+    forward = layers + adapter + products
     weight_gradients = layers + head if tuning.method == "full" else adapter
-    backward = layers + head + adapter + 2 * attention + weight_gradients
+    backward = layers + head + adapter + 2 * products + weight_gradients
     checkpointed = forward
     if training.activation_checkpointing == "selective":
-        checkpointed -= attention
+        checkpointed -= products
     recomputation = training.checkpointed_layers(shape.layers) / shape.layers * checkpointed
     if not plain_loss:
         recomputation += head
@@ -70,9 +72,15 @@ def flops_of_training(shape: Shape, tuning: Tuning, training: Training, tokens: 
     )
 
 
-def _attention_pairs(shape: Shape, tokens: int) -> float:
-    """Return the pairs of tokens of a sequence in reach of each other, over all layers."""
+def _attention_pairs(shape: Shape, tokens: int, attention: str) -> float:
+    """Return the pairs of tokens of a sequence that a kernel computes, over all layers: those in reach of each other,
+    and with a mask all of them. `eager` has a mask in every layer, `sdpa` where a window is shorter than the sequence.
+    """
     window = min(shape.sliding_window, tokens)
-    full = shape.full_layers * tokens * tokens / 2
-    sliding = shape.sliding_layers * window * (tokens - window / 2)
-    return full + sliding
+    full = tokens * tokens / 2
+    sliding = window * (tokens - window / 2)
+    if attention == "eager":
+        full = tokens * tokens
+    if attention == "eager" or (attention == "sdpa" and window < tokens):
+        sliding = tokens * tokens
+    return shape.full_layers * full + shape.sliding_layers * sliding

@@ -4,9 +4,9 @@ The coefficients of activations were counted by running one layer of transformer
 mode that follows every allocation (torch 2.13). tests/planning/test_plan_memory.py counts them again. They hold for
 attention with a gated MLP; other layers are treated as such a layer of the same widths.
 
-Left out: fragmentation of the allocator, shorter sequences, memory for saving, and the attention weights that only the
-`eager` kernel stores. Also left out is about one percent or less: the log-sum-exp of attention, the norms' inverse
-deviations, cosines and sines, and the linear layer that NF4 is unpacking.
+Left out: fragmentation of the allocator, shorter sequences, and memory for saving. Also left out is about one percent
+or less: the log-sum-exp of attention, the norms' inverse deviations, cosines and sines, and the linear layer that NF4
+is unpacking.
 """
 
 from collections.abc import Mapping
@@ -50,7 +50,16 @@ PLAIN_LOSS = 3 * FLOAT32
 MARGIN = 1.15
 # Bytes of logits that a measurement holds at a time, in bfloat16 and twice in float32 (evaluation/forward.py).
 MEASURED_LOGITS = 10 * 2**28
-MEASURED_LOGITS_ON_CPU = 10 * 2**25
+# Logits of a measurement on a CPU, and bytes of those that are twice in float32.
+MEASURED_LOGITS_ON_CPU = 2**25
+MEASURED_FLOATS_ON_CPU = 2 * FLOAT32 * 2**21
+# Queries of a block, at most as many as the window has tokens, and channels for attention sinks (models/attention.py).
+BLOCK = 256
+SINK_CHANNELS = 8
+# Bytes per head and pair of tokens that `eager` keeps in a layer, and has at the peak: the weights, in float32 and in
+# the dtype of the products.
+_EAGER = {FLOAT32: 4, BFLOAT16: 6}
+_EAGER_PEAK = 12
 
 
 # The dtypes of weights and hidden states.
@@ -173,7 +182,7 @@ def memory(shape: Shape, recipe: Recipe, original: int, gpu: Gpu, *, loss_kernel
     moments = [loss, step.last_layer, step.first_layer]
     if recipe.evaluation.every:
         longest = max(original, recipe.context.target)
-        measuring = _measuring(shape, recipe.tuning, step.states, longest, step.arithmetic, on_cpu=on_cpu)
+        measuring = _measuring(shape, step.states, longest, step.arithmetic, on_cpu=on_cpu)
         moments.append(measuring)
     maxima = Moment(*map(max, *moments))
     highest = max(map(sum, moments))
@@ -222,19 +231,31 @@ def _moments_of_step(
     return before_loss, last_layer, first_layer
 
 
-def _measuring(
-    shape: Shape, tuning: Tuning, states: States, longest: int, arithmetic: Arithmetic, *, on_cpu: bool
-) -> Moment:
+def _measuring(shape: Shape, states: States, longest: int, arithmetic: Arithmetic, *, on_cpu: bool) -> Moment:
     """Return the moment of a measurement of `longest` tokens, which has no gradients and keeps no activations."""
-    # A layer takes no more than at the peak of its backward.
-    _, peak_per_token = layer_bytes(shape, tuning, arithmetic)
+    number_bytes = _product_bytes(arithmetic)
+    logits = MEASURED_LOGITS
+    if on_cpu:
+        logits = MEASURED_LOGITS_ON_CPU * number_bytes + MEASURED_FLOATS_ON_CPU
     return Moment(
         weights=states.weights,
         gradients=states.buckets,
         optimizer=states.optimizer,
-        activations=round(longest * peak_per_token),
-        logits=MEASURED_LOGITS_ON_CPU if on_cpu else MEASURED_LOGITS,
+        activations=longest * measuring_bytes(shape, arithmetic),
+        logits=logits,
     )
+
+
+def measuring_bytes(shape: Shape, arithmetic: Arithmetic) -> int:
+    """Return bytes per token of a forward pass without gradients: at the peak of an MLP, or of attention."""
+    stream_bytes = hidden_states(shape, 1, arithmetic)
+    number_bytes = _product_bytes(arithmetic)
+    queries = 4
+    if shape.head_normed and number_bytes == BFLOAT16:
+        queries += 1  # in float32
+    mlp = 4 * stream_bytes + 3 * shape.intermediate * number_bytes
+    attention = 3 * stream_bytes + (queries * shape.queries + 2 * shape.keys) * number_bytes
+    return max(mlp, attention)
 
 
 def _shards(recipe: Recipe) -> int:
@@ -316,6 +337,11 @@ def hidden_states(shape: Shape, tokens: int, arithmetic: Arithmetic) -> int:
     return tokens * shape.hidden * number_bytes
 
 
+def _product_bytes(arithmetic: Arithmetic) -> int:
+    """Return bytes of a number that linear layers and attention compute."""
+    return FLOAT32 if arithmetic == "float32" else BFLOAT16
+
+
 def loss_bytes(shape: Shape, tokens: int, arithmetic: Arithmetic, on_cpu: bool) -> tuple[int, int]:
     """Return bytes of the plain loss, and of TRL's loss in chunks: logits, and the final hidden states with gradient.
 
@@ -347,13 +373,73 @@ def _activations(shape: Shape, recipe: Recipe, tokens: int, arithmetic: Arithmet
     peak = peak_per_token * tokens + adapted_experts
     checkpoint = hidden_states(shape, tokens, arithmetic)
     if training.activation_checkpointing == "selective":
-        number_bytes = FLOAT32 if arithmetic == "float32" else BFLOAT16
-        checkpoint += tokens * shape.queries * number_bytes
+        checkpoint += tokens * shape.queries * _product_bytes(arithmetic)
     checkpointed = training.checkpointed_layers(shape.layers)
     resident = RESIDENT_WHEN_OFFLOADED if recipe.hardware.offload_activations else checkpointed
-    kept_in_all = resident * checkpoint + (shape.layers - checkpointed) * kept
-    working = peak if checkpointed else peak - kept
-    return round(kept_in_all), round(working)
+    sequences = training.per_device_batch_size
+    attention = attention_bytes(shape, recipe.model.attention, tokens // sequences, arithmetic)
+    of_layer = sequences * max(attention.full, attention.sliding)
+    of_layers = sequences * (shape.full_layers * attention.full + shape.sliding_layers * attention.sliding)
+    uncheckpointed = shape.layers - checkpointed
+    kept_in_all = resident * checkpoint + uncheckpointed * (kept + of_layers / shape.layers)
+    working = max(peak + of_layer, sequences * attention.peak)
+    if not checkpointed:
+        working -= kept + of_layer
+    return round(kept_in_all + sequences * attention.masks), round(working)
+
+
+class AttentionBytes(NamedTuple):
+    """Bytes of one sequence that a kernel takes beyond queries, keys, values and output.
+
+    Attributes:
+        full: Kept for the backward by a layer that attends to everything.
+        sliding: Kept by a layer that attends to a window.
+        peak: Of a layer in its backward.
+        masks: Of all layers together.
+    """
+
+    full: float = 0
+    sliding: float = 0
+    peak: float = 0
+    masks: float = 0
+
+
+def attention_bytes(shape: Shape, attention: str, tokens: int, arithmetic: Arithmetic) -> AttentionBytes:
+    """Return the bytes of a kernel, by its name in a recipe, for a sequence of `tokens`.
+
+    `sdpa` makes a mask of bytes for sliding windows, and every layer keeps it as numbers. `eager` keeps the weights of
+    all pairs of tokens. Both repeat the keys for the heads that share them. FlashAttention needs none of these.
+    """
+    pairs = tokens * tokens
+    number_bytes = _product_bytes(arithmetic)
+    repeated_keys = 2 * tokens * (shape.queries - shape.keys) * number_bytes
+    slides = bool(shape.sliding_layers) and shape.sliding_window < tokens
+    if attention == "eager":
+        kept = pairs * shape.heads * _EAGER[number_bytes] + repeated_keys
+        masks = bool(shape.full_layers) + bool(shape.sliding_layers)
+        return AttentionBytes(kept, kept, pairs * shape.heads * _EAGER_PEAK, masks * pairs * number_bytes)
+    if attention == "sdpa" and slides:
+        return AttentionBytes(sliding=pairs * number_bytes + repeated_keys, masks=pairs)
+    full = sliding = 0.0
+    if attention == "auto" and shape.in_blocks:
+        full = _block_numbers(shape, tokens, BLOCK, (tokens + BLOCK) / 2) * number_bytes
+        sliding = full
+    if attention == "auto" and slides:
+        size = min(BLOCK, shape.sliding_window)
+        sliding = _block_numbers(shape, tokens, size, shape.sliding_window + size) * number_bytes
+    return AttentionBytes(full, sliding)
+
+
+def _block_numbers(shape: Shape, tokens: int, size: int, keys: float) -> float:
+    """Return the numbers that blocks of `size` queries keep, which meet `keys` keys on average: their masks, for all
+    heads that share keys, copies of keys and values, and the outputs, which are joined later.
+    """
+    masks = shape.queries / shape.keys * keys
+    copies = 2 * shape.keys * (keys / size - 1)
+    width = 1.0
+    if shape.in_blocks:
+        width += SINK_CHANNELS * shape.heads / shape.queries
+    return tokens * (masks + width * (copies + shape.queries))
 
 
 def layer_bytes(
@@ -370,15 +456,19 @@ def layer_bytes(
     # Tensors of bfloat16 per tensor of attention, which keeps q and the output, k and v.
     width = 2 if arithmetic == "float32" else 1
     heads = 2 * width
+    # A third and fourth norm of hidden states (Gemma) also keep their float32 values.
+    more_norms = max(0, shape.norms - 2)
+    norms = 4 * more_norms
     if shape.head_normed:
         heads += 3  # norms of q and k keep a float32 copy
-    # A third and fourth norm of hidden states (Gemma) also keep their float32 values.
-    norms = 4 * max(0, shape.norms - 2)
+        heads += more_norms > 0  # and Gemma's the normalized values
     if tuning.with_norms and not full:
         norms += 4 if arithmetic in WIDE_STREAM else 2  # the normalized values, of norms that train with LoRA
     common = _bytes(shape, norms, heads=heads)
     kept = _bytes(shape, hidden, intermediate)
     peak = kept + _bytes(shape, *_BACKWARD[arithmetic])
+    if arithmetic != "float32":
+        peak += _bytes(shape, more_norms)  # their backward is in float32
     if mlp_share < 1:
         kept = _bytes(shape, hidden)
         peak = min(peak, kept + _bytes(shape, _AROUND_CHUNKS) + mlp_share * peak)

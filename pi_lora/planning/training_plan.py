@@ -183,6 +183,7 @@ def plan_recipe(recipe: Recipe, target: Target, gpu: Gpu) -> TrainingPlan:
         recipe.training,
         tokens=tokens,
         plain_loss=loss_kernel == "plain",
+        attention=recipe.model.attention,
     )
     return TrainingPlan(
         recipe=recipe,

@@ -54,6 +54,19 @@ def test_attention_costs_its_causal_half_and_a_window_less() -> None:
     assert full - sliding == pytest.approx(3 * 4 * shapes[0].queries * 4096 * 4096 / 2)
 
 
+def test_kernels_with_masks_compute_all_pairs_of_tokens() -> None:
+    windows = shape_of(on_meta(small_config("mistral", sliding_window=4096)))
+    plain = shape_of(on_meta(small_config("mistral", sliding_window=None)))
+
+    def forward(shape: Shape, attention: str, tokens: int = 8192) -> float:
+        return flops_of_training(shape, Tuning(), ONCE, tokens, plain_loss=True, attention=attention).forward
+
+    causal_half = 3 * 4 * plain.queries * 8192 * 8192 / 2
+    for with_mask in (forward(windows, "sdpa"), forward(windows, "eager"), forward(plain, "eager")):
+        assert with_mask - forward(plain, "sdpa") == pytest.approx(causal_half)
+    assert forward(windows, "sdpa", 4096) == forward(plain, "auto", 4096)
+
+
 @pytest.mark.parametrize("kind", OTHERS)
 def test_flops_equal_those_that_torch_counts(kind: str) -> None:
     """On families that no figure was made for, with experts among them; `eager` attention is not causal."""

@@ -10,11 +10,30 @@ import torch
 from families import SMALL, on_meta, small_config, small_shape
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
-from transformers import AutoModelForCausalLM, Glm4Config, LlamaConfig, PreTrainedConfig, Qwen3Config
+from transformers import (
+    AutoModelForCausalLM,
+    Gemma3TextConfig,
+    Glm4Config,
+    GptOssConfig,
+    LlamaConfig,
+    MistralConfig,
+    PreTrainedConfig,
+    Qwen3Config,
+)
+from transformers.masking_utils import (
+    causal_mask_function,
+    eager_mask,
+    sdpa_mask,
+    sliding_window_causal_mask_function,
+)
 
+from pi_lora.evaluation import forward
+from pi_lora.models import attention
 from pi_lora.models.adapter import disable_input_dtype_casting, prepare_for_tuning
+from pi_lora.models.attention import BLOCKWISE, blockwise_mask
 from pi_lora.models.resolve import resolve_model
 from pi_lora.models.shape import shape_of
+from pi_lora.planning import memory
 from pi_lora.planning.flops import trained_parameters
 from pi_lora.planning.memory import (
     ADAPTED_EXPERTS,
@@ -22,7 +41,9 @@ from pi_lora.planning.memory import (
     NF4,
     PLAIN_LOSS,
     Arithmetic,
+    attention_bytes,
     layer_bytes,
+    measuring_bytes,
 )
 from pi_lora.recipe.schema import Tuning
 from pi_lora.training.trainer import chunk_mlps
@@ -139,21 +160,25 @@ def one_layer(
     tokens: int,
     arithmetic: Arithmetic = "bfloat16",
     mlp_chunk_tokens: int | None = None,
+    kernel: str = "sdpa",
+    mask: Any = None,
 ) -> tuple[int, int]:
     """Bytes that one layer keeps for its backward, and the most that it has at once, as torch allocates them."""
     stream = torch.float32 if arithmetic in ("autocast", "float32") else torch.bfloat16
-    model = AutoModelForCausalLM.from_config(config, attn_implementation="sdpa", dtype=stream)
+    model = AutoModelForCausalLM.from_config(config, attn_implementation=kernel, dtype=stream)
     tuned = prepare_for_tuning(model, tuning, "small")
     if mlp_chunk_tokens:
         chunk_mlps(tuned, mlp_chunk_tokens)
     layer = model.model.layers[0]
     hidden = torch.randn(1, tokens, config.hidden_size, dtype=stream, requires_grad=True)
-    positions = model.model.rotary_emb(hidden, torch.arange(tokens)[None])
-    allocations = Allocations([hidden, *positions, *tuned.parameters()])
+    layer_type = config.layer_types[:1] if config.model_type == "gemma3_text" else ()
+    positions = model.model.rotary_emb(hidden, torch.arange(tokens)[None], *layer_type)
+    masks = [mask] if isinstance(mask, torch.Tensor) else []
+    allocations = Allocations([hidden, *positions, *tuned.parameters(), *masks])
     autocast = arithmetic == "autocast" or (arithmetic == "bfloat16" and tuning.method != "full")
     casts = disable_input_dtype_casting(tuned, autocast)
     with known_to(allocations, autocast), casts:
-        output = layer(hidden, position_embeddings=positions, attention_mask=None)
+        output = layer(hidden, position_embeddings=positions, attention_mask=mask)
     kept = allocations.now - output.nbytes
     gradient = torch.ones_like(output)
     forward, allocations.most = allocations.most, 0
@@ -187,7 +212,7 @@ def per_token(
     yield from ((more - less) / 256 for less, more in zip(*sizes, strict=True))
 
 
-@pytest.mark.parametrize("kind", [LlamaConfig, Qwen3Config, Glm4Config])
+@pytest.mark.parametrize("kind", [LlamaConfig, Qwen3Config, Glm4Config, Gemma3TextConfig])
 @EVERY_ARITHMETIC
 def test_a_layer_keeps_the_planned_activations(kind: type[PreTrainedConfig], name: str, arithmetic: Arithmetic) -> None:
     """LoRA on attention alone is planned coarsely, and rather too much."""
@@ -196,6 +221,83 @@ def test_a_layer_keeps_the_planned_activations(kind: type[PreTrainedConfig], nam
     coarse = name == "lora on attention"
     for size, expected in zip(measured, layer_bytes(shape_of(on_meta(config)), tuning, arithmetic), strict=True):
         assert 0.93 * size <= expected <= (1.4 if coarse else 1.1) * size
+
+
+MASKS = {"auto": blockwise_mask, "sdpa": sdpa_mask, "eager": eager_mask}
+SLIDING = {**LAYER, "head_dim": 32, "sliding_window": 128}
+
+
+def mask_of(kernel: str, tokens: int, window: int | None) -> Any:
+    sees = sliding_window_causal_mask_function(window) if window else causal_mask_function
+    sizes = {"batch_size": 1, "q_length": tokens, "kv_length": tokens}
+    return MASKS[kernel](**sizes, mask_function=sees, local_size=window, dtype=torch.bfloat16)
+
+
+@pytest.mark.parametrize("tokens", [512, 1024])
+@pytest.mark.parametrize("kernel", ["auto", "sdpa"])
+@pytest.mark.parametrize("kind", [MistralConfig, Gemma3TextConfig])
+def test_a_sliding_layer_keeps_the_planned_masks_and_copies(
+    kind: type[PreTrainedConfig], kernel: str, tokens: int
+) -> None:
+    """In blocks, the first queries meet fewer keys than planned."""
+    config = kind(**SLIDING)
+    name = BLOCKWISE if kernel == "auto" else kernel
+    mask = mask_of(kernel, tokens, config.sliding_window)
+    with_window = one_layer(config, Tuning(rank=1), tokens, kernel=name, mask=mask)
+    causal = one_layer(config, Tuning(rank=1), tokens)
+    planned = attention_bytes(shape_of(on_meta(config)), kernel, tokens, "bfloat16")
+    for size, without in zip(with_window, causal, strict=True):
+        assert 0.98 * (size - without) <= planned.sliding <= 1.2 * (size - without)
+    assert planned.masks == (mask.nbytes if kernel == "sdpa" else 0)
+
+
+@pytest.mark.filterwarnings("ignore")  # of the factor of YaRN
+def test_full_layers_with_sinks_keep_the_planned_blocks() -> None:
+    """Between two lengths, so that everything but the blocks grows by the planned bytes per token."""
+    config = GptOssConfig(**SMALL, num_key_value_heads=2, head_dim=32, num_local_experts=2, num_experts_per_tok=1)
+    shape = shape_of(on_meta(config))
+    kept = [one_layer(config, Tuning(rank=1), tokens, kernel=BLOCKWISE)[0] for tokens in (512, 1024, 2048)]
+    planned = [attention_bytes(shape, "auto", tokens, "bfloat16").full for tokens in (512, 1024, 2048)]
+    measured = kept[2] - 2 * kept[1]
+    assert planned[2] - 2 * planned[1] == pytest.approx(measured, rel=0.05)
+
+
+def test_eager_attention_keeps_the_planned_weights() -> None:
+    config = MistralConfig(**SLIDING)
+    tokens = 1024
+    mask = mask_of("eager", tokens, config.sliding_window)
+    sizes = one_layer(config, Tuning(rank=1), tokens, kernel="eager", mask=mask)
+    planned = attention_bytes(shape_of(on_meta(config)), "eager", tokens, "bfloat16")
+    causal, _ = one_layer(config, Tuning(rank=1), tokens)
+    assert planned.sliding == pytest.approx(sizes[0] - causal, rel=0.02)
+    assert planned.peak == pytest.approx(sizes[1], rel=0.1)
+    assert planned.masks == mask.nbytes
+
+
+@pytest.mark.parametrize("stream", [torch.bfloat16, torch.float32], ids=str)
+@pytest.mark.parametrize("kind", [LlamaConfig, Qwen3Config, Gemma3TextConfig])
+@pytest.mark.parametrize("intermediate", [64, 688])
+def test_measuring_takes_the_planned_activations(
+    kind: type[PreTrainedConfig], stream: torch.dtype, intermediate: int
+) -> None:
+    config = kind(**{**LAYER, "intermediate_size": intermediate}, head_dim=32)
+    model = AutoModelForCausalLM.from_config(config, attn_implementation=BLOCKWISE, dtype=stream)
+
+    def most(tokens: int) -> int:
+        with Allocations([*model.parameters(), *model.buffers()]) as allocations, torch.no_grad():
+            model.model(input_ids=torch.zeros(1, tokens, dtype=torch.long), use_cache=False)
+        return allocations.most
+
+    arithmetic: Arithmetic = "bfloat16" if stream == torch.bfloat16 else "float32"
+    measured = (most(1024) - most(512)) / 512
+    assert measuring_bytes(shape_of(on_meta(config)), arithmetic) == pytest.approx(measured, rel=0.1)
+
+
+def test_constants_of_kernel_and_losses_are_planned() -> None:
+    assert memory.BLOCK == attention.BLOCK
+    assert memory.SINK_CHANNELS == attention.SINK_CHANNELS
+    assert memory.MEASURED_LOGITS_ON_CPU == forward.LOGITS_ON_CPU
+    assert memory.MEASURED_FLOATS_ON_CPU == 2 * 4 * forward.FLOAT_LOGITS_ON_CPU
 
 
 @pytest.mark.parametrize("pieces", [2, 16])
