@@ -195,13 +195,13 @@ POSE = {"source": "text", "positions": "pose"}
         ({"target": 163840}, "H100", "training.mlp_chunk_tokens=4096 hardware.offload_activations=true"),
         ({"target": 32768}, "A10G", "tuning.method=qlora"),
         ({"target": 1_048_576}, "A100-40", "tuning.method=qlora data.positions=pose"),
-        # PoSE trains on 2048 tokens of the 131072 that are measured.
+        # PoSE trains on 2048 tokens of the 262144 that are measured.
         (
             {
-                "target": 131072,
+                "target": 262144,
                 "tuning": {"method": "qlora"},
                 "data": POSE,
-                "evaluation": {"every": 100, "perplexity": {"data": "pg19", "truncate": 131072}},
+                "evaluation": {"every": 100, "perplexity": {"data": "pg19", "truncate": 262144}},
             },
             "A10G",
             "evaluation.every=null",
