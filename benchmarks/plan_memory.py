@@ -5,7 +5,8 @@
 Each row is a process of its own that tunes two steps; its peak is that of the whole process (resident), libraries
 included, as training.jsonl has it. The plan is that for this machine, as `pi-lora train` makes it. Rows of 8 layers are
 of a random model with SmolLM2's widths, so that none takes two minutes. A row is kept in
-benchmarks/results/plan_memory.json when it is measured.
+benchmarks/results/plan_memory.json when it is measured. Rows of Gemma 3 need the 270M model as
+models/gemma3_270m, and are left out without it.
 """
 
 import tempfile
@@ -20,7 +21,8 @@ from pi_lora.planning.training_plan import plan_training
 from pi_lora.recipe.files import load_recipe
 
 TINY = ("model.name=builtin:tiny", "context.original=256", "context.target=4096")
-GEMMA = ("model.name=models/gemma3_270m", "context.target=65536", "training.steps=1", "training.warmup_steps=0")
+GEMMA_FOLDER = "models/gemma3_270m"
+GEMMA = (f"model.name={GEMMA_FOLDER}", "context.target=65536", "training.steps=1", "training.warmup_steps=0")
 # The vocabulary of a random model that has sinks, experts and sliding windows.
 GPT_OSS = 32768
 CHECKPOINTING = "training.activation_checkpointing=true"
@@ -98,6 +100,8 @@ def main() -> None:
     gpu = device_here()
     with tempfile.TemporaryDirectory() as temporary:
         for row, (tokens, vocabulary, changes) in ROWS.items():
+            if GEMMA[0] in changes and not Path(GEMMA_FOLDER).exists():
+                continue
             folder = Path(temporary) / str(vocabulary)
             if vocabulary and not folder.exists():
                 random_model(folder, vocabulary)
