@@ -32,11 +32,10 @@ def layers(model: str, tokens: int, kernel: str) -> Cost:
     """The forward pass of all layers on random tokens, without the head, as a measurement loads them."""
     import torch
 
-    from pi_lora.models.device import dtype_named, keep_freed_memory
+    from pi_lora.models.device import dtype_named
     from pi_lora.models.loaded import load_base
     from pi_lora.models.resolve import resolve_model
 
-    keep_freed_memory()
     dtype = dtype_named(fast_dtype())
     loaded = load_base(resolve_model(model), dtype, attention=kernel).eval()
     ids = torch.randint(loaded.config.vocab_size, (1, tokens))
