@@ -9,7 +9,7 @@ import shlex
 import shutil
 import subprocess
 import sys
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cached_property
@@ -19,6 +19,7 @@ from typing import Any
 
 from filelock import FileLock, Timeout
 from pydantic import BaseModel
+from safetensors import SafetensorError
 
 from pi_lora.errors import ModelError, RecipeError, RunExistsError
 from pi_lora.recipe.files import RECIPE_FILE, find_recipe, load_recipe
@@ -27,7 +28,7 @@ from pi_lora.storage import read_json, write_json, write_whole
 from pi_lora.types import Permissions
 
 RUN_FILE, TRAINING_LOG, SCORES = "run.json", "training.jsonl", "scores"
-CHECKPOINTS, COMPLETE = "checkpoints", "complete"
+CHECKPOINTS, COMPLETE, TRAINED = "checkpoints", "complete", "trained"
 BASE, STEP_0, TUNED = "base", "step 0", "tuned"
 # The ending of the name of a file of scores of an earlier stage.
 STAGE_SUFFIX = re.compile(r"-(base|step-\d+)$")
@@ -152,17 +153,49 @@ class Run:
         """The newest complete checkpoint."""
         return next((path for path in self.checkpoints if (path / COMPLETE).is_file()), None)
 
+    @property
+    def trained(self) -> Path:
+        """The folder of the weights and the log after the last step, from when they are whole until the run stands."""
+        return self.path / CHECKPOINTS / TRAINED
+
+    @property
+    def steps_kept(self) -> int:
+        """The number of steps that are not done again when the run is resumed."""
+        if self.trained.is_dir():
+            return self.recipe.training.steps
+        last = self.last_checkpoint
+        return _step(last) if last else 0
+
     def mark_complete(self, checkpoint: Path) -> None:
         """Mark a checkpoint as complete once all files are on the disk.
 
         The checkpoint gets the training log up to it, and the marker has the sizes of the files.
         """
         shutil.copyfile(self.path / TRAINING_LOG, checkpoint / TRAINING_LOG)
-        for file in checkpoint.rglob("*"):
-            if file.is_file():
-                with file.open("rb") as content:
-                    os.fsync(content.fileno())
+        _sync(checkpoint)
         write_json(checkpoint / COMPLETE, _sizes(checkpoint))
+
+    def save_trained(self, log: str, save: Callable[[Path], object]) -> None:
+        """Let `save` write the weights after the last step, and keep them with the log until the run stands.
+
+        If the disk is full, checkpoints before the newest make room.
+        """
+        part = self.trained.with_suffix(".partial")
+
+        def write() -> None:
+            shutil.rmtree(part, ignore_errors=True)
+            part.mkdir(parents=True)
+            write_whole(part / TRAINING_LOG, log)
+            save(part)
+            _sync(part)
+
+        try:
+            write()
+        except (OSError, SafetensorError):
+            for checkpoint in self.checkpoints[1:]:
+                shutil.rmtree(checkpoint, ignore_errors=True)
+            write()
+        part.replace(self.trained)
 
     def checkpoint_to_resume(self) -> Path | None:
         """Return the newest checkpoint with all files, and restore the training log up to it.
@@ -198,12 +231,8 @@ class Run:
         before = self.metadata.origin
         if permissions.allow_mismatch or before is None:
             return
-        digests = {
-            "weights": (before.weights, now.weights),
-            "tokenizer": (before.tokenizer, now.tokenizer),
-            "data": (before.data, now.data),
-        }
-        changed = [name for name, (digest_before, digest_now) in digests.items() if digest_before != digest_now]
+        digests = ("weights", "tokenizer", "data")
+        changed = [name for name in digests if getattr(before, name) != getattr(now, name)]
         if changed:
             raise ModelError(
                 f"{output}: {' and '.join(changed)} are others than those that the interrupted run began with; "
@@ -261,10 +290,9 @@ def check_finished(output: Path) -> None:
     if output.exists():
         return
     run = Run(staging_path(output))
-    last_checkpoint = run.last_checkpoint
-    if last_checkpoint:
+    if run.steps_kept:
         raise ModelError(
-            f"{output}: interrupted at step {_step(last_checkpoint)} of {run.recipe.training.steps}; "
+            f"{output}: interrupted at step {run.steps_kept} of {run.recipe.training.steps}; "
             f"resume it with {resume_command(output)}"
         )
 
@@ -288,7 +316,7 @@ def check_output(output: Path, *, resume: bool = False) -> None:
             pass
     if resume and not staging.is_dir():
         raise RunExistsError(f"{output}: no interrupted run to resume; start it without --resume")
-    if not resume and Run(staging).last_checkpoint is not None:
+    if not resume and Run(staging).steps_kept:
         raise RunExistsError(
             f"{output}: an interrupted run is kept in {staging}; resume it with {resume_command(output)}, or remove "
             "that folder"
@@ -305,8 +333,8 @@ def staging_path(output: Path) -> Path:
 def staged(output: Path, *, resume: bool = False) -> Iterator[Path]:
     """Make `output` whole or not at all: the body fills the staging folder, which is then renamed.
 
-    The staging folder is locked for other processes. If the body fails, the folder is removed unless it holds a
-    checkpoint to resume from.
+    The staging folder is locked for other processes. If the body fails, the folder is removed unless it holds steps to
+    resume from.
     """
     check_output(output, resume=resume)
     target = _resolved(output)
@@ -318,7 +346,7 @@ def staged(output: Path, *, resume: bool = False) -> Iterator[Path]:
         try:
             yield staging
         except BaseException:
-            if Run(staging).last_checkpoint is None:
+            if not Run(staging).steps_kept:
                 shutil.rmtree(staging, ignore_errors=True)
             raise
         for weights in staging.glob("*.safetensors"):
@@ -364,6 +392,14 @@ def _locked(output: Path) -> Iterator[None]:
 
 def _step(checkpoint: Path) -> int:
     return int(checkpoint.name.rpartition("-")[2])
+
+
+def _sync(folder: Path) -> None:
+    """Wait until the files of a folder are on the disk."""
+    for file in folder.rglob("*"):
+        if file.is_file():
+            with file.open("rb") as content:
+                os.fsync(content.fileno())
 
 
 def _sizes(checkpoint: Path) -> dict[str, int]:

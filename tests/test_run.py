@@ -169,6 +169,33 @@ def test_if_all_checkpoints_are_damaged_none_is_resumed_or_removed(tmp_path: Pat
     assert all(each.is_dir() for each in both)
 
 
+def test_checkpoints_before_the_newest_make_room_for_the_weights(tmp_path: Path) -> None:
+    newest, before = interrupted(tmp_path)
+
+    def save(folder: Path) -> None:
+        (folder / "weights").write_text("w")
+        if before.exists():
+            raise OSError(28, "No space left on device")
+
+    run = Run(tmp_path)
+    run.save_trained("log", save)
+    assert run.checkpoints == [newest]
+    assert {file.name: file.read_text() for file in run.trained.iterdir()} == {"weights": "w", "training.jsonl": "log"}
+
+
+def test_no_checkpoint_is_lost_if_the_weights_cannot_be_saved(tmp_path: Path) -> None:
+    newest, _ = interrupted(tmp_path)
+
+    def save(folder: Path) -> None:
+        raise OSError(28, "No space left on device")
+
+    run = Run(tmp_path)
+    with pytest.raises(OSError, match="No space"):
+        run.save_trained("log", save)
+    assert not run.trained.exists()
+    assert run.checkpoint_to_resume() == newest
+
+
 def test_damaged_lines_of_a_log_are_skipped(tmp_path: Path) -> None:
     log = tmp_path / "training.jsonl"
     first, second, fourth = (b'{"step": %d, "loss": 1.0}\n' % step for step in (1, 2, 4))

@@ -24,6 +24,7 @@ from pi_lora.errors import ModelError
 from pi_lora.models import files
 from pi_lora.models.weights import check_finite, read_tensors
 from pi_lora.recipe.schema import Tuning
+from pi_lora.storage import write_whole
 
 
 def prepare_for_tuning(
@@ -146,7 +147,7 @@ def mark_adapter_extended(folder: Path) -> None:
     settings["auto_mapping"] = {"base_model_class": "load", "parent_library": "pi_lora"}
     settings[files.WARNING] = True
     text = json.dumps(settings, indent=2, sort_keys=True) + "\n"
-    file.write_text(text, encoding="utf-8")
+    write_whole(file, text)
 
 
 def save_full(model: PreTrainedModel, folder: Path, weights: Mapping[str, torch.Tensor] | None = None) -> None:

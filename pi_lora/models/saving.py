@@ -7,7 +7,7 @@ from pathlib import Path
 from transformers.utils import GENERATION_CONFIG_NAME, SAFE_WEIGHTS_INDEX_NAME
 
 from pi_lora.models.files import TOKENIZER_FILES, save_config
-from pi_lora.models.source import ModelSource
+from pi_lora.models.source import Base, ModelSource
 from pi_lora.models.tokenizer import save_tokenizer
 from pi_lora.models.weights import read_weights
 from pi_lora.scaling.config import Config
@@ -20,7 +20,12 @@ def save_without_weights(source: ModelSource, config: Config, folder: Path) -> N
     has_tokenizer = any(source.base.file(name) for name in TOKENIZER_FILES)
     if has_tokenizer:
         save_tokenizer(source.tokenizer, folder)
-    generation_config = source.base.file(GENERATION_CONFIG_NAME)
+    copy_generation_config(source.base, folder)
+
+
+def copy_generation_config(base: Base, folder: Path) -> None:
+    """Write the generation config of the base, which transformers would not save if it is invalid, as it is."""
+    generation_config = base.file(GENERATION_CONFIG_NAME)
     if generation_config:
         shutil.copyfile(generation_config, folder / GENERATION_CONFIG_NAME)
 

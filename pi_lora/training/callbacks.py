@@ -7,7 +7,7 @@ import shlex
 import signal
 import sys
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
@@ -183,23 +183,32 @@ class StopOnDivergence(TrainerCallback):
 
 
 class TrainingLog(TrainerCallback):
-    """Write training.jsonl, and report the progress."""
+    """Write training.jsonl, and report the progress. After the last line save the weights with all lines, before any
+    other write can fail.
+    """
 
-    def __init__(self, run: Run, clock: StepClock, progress: Progress) -> None:
+    def __init__(self, run: Run, clock: StepClock, progress: Progress, save: Callable[[str], object]) -> None:
         self.run = run
         self.clock = clock
         self.progress = progress
+        self.save = save
+        self.lines: list[dict[str, Any]] = []
         self.note = ""
         self.logged_seconds = 0.0
         self.logged_tokens = 0
 
+    @property
+    def text(self) -> str:
+        """All lines, as they are written."""
+        return "".join(json.dumps(line) + "\n" for line in self.lines)
+
     def on_train_begin(self, args: Any, state: TrainerState, control: TrainerControl, **_: Any) -> None:
         """Keep the log of the steps before the checkpoint."""
-        lines = [line for line in self.run.log if line["step"] <= state.global_step]
+        self.lines = [line for line in self.run.log if line["step"] <= state.global_step]
         self.logged_seconds = self.clock.seconds
         self.logged_tokens = state.num_input_tokens_seen
         if is_main_process():
-            write_whole(self.run.path / TRAINING_LOG, "".join(json.dumps(line) + "\n" for line in lines))
+            write_whole(self.run.path / TRAINING_LOG, self.text)
 
     def on_step_end(self, args: Any, state: TrainerState, control: TrainerControl, **_: Any) -> None:
         """Report the step; log the last step, and every step before a checkpoint."""
@@ -231,10 +240,14 @@ class TrainingLog(TrainerCallback):
             "peak_memory": peak_memory(),
             "seconds": round(seconds, 2),
         }
+        self.lines.append(line)
         if is_main_process():
-            with (self.run.path / TRAINING_LOG).open("a", encoding="utf-8") as file:
+            # A full disk ends no training here: all lines are written again with the weights.
+            with suppress(OSError), (self.run.path / TRAINING_LOG).open("a", encoding="utf-8") as file:
                 file.write(json.dumps(line) + "\n")
         self.note = f"loss {logs['loss']:.3f} {speed:,.0f} tokens/s {line['peak_memory'] / 2**30:.1f} GiB"
+        if state.global_step == state.max_steps:
+            self.save(self.text)
 
 
 def _trained_weights_are_finite(model: Any) -> bool:

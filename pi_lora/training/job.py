@@ -10,12 +10,13 @@ from pathlib import Path
 from typing import Any
 
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict
-from transformers import set_seed
+from transformers import GenerationConfig, set_seed
 
 from pi_lora.data.batches import TrainingData, training_data
 from pi_lora.data.tokens import tokenizer_identity
 from pi_lora.distributed import (
     all_gather_objects,
+    any_process,
     is_main_process,
     join_processes,
     wait_for_all_processes,
@@ -26,7 +27,9 @@ from pi_lora.evaluation.suite import requested_measurements
 from pi_lora.models import adapter as adapters
 from pi_lora.models import device as devices
 from pi_lora.models.files import save_config
-from pi_lora.models.loaded import LoadedModel, Placement, load_base
+from pi_lora.models.loaded import LoadedModel, Placement, load_base, load_model
+from pi_lora.models.resolve import resolve_model
+from pi_lora.models.saving import copy_generation_config
 from pi_lora.models.source import ModelSource
 from pi_lora.models.tokenizer import save_tokenizer
 from pi_lora.planning.gpus import device_here
@@ -106,53 +109,73 @@ class TrainingJob:
         """
         join_processes(cpu=devices.device().type == "cpu")
         with stop_after_step() as signals, adapters.without_known_warnings():
+            stop = StopOnSignal(signals)
+            tuned = None
             with self.create_run(data) as run, redirect_library_logs(run.path):
-                recipe = self._with_precision_of(run)
-                set_seed(recipe.training.seed)
-                tuned = LoadedModel(
-                    source=self.source,
-                    module=load_for_tuning(recipe, self.source),
-                    autocast=devices.measured_under_autocast(recipe),
-                    run_name=str(self.output),
-                )
-                clock = StepClock(run)
-                stop = StopOnSignal(signals)
-                measurements = ScheduledMeasurements(recipe.evaluation, tuned, run, stop)
-                divergence = StopOnDivergence(run)
-                # Checkpoints are marked before a measurement; the log follows all that ask for a checkpoint.
-                callbacks = [
-                    clock,
-                    stop,
-                    CheckpointMarker(run),
-                    measurements,
-                    divergence,
-                    TrainingLog(run, clock, progress),
-                ]
-                trainer = Trainer(
-                    recipe=recipe,
-                    model=tuned,
-                    data=data,
-                    run=run,
-                    loss_kernel=self.loss_kernel,
-                    callbacks=callbacks,
-                    record_loss=divergence.record_loss,
-                )
-                trainer.train(self._checkpoint_to_resume(run))
-                if stop.stopped:
-                    raise Interrupted(
-                        f"{self.output}: interrupted after step {trainer.state.global_step}, a checkpoint is kept; "
-                        f"resume it with {resume_command(self.output)}"
-                    )
-                save(recipe, tuned, trainer, run)
+                [is_trained] = any_process(is_main_process() and run.trained.is_dir())
+                if not is_trained:
+                    tuned = self._train(data, run, stop, progress)
+                if is_main_process():
+                    complete(self.recipe, self.source, run)
             finished = Run(self.output)
             if is_main_process():
                 write_card(self.output)
-            if recipe.evaluation.every:
+            if self.recipe.evaluation.every:
                 # The run is whole by now: a signal loses no more than these scores.
-                measurements.measure(finished, recipe.training.steps)
+                loaded = tuned or load_model(resolve_model(str(self.output), permissions=self.source.permissions))
+                measurements = ScheduledMeasurements(self.recipe.evaluation, loaded, finished, stop)
+                measurements.measure(finished, self.recipe.training.steps)
                 if is_main_process():
                     write_card(self.output)
         return finished
+
+    def _train(self, data: TrainingData, run: Run, stop: StopOnSignal, progress: Progress) -> LoadedModel:
+        """Train to the last step, and save the weights in `run.trained`."""
+        recipe = self._with_precision_of(run)
+        set_seed(recipe.training.seed)
+        tuned = LoadedModel(
+            source=self.source,
+            module=load_for_tuning(recipe, self.source),
+            autocast=devices.measured_under_autocast(recipe),
+            run_name=str(self.output),
+        )
+        clock = StepClock(run)
+        divergence = StopOnDivergence(run)
+        # Checkpoints are marked before a measurement; the log follows all that ask for a checkpoint.
+        callbacks = [
+            clock,
+            stop,
+            CheckpointMarker(run),
+            ScheduledMeasurements(recipe.evaluation, tuned, run, stop),
+            divergence,
+            TrainingLog(run, clock, progress, lambda log: save_weights(recipe, trainer, log, run)),
+        ]
+        trainer = Trainer(
+            recipe=recipe,
+            model=tuned,
+            data=data,
+            run=run,
+            loss_kernel=self.loss_kernel,
+            callbacks=callbacks,
+            record_loss=divergence.record_loss,
+        )
+        if is_main_process():
+            run.record(
+                {
+                    "original": self.source.original,
+                    "trainable_parameters": tuned.module.num_parameters(only_trainable=True),
+                    "attention": tuned.kernel,
+                    "versions": devices.versions(),
+                    "hardware": devices.hardware(),
+                }
+            )
+        trainer.train(self._checkpoint_to_resume(run))
+        if stop.stopped:
+            raise Interrupted(
+                f"{self.output}: interrupted after step {trainer.state.global_step}, a checkpoint is kept; "
+                f"resume it with {resume_command(self.output)}"
+            )
+        return tuned
 
     @contextmanager
     def create_run(self, data: TrainingData) -> Iterator[Run]:
@@ -215,6 +238,10 @@ def load_for_tuning(recipe: Recipe, source: ModelSource) -> Any:
         dtypes = all_gather_objects([{name: weight.dtype for name, weight in base.named_parameters()}])[0]
         for name, weight in base.named_parameters():
             weight.data = weight.data.to(dtypes[name])
+    if recipe.tuning.method == "full" and base.can_generate():
+        # transformers 5 refuses to save sampling values without do_sample, which published models have. The file of the
+        # base is copied; all that is read here are the EOS tokens.
+        base.generation_config = GenerationConfig(eos_token_id=base.generation_config.eos_token_id)
     if source.adapter is not None:
         if is_main_process():
             source.check_base_fingerprint()
@@ -238,8 +265,8 @@ def _placement(recipe: Recipe, several: bool) -> Placement:
     return "host"
 
 
-def save(recipe: Recipe, model: LoadedModel, trainer: Trainer, run: Run) -> None:
-    """Save the tuned weights with the extended config, the tokenizer, and the facts of the training."""
+def save_weights(recipe: Recipe, trainer: Trainer, log: str, run: Run) -> None:
+    """Save the tuned weights and the log in `run.trained`."""
     full = recipe.tuning.method == "full"
     weights: Mapping[str, Any] | None = None
     if trainer.is_fsdp_enabled:
@@ -248,28 +275,29 @@ def save(recipe: Recipe, model: LoadedModel, trainer: Trainer, run: Run) -> None
         weights = get_model_state_dict(trainer.model, options=options)
     if not is_main_process():
         return
-    source = model.source
+    save: Any = adapters.save_full if full else adapters.save_adapter
+    run.save_trained(log, lambda folder: save(trainer.model, folder, weights))
+
+
+def complete(recipe: Recipe, source: ModelSource, run: Run) -> None:
+    """Make a run of the trained weights: add the extended config, the tokenizer, and how the training ended. What fails
+    on a full disk is done again when the run is resumed.
+    """
+    for file in run.trained.iterdir():
+        file.replace(run.path / file.name)
     config = source.config
-    if full:
-        adapters.save_full(trainer.model, run.path, weights)
+    if recipe.tuning.method == "full":
         # An adapter's base is stored in a dtype of its own.
-        config = {**config, "dtype": model.dtype}
-    else:
-        adapters.save_adapter(trainer.model, run.path, weights)
-        if source.needs_own_config:
-            adapters.mark_adapter_extended(run.path)
+        config = {**config, "dtype": "float32"}
+        copy_generation_config(source.base, run.path)
+    elif source.needs_own_config:
+        adapters.mark_adapter_extended(run.path)
     save_config(config, run.path)
     save_tokenizer(source.tokenizer, run.path)
-    facts = {
-        "original": source.original,
-        "trainable_parameters": model.module.num_parameters(only_trainable=True),
-        "attention": model.kernel,
-        "versions": devices.versions(),
-        "hardware": devices.hardware(),
-    }
     # The processes before a resume had another peak.
-    peak = max(line["peak_memory"] for line in run.log)
-    run.record({**facts, **run.log[-1], "peak_memory": peak})
+    log = run.log
+    peak = max(line["peak_memory"] for line in log)
+    run.record({**log[-1], "peak_memory": peak})
 
 
 def closing_lines(recipe: Recipe, run: Run) -> list[str]:

@@ -14,6 +14,7 @@ from torch.utils.checkpoint import checkpoint
 from torch.utils.data import Sampler
 from transformers import PrinterCallback, TrainerCallback
 from transformers import Trainer as PlainTrainer
+from transformers.integrations import get_reporting_integration_callbacks
 
 os.environ.setdefault("HF_HUB_DISABLE_TELEMETRY", "1")  # TRL reports usage otherwise
 
@@ -73,7 +74,7 @@ def trainer_arguments(recipe: Recipe, run: Run, name: str) -> SFTConfig:
         save_total_limit=2,
         seed=training.seed,
         data_seed=training.seed,
-        report_to=list(training.tracking) or "none",
+        report_to="none",
         run_name=name,
         disable_tqdm=True,
         log_level="error",
@@ -134,6 +135,9 @@ class Trainer(SFTTrainer):
                 processing_class=model.tokenizer,
                 callbacks=list(callbacks),
             )
+            # After the other callbacks: a tracker that fails in the last step loses no weights.
+            for tracker in get_reporting_integration_callbacks(list(recipe.training.tracking)):
+                self.add_callback(tracker)
         self.remove_callback(PrinterCallback)
         # Without a mask torch chooses its fast kernel. FlashAttention leaves padding out by itself, and the loss that
         # balances experts needs the mask.

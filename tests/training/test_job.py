@@ -74,6 +74,26 @@ def test_a_full_run_declares_the_dtype_of_its_weights(small_model: Path, tmp_pat
         assert json.loads((run / "config.json").read_text())["dtype"] == dtype
 
 
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {"temperature": 0.9, "top_p": 0.6},  # Vicuna 1.5's, without do_sample
+        {"do_sample": False, "top_k": 5, "pad_token_id": -1},
+    ],
+)
+def test_the_generation_config_of_the_base_is_kept_as_it_is(
+    settings: dict[str, object], small_model: Path, tmp_path: Path
+) -> None:
+    """transformers does not save such configs, neither with a checkpoint nor with the run."""
+    base = Path(shutil.copytree(small_model, tmp_path / "base"))
+    name = "generation_config.json"
+    (base / name).write_text(json.dumps({"bos_token_id": 0, "eos_token_id": [1, 7], **settings}))
+    training = {**small_recipe(base).training.model_dump(), "steps": 2, "save_every": 1}
+    run = train(small_recipe(base, training=training, tuning={"method": "full"}), tmp_path / "run")
+    assert (run / name).read_bytes() == (base / name).read_bytes()
+    assert load(str(run)).module.generation_config.eos_token_id == [1, 7]
+
+
 def test_pose_trains_short_sequences_for_the_long_window(small_model: Path, tmp_path: Path) -> None:
     data = {"source": "builtin:stdlib", "positions": "pose"}
     run = train(small_recipe(small_model, data=data), tmp_path / "skip")
