@@ -32,10 +32,15 @@ CHECKPOINTS, COMPLETE, TRAINED = "checkpoints", "complete", "trained"
 BASE, STEP_0, TUNED = "base", "step 0", "tuned"
 # The ending of the name of a file of scores of an earlier stage.
 STAGE_SUFFIX = re.compile(r"-(base|step-\d+)$")
-# Keys that a resumed run may change: they affect the machine and the log, not the result.
+# Keys that a resumed run may change: they affect speed, memory, the machine and the log, not what is computed.
 RESUMABLE_CHANGES = (
     "hardware.",
     "evaluation.",
+    "model.attention",
+    "model.kernels",
+    "training.per_device_batch_size",
+    "training.activation_checkpointing",
+    "training.mlp_chunk_tokens",
     "training.save_every",
     "training.log_every",
     "training.tracking",
@@ -154,6 +159,12 @@ class Run:
         return next((path for path in self.checkpoints if (path / COMPLETE).is_file()), None)
 
     @property
+    def commit(self) -> str | None:
+        """The commit of the base on the hub."""
+        origin = self.metadata.origin
+        return origin.commit if origin else None
+
+    @property
     def trained(self) -> Path:
         """The folder of the weights and the log after the last step, from when they are whole until the run stands."""
         return self.path / CHECKPOINTS / TRAINED
@@ -249,6 +260,8 @@ class Run:
             value_of = attrgetter(key)
             before = value_of(begun.recipe)
             now = value_of(recipe)
+            if key == "model.revision" and now == self.commit:
+                continue
             if before != now and not key.startswith(RESUMABLE_CHANGES):
                 problems.append(
                     f"{key}: {now} given, but the interrupted run began with {before}; use that, or start a new run"

@@ -61,6 +61,7 @@ def resolve_model(
     permissions: Permissions = NO_PERMISSIONS,
     revision: str = "main",
     base: str | None = None,
+    commit: str | None = None,
     shipped: bool = False,
 ) -> ModelSource:
     """Resolve a hub id, a folder of full weights, `builtin:tiny`, or a run or adapter.
@@ -71,6 +72,7 @@ def resolve_model(
         permissions: Whether code of the model may run, and a run be used whose base changed.
         revision: The branch, tag or commit of a hub id; all files are read at one commit of it.
         base: The base of a run or adapter, if it moved.
+        commit: The commit of the base, if it is known; otherwise that of the revision.
         shipped: Take config and shape of a model that a recipe names from the package, which is enough for a plan.
 
     Raises:
@@ -88,17 +90,19 @@ def resolve_model(
                 f"{name}: brings its own scaling; "
                 "leave out --original, --target and --scaling (in a recipe: scaling: keep), or merge it first"
             )
-        resolved_base = base_of_adapter(folder, base, permissions)
+        resolved_base = base_of_adapter(folder, base, permissions, commit)
         return _resolve_adapter(name, folder, resolved_base)
-    resolved_base = _resolve_base(name, revision, permissions)
+    resolved_base = _resolve_base(name, commit or revision, permissions)
     source = ModelSource(name, resolved_base, with_legacy_rope_keys(resolved_base.config))
     return source.extended(extension) if extension else source
 
 
 def resolve_for_training(
-    recipe: Recipe, *, permissions: Permissions = NO_PERMISSIONS, shipped: bool = False
+    recipe: Recipe, *, permissions: Permissions = NO_PERMISSIONS, resumed: Run | None = None, shipped: bool = False
 ) -> ModelSource:
-    """Resolve the model of `recipe`, extended as the recipe says, or as it is under `scaling: keep`."""
+    """Resolve the model of `recipe`, extended as the recipe says, or as it is under `scaling: keep`. A `resumed` run
+    continues at the commit of the base that it began with.
+    """
     context = recipe.context
     extension = None
     if recipe.scaling != "keep":
@@ -113,6 +117,7 @@ def resolve_for_training(
         extension,
         permissions=permissions,
         revision=recipe.model.revision,
+        commit=resumed.commit if resumed else None,
         shipped=shipped,
     )
     if recipe.scaling == "keep":
@@ -155,8 +160,12 @@ def _downloaded_run(name: str, file: Path) -> Path:
     return Path(snapshot_download(name, revision=commit, allow_patterns=FILES_OF_RUNS))
 
 
-def base_of_adapter(folder: Path, base: str | None = None, permissions: Permissions = NO_PERMISSIONS) -> Base:
-    """Resolve the base that an adapter folder names, or another `base`; raise ModelError if there is neither."""
+def base_of_adapter(
+    folder: Path, base: str | None = None, permissions: Permissions = NO_PERMISSIONS, commit: str | None = None
+) -> Base:
+    """Resolve the base that an adapter folder names, or another `base`; raise ModelError if there is neither. `commit`
+    is that of the base if the adapter does not record it.
+    """
     if base:
         return _resolve_base(base, "main", permissions)
     settings = read_adapter_settings(folder)
@@ -174,7 +183,7 @@ def base_of_adapter(folder: Path, base: str | None = None, permissions: Permissi
         return replace(resolved, name=name)
     if recorded and recorded.path and not Path(name).exists():
         raise ModelError(f"{folder}: its base is no longer in {recorded.path}; say where it is with --base MODEL")
-    return _resolve_base(name, revision, permissions)
+    return _resolve_base(name, commit or revision, permissions)
 
 
 def own_entries(config: "PreTrainedConfig") -> Config:

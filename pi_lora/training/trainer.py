@@ -123,7 +123,8 @@ class Trainer(SFTTrainer):
         self.cast_by_autocast = devices.computes_in(recipe) != "float32" and not recipe.tuning.dropout
         self.groups: Sampler[int] | None = None
         if len(set(data.tokens)) > 1:
-            self.groups = LengthGroups(recipe.sequences_at_once, lengths=data.tokens)
+            # Groups for a step: a resumption with fewer sequences at once, or on other GPUs, keeps the order.
+            self.groups = LengthGroups(self.training.global_batch_size, lengths=data.tokens)
         _change_modules(tuned, recipe)
         # The events of TensorBoard go into the run; by default they are removed with the checkpoints.
         with patch_environment(tensorboard_logging_dir=run.path / "tensorboard"), adapters.kept_values(tuned):

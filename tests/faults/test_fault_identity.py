@@ -8,15 +8,18 @@ from pathlib import Path
 import pytest
 import torch
 from conftest import small_recipe, train
+from random_runs import put_on_hub, save_run
 from safetensors.torch import load_file, save_file
 
 from pi_lora.api import load, merge
-from pi_lora.errors import Interrupted, ModelError
+from pi_lora.errors import Interrupted, ModelError, RecipeError
 from pi_lora.models.resolve import resolve_model
+from pi_lora.recipe.schema import Recipe
 from pi_lora.run import RUN_FILE, Run, staging_path
 from pi_lora.types import Permissions
 
 WEIGHTS = "model.safetensors"
+TEXT = {"source": "builtin:recall"}
 
 
 def other_weights(base: Path) -> None:
@@ -119,6 +122,51 @@ def test_a_run_is_not_resumed_with_another_base_tokenizer_or_text(
         train(recipe, output, resume=True)
     train(recipe, output, resume=True, permissions=Permissions(allow_mismatch=True))
     assert output.is_dir()
+
+
+@pytest.mark.filterwarnings("ignore:Could not find a config file:UserWarning")
+@pytest.mark.parametrize("of_adapter", [False, True], ids=["base", "adapter"])
+@pytest.mark.parametrize("revision", ["main", "a" * 40])
+def test_a_run_is_resumed_at_its_commit_after_a_push_to_the_hub(
+    of_adapter: bool, revision: str, small_model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    put_on_hub(small_model, "someone/model", tmp_path, monkeypatch)
+    name = "someone/model"
+    scaling = "pi"
+    if of_adapter:
+        name = str(save_run(small_model, tmp_path / "adapter", r=4, target_modules=["q_proj"]))
+        settings = json.loads((tmp_path / "adapter" / "adapter_config.json").read_text())
+        settings["base_model_name_or_path"] = "someone/model"
+        (tmp_path / "adapter" / "adapter_config.json").write_text(json.dumps(settings))
+        scaling = "keep"
+    if of_adapter and revision != "main":
+        pytest.skip("a revision is that of the adapter")
+    steps = {"steps": 3, "global_batch_size": 1, "save_every": 1, "learning_rate": 1e-3}
+    tuning = {"rank": 4, "alpha": 8, "target_modules": ["q_proj"], "modules_to_save": "nothing"}
+
+    def recipe(revision: str) -> Recipe:
+        model = {"name": name, "revision": revision}
+        return small_recipe(name, training=steps, tuning=tuning, scaling=scaling, model=model, data=TEXT)
+
+    undisturbed = load_file(train(recipe("main"), tmp_path / "undisturbed") / "adapter_model.safetensors")
+
+    def interrupt(done: int, total: int, note: str = "") -> None:
+        if done == 2:
+            raise Interrupted("now")
+
+    output = tmp_path / "run"
+    with pytest.raises(Interrupted):
+        train(recipe("main"), output, progress=interrupt)
+    kept = tmp_path / "models--someone--model"
+    pushed = Path(shutil.copytree(kept / "snapshots" / ("a" * 40), kept / "snapshots" / ("b" * 40)))
+    other_weights(pushed)
+    (kept / "refs" / "main").write_text("b" * 40)
+    with pytest.raises(RecipeError, match=r"model.revision: b+ given, but the interrupted run began with main"):
+        train(recipe("b" * 40), output, resume=True)
+    train(recipe(revision), output, resume=True)
+    assert Run(output).commit == "a" * 40
+    resumed = load_file(output / "adapter_model.safetensors")
+    assert all(torch.equal(tensor, undisturbed[name]) for name, tensor in resumed.items())
 
 
 def test_digests_depend_on_content_alone(small_model: Path, tmp_path: Path) -> None:

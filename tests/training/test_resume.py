@@ -14,6 +14,7 @@ from safetensors.torch import load_file
 from pi_lora.errors import Diverged, Interrupted, RecipeError, RunExistsError
 from pi_lora.recipe.schema import Recipe
 from pi_lora.run import Run, staging_path
+from pi_lora.training.trainer import Trainer
 
 STEPS = 12
 
@@ -104,6 +105,62 @@ def test_a_run_is_not_resumed_under_another_recipe(small_model: Path, tmp_path: 
         train(recipe_for(small_model, learning_rate=0.5), output, resume=True)
     # How often it is saved and logged may change.
     train(recipe_for(small_model, save_every=4, log_every=2), output, resume=True)
+
+
+def examples(folder: Path) -> dict[str, object]:
+    """Of very different lengths, which are batched by length."""
+    rows = [{"question": "cat " * (1 + 7 * number % 11), "answer": f"{number}"} for number in range(30)]
+    (folder / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    source = str(folder / "rows.jsonl")
+    return {"source": source, "template": "{question}", "completion": "answer", "completion_tokens": 9, "epochs": 9}
+
+
+LESS_MEMORY = [
+    {"training": {"per_device_batch_size": 1}},
+    {"training": {"activation_checkpointing": True, "mlp_chunk_tokens": 16}},
+    {"training": {"activation_checkpointing": "selective"}},
+    {"model": {"attention": "sdpa"}},
+]
+
+
+@pytest.mark.parametrize("change", LESS_MEMORY, ids=str)
+@pytest.mark.parametrize("packed", [True, False], ids=["packed", "examples"])
+def test_a_run_resumed_with_less_memory_has_the_same_weights(
+    packed: bool, change: dict[str, dict[str, object]], small_model: Path, tmp_path: Path
+) -> None:
+    """Up to rounding, over the end of an epoch of 30 examples."""
+    data = {"source": "builtin:stdlib"} if packed else examples(tmp_path)
+    training = {**small_recipe(small_model).training.model_dump(), "steps": STEPS, "global_batch_size": 4}
+    recipe = small_recipe(small_model, data=data, training={**training, "precision": "float32"})
+    undisturbed = weights(train(recipe, tmp_path / "undisturbed"))
+    output = tmp_path / "run"
+    interrupt_at(5, recipe, output)
+    sections = {name: getattr(recipe, name).changed(**keys) for name, keys in change.items()}
+    train(recipe.model_copy(update=sections), output, resume=True)
+    for name, tensor in weights(output).items():
+        torch.testing.assert_close(tensor, undisturbed[name], rtol=1e-3, atol=1e-5)
+
+
+def test_hardware_does_not_change_the_order_of_examples(
+    small_model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Which a resumed run may change."""
+    orders: list[list[int]] = []
+
+    def ordered(self: Trainer, checkpoint: Path | None) -> None:
+        assert self.groups
+        self.groups.set_epoch(1)
+        orders.append(list(self.groups))
+        raise Interrupted("now")
+
+    monkeypatch.setattr(Trainer, "train", ordered)
+    training = {**small_recipe(small_model).training.model_dump(), "global_batch_size": 8}
+    for hardware in ({}, {"cpu_processes": 2}, {"cpu_processes": 2, "machines": 2}):
+        recipe = small_recipe(small_model, data=examples(tmp_path), training=training, hardware=hardware)
+        with pytest.raises(Interrupted):
+            train(recipe, tmp_path / "run")
+    assert orders[0] == orders[1] == orders[2]
+    assert sorted(orders[0]) == list(range(30)) != orders[0]
 
 
 def test_commands_name_an_interrupted_run_and_train_resumes_it(
