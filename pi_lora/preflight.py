@@ -39,7 +39,6 @@ def check(
     """
     mistakes: list[PiLoraError] = []
     model: ModelSource | None = None
-    interrupted = Run(staging_path(output))
 
     @contextmanager
     def collected() -> Iterator[None]:
@@ -49,7 +48,7 @@ def check(
             mistakes.append(mistake)
 
     with collected():
-        model = _check_model(recipe, permissions, interrupted if resume else None)
+        model = _check_model(recipe, permissions, output if resume else None)
     if model:
         with collected():
             _ = model.tokenizer
@@ -64,7 +63,7 @@ def check(
         check_output(output, resume=resume)
     if resume:
         with collected():
-            interrupted.check_same_recipe(recipe)
+            Run(staging_path(output)).check_same_recipe(recipe)
     if len(mistakes) == 1:
         raise mistakes[0]
     if mistakes or model is None:
@@ -91,7 +90,7 @@ def plan_or_refuse(name: str, plan: TrainingPlan | None, *, force: bool = False)
     return lines
 
 
-def _check_model(recipe: Recipe, permissions: Permissions, resumed: Run | None = None) -> ModelSource:
+def _check_model(recipe: Recipe, permissions: Permissions, resumed: Path | None = None) -> ModelSource:
     source = resolve_for_training(recipe, permissions=permissions, resumed=resumed)
     if source.adapter:
         check_shape(source.adapter, recipe.tuning, source.base.meta_model)

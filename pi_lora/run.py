@@ -25,10 +25,10 @@ from pi_lora.errors import ModelError, RecipeError, RunExistsError
 from pi_lora.recipe.files import RECIPE_FILE, find_recipe, load_recipe
 from pi_lora.recipe.schema import Recipe
 from pi_lora.storage import read_json, write_json, write_whole
-from pi_lora.types import Permissions
+from pi_lora.types import Json, Permissions
 
 RUN_FILE, TRAINING_LOG, SCORES = "run.json", "training.jsonl", "scores"
-CHECKPOINTS, COMPLETE, TRAINED = "checkpoints", "complete", "trained"
+CHECKPOINTS, COMPLETE = "checkpoints", "complete"
 BASE, STEP_0, TUNED = "base", "step 0", "tuned"
 # The ending of the name of a file of scores of an earlier stage.
 STAGE_SUFFIX = re.compile(r"-(base|step-\d+)$")
@@ -116,7 +116,7 @@ class Run:
         vars(self).pop("metadata")
 
     @property
-    def log(self) -> list[dict[str, Any]]:
+    def log(self) -> list[Json]:
         """The lines of `training.jsonl`, without those that a crash cut off or a disk damaged."""
         file = self.path / TRAINING_LOG
         if not file.is_file():
@@ -141,12 +141,8 @@ class Run:
             name = STAGE_SUFFIX.sub("", file.stem)
             files.append((stage, name, file))
 
-        def order(scores: tuple[str, str, Path]) -> tuple[bool, int, tuple[str, str, Path]]:
-            stage, _, _ = scores
-            # A longer name of a step is that of a later one.
-            return (stage == TUNED, len(stage), scores)
-
-        return sorted(files, key=order)
+        # A longer name of a step is that of a later one.
+        return sorted(files, key=lambda scores: (scores[0] == TUNED, len(scores[0]), scores))
 
     @property
     def checkpoints(self) -> list[Path]:
@@ -165,17 +161,14 @@ class Run:
         return origin.commit if origin else None
 
     @property
-    def trained(self) -> Path:
-        """The folder of the weights and the log after the last step, from when they are whole until the run stands."""
-        return self.path / CHECKPOINTS / TRAINED
+    def final_checkpoint(self) -> Path:
+        """The checkpoint of the last step, which `save_last` writes."""
+        return self.path / CHECKPOINTS / f"checkpoint-{self.recipe.training.steps}"
 
     @property
-    def steps_kept(self) -> int:
-        """The number of steps that are not done again when the run is resumed."""
-        if self.trained.is_dir():
-            return self.recipe.training.steps
-        last = self.last_checkpoint
-        return _step(last) if last else 0
+    def is_trained(self) -> bool:
+        """Whether all steps are done, and the weights after them are kept."""
+        return (self.final_checkpoint / COMPLETE).is_file()
 
     def mark_complete(self, checkpoint: Path) -> None:
         """Mark a checkpoint as complete once all files are on the disk.
@@ -183,36 +176,36 @@ class Run:
         The checkpoint gets the training log up to it, and the marker has the sizes of the files.
         """
         shutil.copyfile(self.path / TRAINING_LOG, checkpoint / TRAINING_LOG)
-        _sync(checkpoint)
+        for file in checkpoint.rglob("*"):
+            if file.is_file():
+                with file.open("rb") as content:
+                    os.fsync(content.fileno())
         write_json(checkpoint / COMPLETE, _sizes(checkpoint))
 
-    def save_trained(self, log: str, save: Callable[[Path], object]) -> None:
-        """Let `save` write the weights after the last step, and keep them with the log until the run stands.
-
-        If the disk is full, checkpoints before the newest make room.
+    def save_last(self, log: Sequence[Json], save: Callable[[Path], object]) -> None:
+        """Write the log, and by `save` the weights after the last step: a checkpoint without an optimizer, which stays
+        until the run stands. If the disk is full, all checkpoints but the one before make room.
         """
-        part = self.trained.with_suffix(".partial")
+        checkpoint = self.final_checkpoint
 
         def write() -> None:
-            shutil.rmtree(part, ignore_errors=True)
-            part.mkdir(parents=True)
-            write_whole(part / TRAINING_LOG, log)
-            save(part)
-            _sync(part)
+            write_whole(self.path / TRAINING_LOG, "".join(json.dumps(line) + "\n" for line in log))
+            checkpoint.mkdir(parents=True, exist_ok=True)
+            save(checkpoint)
+            self.mark_complete(checkpoint)
 
         try:
             write()
         except (OSError, SafetensorError):
-            for checkpoint in self.checkpoints[1:]:
-                shutil.rmtree(checkpoint, ignore_errors=True)
+            for unneeded in self.checkpoints[2:]:
+                shutil.rmtree(unneeded, ignore_errors=True)
             write()
-        part.replace(self.trained)
 
     def checkpoint_to_resume(self) -> Path | None:
         """Return the newest checkpoint with all files, and restore the training log up to it.
 
-        Newer checkpoints are removed, and damaged ones among them are named on stderr. Raise ModelError if there are
-        only damaged ones.
+        Newer checkpoints are removed, and damaged ones among them are named on stderr; without a checkpoint the log is
+        removed. Raise ModelError if there are only damaged ones.
         """
         unusable: list[Path] = []
         damaged: list[str] = []
@@ -228,6 +221,7 @@ class Run:
                 raise ModelError(
                     f"{'; '.join(damaged)}; no checkpoint before is left: remove {self.path} and start again"
                 )
+            (self.path / TRAINING_LOG).unlink(missing_ok=True)
             return None
         for path in unusable:
             shutil.rmtree(path)
@@ -303,9 +297,10 @@ def check_finished(output: Path) -> None:
     if output.exists():
         return
     run = Run(staging_path(output))
-    if run.steps_kept:
+    last_checkpoint = run.last_checkpoint
+    if last_checkpoint:
         raise ModelError(
-            f"{output}: interrupted at step {run.steps_kept} of {run.recipe.training.steps}; "
+            f"{output}: interrupted at step {_step(last_checkpoint)} of {run.recipe.training.steps}; "
             f"resume it with {resume_command(output)}"
         )
 
@@ -329,7 +324,7 @@ def check_output(output: Path, *, resume: bool = False) -> None:
             pass
     if resume and not staging.is_dir():
         raise RunExistsError(f"{output}: no interrupted run to resume; start it without --resume")
-    if not resume and Run(staging).steps_kept:
+    if not resume and Run(staging).last_checkpoint is not None:
         raise RunExistsError(
             f"{output}: an interrupted run is kept in {staging}; resume it with {resume_command(output)}, or remove "
             "that folder"
@@ -346,8 +341,8 @@ def staging_path(output: Path) -> Path:
 def staged(output: Path, *, resume: bool = False) -> Iterator[Path]:
     """Make `output` whole or not at all: the body fills the staging folder, which is then renamed.
 
-    The staging folder is locked for other processes. If the body fails, the folder is removed unless it holds steps to
-    resume from.
+    The staging folder is locked for other processes. If the body fails, the folder is removed unless it holds a
+    checkpoint to resume from.
     """
     check_output(output, resume=resume)
     target = _resolved(output)
@@ -359,7 +354,7 @@ def staged(output: Path, *, resume: bool = False) -> Iterator[Path]:
         try:
             yield staging
         except BaseException:
-            if not Run(staging).steps_kept:
+            if Run(staging).last_checkpoint is None:
                 shutil.rmtree(staging, ignore_errors=True)
             raise
         for weights in staging.glob("*.safetensors"):
@@ -407,22 +402,10 @@ def _step(checkpoint: Path) -> int:
     return int(checkpoint.name.rpartition("-")[2])
 
 
-def _sync(folder: Path) -> None:
-    """Wait until the files of a folder are on the disk."""
-    for file in folder.rglob("*"):
-        if file.is_file():
-            with file.open("rb") as content:
-                os.fsync(content.fileno())
-
-
 def _sizes(checkpoint: Path) -> dict[str, int]:
     """Return the sizes in bytes of the files of a checkpoint by name, without the marker."""
-    sizes = {}
-    for path in sorted(checkpoint.rglob("*")):
-        if path.is_file() and path.name != COMPLETE:
-            name = path.relative_to(checkpoint).as_posix()
-            sizes[name] = path.stat().st_size
-    return sizes
+    files = (path for path in checkpoint.rglob("*") if path.is_file() and path.name != COMPLETE)
+    return {path.relative_to(checkpoint).as_posix(): path.stat().st_size for path in files}
 
 
 def _damage(checkpoint: Path) -> str | None:

@@ -15,6 +15,7 @@ from safetensors.torch import save_file
 
 from pi_lora.errors import ModelError, RunExistsError
 from pi_lora.preflight import check
+from pi_lora.recipe.files import dump_recipe
 from pi_lora.run import Run, check_output, staged, staging_path
 
 
@@ -169,7 +170,8 @@ def test_if_all_checkpoints_are_damaged_none_is_resumed_or_removed(tmp_path: Pat
     assert all(each.is_dir() for each in both)
 
 
-def test_checkpoints_before_the_newest_make_room_for_the_weights(tmp_path: Path) -> None:
+def test_older_checkpoints_make_room_for_the_weights_after_the_last_step(tmp_path: Path) -> None:
+    (tmp_path / "recipe.yaml").write_text(dump_recipe(small_recipe("m", training={"steps": 6})))
     newest, before = interrupted(tmp_path)
 
     def save(folder: Path) -> None:
@@ -178,12 +180,18 @@ def test_checkpoints_before_the_newest_make_room_for_the_weights(tmp_path: Path)
             raise OSError(28, "No space left on device")
 
     run = Run(tmp_path)
-    run.save_trained("log", save)
-    assert run.checkpoints == [newest]
-    assert {file.name: file.read_text() for file in run.trained.iterdir()} == {"weights": "w", "training.jsonl": "log"}
+    assert not run.is_trained
+    run.save_last([{"step": 6}], save)
+    assert run.is_trained
+    last = tmp_path / "checkpoints" / "checkpoint-6"
+    assert run.checkpoints == [last, newest]
+    assert run.last_checkpoint == last
+    assert (last / "weights").read_text() == "w"
+    assert (last / "training.jsonl").read_text() == (tmp_path / "training.jsonl").read_text() == '{"step": 6}\n'
 
 
 def test_no_checkpoint_is_lost_if_the_weights_cannot_be_saved(tmp_path: Path) -> None:
+    (tmp_path / "recipe.yaml").write_text(dump_recipe(small_recipe("m", training={"steps": 6})))
     newest, _ = interrupted(tmp_path)
 
     def save(folder: Path) -> None:
@@ -191,8 +199,8 @@ def test_no_checkpoint_is_lost_if_the_weights_cannot_be_saved(tmp_path: Path) ->
 
     run = Run(tmp_path)
     with pytest.raises(OSError, match="No space"):
-        run.save_trained("log", save)
-    assert not run.trained.exists()
+        run.save_last([{"step": 6}], save)
+    assert not run.is_trained
     assert run.checkpoint_to_resume() == newest
 
 

@@ -144,10 +144,7 @@ def section_of(kind: type[SectionT], values: Mapping[str, Any]) -> SectionT:
 
     from pi_lora.storage import first_problem
 
-    plain = dict(values)
-    for key, value in values.items():
-        if isinstance(value, str | os.PathLike):
-            plain[key] = name_of(value)
+    plain = {key: name_of(value) if isinstance(value, str | os.PathLike) else value for key, value in values.items()}
     try:
         return kind.model_validate(plain)
     except ValidationError as error:

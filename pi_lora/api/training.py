@@ -88,7 +88,7 @@ def resolve_training(
         PiLoraError: All mistakes that show before weights are read, at once.
     """
     from pi_lora.distributed import check_launched, enable_expandable_segments, is_launched
-    from pi_lora.run import Run, resolve_run, staging_path
+    from pi_lora.run import resolve_run
 
     ui = ui_of(progress)
     resolved, output = resolve_run(path_of(recipe), as_words(overrides), path_of(output) if output else None, resume)
@@ -105,7 +105,7 @@ def resolve_training(
 
         if is_launched():
             check_launched(resolved)
-            resumed = Run(staging_path(output)) if resume else None
+            resumed = output if resume else None
             source = resolve_for_training(resolved, permissions=permissions, resumed=resumed)
             return TrainingJob(resolved, source, output, resume)
         source = check(resolved, output, resume=resume, permissions=permissions, ask_hub=ask_hub)

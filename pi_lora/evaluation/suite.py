@@ -2,6 +2,7 @@
 
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import nullcontext, suppress
 from itertools import chain
 from pathlib import Path
 from typing import Any
@@ -33,6 +34,8 @@ MEASUREMENTS: Mapping[str, Measurement[Any, Any]] = {
 }
 # Options that change the duration of a measurement, but no metric that is compared.
 SPEED_OPTIONS = {"batch_size"}
+# Options that say how much is measured; None is all.
+AMOUNTS = {"documents", "truncate", "depths", "trials", "limit", "samples", "windows", "targets", "tasks"}
 # Options by measurement.
 Requested = Mapping[str, Section]
 
@@ -92,17 +95,24 @@ def scores_of(
 ) -> dict[str, Scores]:
     """Return scores of a run, or of the base of a run, by the names of the score files.
 
-    Files are read if they were measured with the `requested` options. The others are measured, on the model that
-    `resolve` returns, and written; with `options.again`, all of them.
+    Files are read if they were measured with the `requested` options, those of the run itself also if they hold more.
+    The others are measured, on the model that `resolve` returns; with `options.again`, all of them. They are written
+    unless the file holds more.
     """
     files = {name: run.scores_file(name, stage) for name in requested}
     scores_by_name: dict[str, Scores] = {}
-    if not options.again:
-        for name, file in files.items():
-            scores = read_scores(file) if file.is_file() else None
+    for name, section in requested.items():
+        with suppress(ModelError) if options.again else nullcontext():
+            scores = read_scores(files[name]) if files[name].is_file() else None
+            if scores is None:
+                continue
             # Options that are not requested may differ in scores of the run itself.
-            if scores and not differences(requested[name], scores, exclude_defaults=stage != BASE):
+            differing = set(differences(section, scores, exclude_defaults=stage != BASE))
+            smaller = smaller_amounts(section, scores)
+            if not options.again and (not differing or (stage != BASE and differing <= smaller)):
                 scores_by_name[name] = scores
+            elif smaller:
+                ui.say(f"{files.pop(name)}: holds a larger measurement and is kept; remove it to replace it")
     missing = {name: section for name, section in requested.items() if name not in scores_by_name}
     if missing:
         measured = evaluate([resolve()], missing, files, dtype=options.dtype, ui=ui)
@@ -181,6 +191,18 @@ def differences(requested: Section, scores: Scores, *, exclude_defaults: bool = 
     if isinstance(requested, PerplexityOptions):
         options["bos"] = requested.bos  # scores of older versions have another default
     return [key for key, value in options.items() if getattr(scores.options, key) != value]
+
+
+def smaller_amounts(requested: Section, scores: Scores) -> set[str]:
+    """Return the options that ask for fewer documents, trials, examples, windows or tasks than scores hold."""
+    held = _amounts(scores.options)
+    return {key for key, amount in _amounts(requested).items() if key not in held or amount < held[key]}
+
+
+def _amounts(options: Section) -> dict[str, Any]:
+    """Return numbers and sets; what is left out is all."""
+    amounts = options.model_dump(include=AMOUNTS, exclude_none=True).items()
+    return {key: amount if isinstance(amount, int) else set(amount) for key, amount in amounts}
 
 
 def read_scores(file: Path) -> Scores | None:

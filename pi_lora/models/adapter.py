@@ -67,10 +67,11 @@ def check_shape(folder: Path, tuning: Tuning, base: PreTrainedModel) -> None:
     _, entries = read_tensors(folder / files.ADAPTER_WEIGHTS_FILE)
     stored_shapes = {name: entry.shape for name, entry in entries.items()}
     tuned = prepare_for_tuning(deepcopy(base), tuning, "")
-    described_shapes = {}
-    for name, weight in tuned.named_parameters(remove_duplicate=False):
-        if weight.requires_grad:
-            described_shapes[_saved_name(name)] = list(weight.shape)
+    described_shapes = {
+        _saved_name(name): list(weight.shape)
+        for name, weight in tuned.named_parameters(remove_duplicate=False)
+        if weight.requires_grad
+    }
     same_alpha = settings.lora_alpha == tuning.lora_alpha
     same_stabilization = bool(settings.use_rslora) == tuning.rank_stabilized
     if not same_alpha or not same_stabilization or described_shapes != stored_shapes:

@@ -227,9 +227,10 @@ def _check_complete(name: str, report: Mapping[str, Any]) -> None:
 
     transformers would give random values to weights that are missing or have another shape, and ignore unexpected ones.
     """
-    mismatched = []
-    for key, stored_shape, config_shape in report["mismatched_keys"]:
-        mismatched.append(f"{key} is {list(stored_shape)} instead of {list(config_shape)}")
+    mismatched = [
+        f"{key} is {list(stored_shape)} instead of {list(config_shape)}"
+        for key, stored_shape, config_shape in report["mismatched_keys"]
+    ]
     problems = []
     for verb, keys in (
         ("lack", report["missing_keys"]),

@@ -28,7 +28,7 @@ from pi_lora.models.shape import Shape
 from pi_lora.models.source import Base, ModelSource
 from pi_lora.recipe.files import RECIPE_FILE
 from pi_lora.recipe.schema import Recipe
-from pi_lora.run import Run, check_finished
+from pi_lora.run import Run, check_finished, staging_path
 from pi_lora.scaling.config import (
     Config,
     Extension,
@@ -98,10 +98,10 @@ def resolve_model(
 
 
 def resolve_for_training(
-    recipe: Recipe, *, permissions: Permissions = NO_PERMISSIONS, resumed: Run | None = None, shipped: bool = False
+    recipe: Recipe, *, permissions: Permissions = NO_PERMISSIONS, resumed: Path | None = None, shipped: bool = False
 ) -> ModelSource:
-    """Resolve the model of `recipe`, extended as the recipe says, or as it is under `scaling: keep`. A `resumed` run
-    continues at the commit of the base that it began with.
+    """Resolve the model of `recipe`, extended as the recipe says, or as it is under `scaling: keep`. The interrupted
+    run of the output `resumed` continues at the commit of the base that it began with.
     """
     context = recipe.context
     extension = None
@@ -117,7 +117,7 @@ def resolve_for_training(
         extension,
         permissions=permissions,
         revision=recipe.model.revision,
-        commit=resumed.commit if resumed else None,
+        commit=Run(staging_path(resumed)).commit if resumed else None,
         shipped=shipped,
     )
     if recipe.scaling == "keep":
@@ -191,11 +191,8 @@ def own_entries(config: "PreTrainedConfig") -> Config:
     from transformers import PreTrainedConfig
 
     common = PreTrainedConfig(name_or_path=config.name_or_path).to_dict()
-    own = {}
-    for key, value in config.to_dict().items():
-        if key not in common or common[key] != value:
-            own[key] = value
-    return own
+    entries = config.to_dict().items()
+    return {key: value for key, value in entries if key not in common or common[key] != value}
 
 
 def shipped_folder(name: str) -> Path:
@@ -231,10 +228,11 @@ def _resolve_adapter(name: str, folder: Path, base: Base) -> ModelSource:
     if method_of(config) != "theta":
         base_entries["rope_theta"] = full_attention_rope(base_config)["rope_theta"]
         adapter_entries["rope_theta"] = full_attention_rope(config)["rope_theta"]
-    differing = []
-    for key, entry in base_entries.items():
-        if entry != adapter_entries[key]:
-            differing.append(f"{key} {entry} instead of {adapter_entries[key]}")
+    differing = [
+        f"{key} {entry} instead of {adapter_entries[key]}"
+        for key, entry in base_entries.items()
+        if entry != adapter_entries[key]
+    ]
     if not is_extension_of(config, base_config):
         differing.append(f"its own scale {scale_of(base_config):g} does not lead to {scale_of(config):g}")
     if differing:

@@ -31,8 +31,7 @@ from pi_lora.models.quiet import quiet_loading
 from pi_lora.models.weights import finite
 from pi_lora.recipe.evaluation import Evaluation
 from pi_lora.run import CHECKPOINTS, TRAINING_LOG, Run
-from pi_lora.storage import write_whole
-from pi_lora.types import Progress
+from pi_lora.types import Json, Progress
 
 LIBRARY_LOG = "libraries.log"
 
@@ -46,9 +45,9 @@ class StepClock(TrainerCallback):
         self.step_started = 0.0
 
     def on_train_begin(self, args: Any, state: TrainerState, control: TrainerControl, **_: Any) -> None:
-        """Continue from the seconds of the log before the checkpoint."""
-        lines = [line for line in self.run.log if line["step"] <= state.global_step]
-        self.seconds = lines[-1]["seconds"] if lines else 0.0
+        """Continue from the seconds of the log, which ends with the checkpoint."""
+        log = self.run.log
+        self.seconds = log[-1]["seconds"] if log else 0.0
 
     def on_step_begin(self, *_: Any, **__: Any) -> None:
         """Start the clock."""
@@ -183,32 +182,23 @@ class StopOnDivergence(TrainerCallback):
 
 
 class TrainingLog(TrainerCallback):
-    """Write training.jsonl, and report the progress. After the last line save the weights with all lines, before any
-    other write can fail.
+    """Write training.jsonl, and report the progress. With the last line the weights are saved, before another write
+    fails.
     """
 
-    def __init__(self, run: Run, clock: StepClock, progress: Progress, save: Callable[[str], object]) -> None:
+    def __init__(self, run: Run, clock: StepClock, progress: Progress, save: Callable[[list[Json]], object]) -> None:
         self.run = run
         self.clock = clock
         self.progress = progress
         self.save = save
-        self.lines: list[dict[str, Any]] = []
         self.note = ""
         self.logged_seconds = 0.0
         self.logged_tokens = 0
 
-    @property
-    def text(self) -> str:
-        """All lines, as they are written."""
-        return "".join(json.dumps(line) + "\n" for line in self.lines)
-
     def on_train_begin(self, args: Any, state: TrainerState, control: TrainerControl, **_: Any) -> None:
-        """Keep the log of the steps before the checkpoint."""
-        self.lines = [line for line in self.run.log if line["step"] <= state.global_step]
+        """Continue from the numbers of the checkpoint."""
         self.logged_seconds = self.clock.seconds
         self.logged_tokens = state.num_input_tokens_seen
-        if is_main_process():
-            write_whole(self.run.path / TRAINING_LOG, self.text)
 
     def on_step_end(self, args: Any, state: TrainerState, control: TrainerControl, **_: Any) -> None:
         """Report the step; log the last step, and every step before a checkpoint."""
@@ -240,14 +230,12 @@ class TrainingLog(TrainerCallback):
             "peak_memory": peak_memory(),
             "seconds": round(seconds, 2),
         }
-        self.lines.append(line)
-        if is_main_process():
-            # A full disk ends no training here: all lines are written again with the weights.
-            with suppress(OSError), (self.run.path / TRAINING_LOG).open("a", encoding="utf-8") as file:
+        if state.global_step == state.max_steps:
+            self.save([*self.run.log, line])
+        elif is_main_process():
+            with (self.run.path / TRAINING_LOG).open("a", encoding="utf-8") as file:
                 file.write(json.dumps(line) + "\n")
         self.note = f"loss {logs['loss']:.3f} {speed:,.0f} tokens/s {line['peak_memory'] / 2**30:.1f} GiB"
-        if state.global_step == state.max_steps:
-            self.save(self.text)
 
 
 def _trained_weights_are_finite(model: Any) -> bool:

@@ -37,7 +37,7 @@ from pi_lora.planning.memory import LossKernel, choose_loss
 from pi_lora.planning.training_plan import TrainingPlan, hours_in_words, plan_training
 from pi_lora.recipe.files import RECIPE_FILE, dump_recipe
 from pi_lora.recipe.schema import Recipe
-from pi_lora.run import CHECKPOINTS, Run, resume_command, staged, staging_path
+from pi_lora.run import CHECKPOINTS, COMPLETE, Run, resume_command, staged, staging_path
 from pi_lora.storage import write_whole
 from pi_lora.training.callbacks import (
     CheckpointMarker,
@@ -50,7 +50,7 @@ from pi_lora.training.callbacks import (
     stop_after_step,
 )
 from pi_lora.training.trainer import Trainer
-from pi_lora.types import Progress, silent
+from pi_lora.types import Json, Progress, silent
 
 
 def no_card(_: Path) -> None:
@@ -112,7 +112,7 @@ class TrainingJob:
             stop = StopOnSignal(signals)
             tuned = None
             with self.create_run(data) as run, redirect_library_logs(run.path):
-                [is_trained] = any_process(is_main_process() and run.trained.is_dir())
+                [is_trained] = any_process(run.is_trained)
                 if not is_trained:
                     tuned = self._train(data, run, stop, progress)
                 if is_main_process():
@@ -130,7 +130,7 @@ class TrainingJob:
         return finished
 
     def _train(self, data: TrainingData, run: Run, stop: StopOnSignal, progress: Progress) -> LoadedModel:
-        """Train to the last step, and save the weights in `run.trained`."""
+        """Train to the last step, and save the weights as the last checkpoint."""
         recipe = self._with_precision_of(run)
         set_seed(recipe.training.seed)
         tuned = LoadedModel(
@@ -238,7 +238,7 @@ def load_for_tuning(recipe: Recipe, source: ModelSource) -> Any:
         dtypes = all_gather_objects([{name: weight.dtype for name, weight in base.named_parameters()}])[0]
         for name, weight in base.named_parameters():
             weight.data = weight.data.to(dtypes[name])
-    if recipe.tuning.method == "full" and base.can_generate():
+    if base.can_generate():
         # transformers 5 refuses to save sampling values without do_sample, which published models have. The file of the
         # base is copied; all that is read here are the EOS tokens.
         base.generation_config = GenerationConfig(eos_token_id=base.generation_config.eos_token_id)
@@ -265,8 +265,8 @@ def _placement(recipe: Recipe, several: bool) -> Placement:
     return "host"
 
 
-def save_weights(recipe: Recipe, trainer: Trainer, log: str, run: Run) -> None:
-    """Save the tuned weights and the log in `run.trained`."""
+def save_weights(recipe: Recipe, trainer: Trainer, log: list[Json], run: Run) -> None:
+    """Save the tuned weights and the log as the last checkpoint of a run."""
     full = recipe.tuning.method == "full"
     weights: Mapping[str, Any] | None = None
     if trainer.is_fsdp_enabled:
@@ -276,15 +276,16 @@ def save_weights(recipe: Recipe, trainer: Trainer, log: str, run: Run) -> None:
     if not is_main_process():
         return
     save: Any = adapters.save_full if full else adapters.save_adapter
-    run.save_trained(log, lambda folder: save(trainer.model, folder, weights))
+    run.save_last(log, lambda folder: save(trainer.model, folder, weights))
 
 
 def complete(recipe: Recipe, source: ModelSource, run: Run) -> None:
-    """Make a run of the trained weights: add the extended config, the tokenizer, and how the training ended. What fails
-    on a full disk is done again when the run is resumed.
+    """Make a run of its last checkpoint: with the extended config, the tokenizer, and how the training ended. If the
+    disk is full, it is done again when the run is resumed.
     """
-    for file in run.trained.iterdir():
-        file.replace(run.path / file.name)
+    for file in run.final_checkpoint.iterdir():
+        if file.name != COMPLETE:
+            file.replace(run.path / file.name)
     config = source.config
     if recipe.tuning.method == "full":
         # An adapter's base is stored in a dtype of its own.

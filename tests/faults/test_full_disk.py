@@ -14,6 +14,7 @@ from conftest import small_recipe, train
 from safetensors import SafetensorError
 from safetensors.torch import load_file
 from torch import equal
+from transformers.integrations import TensorBoardCallback
 
 from pi_lora.errors import ModelError, RunExistsError
 from pi_lora.recipe.schema import Recipe
@@ -105,16 +106,16 @@ def recipe(request: pytest.FixtureRequest, small_model: Path) -> Recipe:
 @pytest.fixture
 def undisturbed(recipe: Recipe, tmp_path: Path, disk: Disk, monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
     """What the training makes, with the number of `writes` until its weights are kept."""
-    save_trained = Run.save_trained
+    save_last = Run.save_last
 
     def counted(self: Run, *arguments: Any) -> None:
-        save_trained(self, *arguments)
+        save_last(self, *arguments)
         writes.append(disk.writes)
 
     writes: list[int] = []
     output = tmp_path / "undisturbed"
     with monkeypatch.context() as patch:
-        patch.setattr(Run, "save_trained", counted)
+        patch.setattr(Run, "save_last", counted)
         train(recipe, output, progress=lambda done, *_: disk.watch(tmp_path) if done == STEPS else None)
     undisturbed = content(output)
     shutil.rmtree(output)
@@ -160,7 +161,7 @@ def test_resume_completes_a_trained_run_without_a_step_whatever_write_failed(
     monkeypatch.setattr(TrainingLog, "on_step_end", lambda *_, **__: pytest.fail("a step is done again"))
     failures = 0
     while not output.exists():
-        assert Run(staging_path(output)).trained.is_dir()
+        assert Run(staging_path(output)).is_trained
         allowed = failures
         disk.watch(tmp_path, lambda write, allowed=allowed: write > allowed)
         # Of the last writes some are not needed.
@@ -175,3 +176,22 @@ def test_resume_completes_a_trained_run_without_a_step_whatever_write_failed(
             train(recipe, copy, resume=True)
             check_same(copy, undisturbed)
     assert failures > 8
+
+
+def test_a_tracker_that_fails_in_the_last_step_loses_nothing(
+    small_model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    recipe = recipe_for(small_model, "lora")
+    recipe = recipe.model_copy(update={"training": recipe.training.changed(tracking=["tensorboard"])})
+
+    def full(*_: object, **__: object) -> None:
+        raise OSError(ENOSPC, os.strerror(ENOSPC))
+
+    output = tmp_path / "run"
+    with monkeypatch.context() as patch:
+        patch.setattr(TensorBoardCallback, "on_log", full)
+        with pytest.raises(OSError, match="No space left"):
+            train(recipe, output)
+    assert Run(staging_path(output)).is_trained
+    monkeypatch.setattr(TrainingLog, "on_step_end", lambda *_, **__: pytest.fail("a step is done again"))
+    assert Run(train(recipe, output, resume=True)).metadata.model_dump()["step"] == STEPS
