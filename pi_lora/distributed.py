@@ -39,6 +39,9 @@ def join_processes(cpu: bool) -> None:
     import torch.distributed as dist
     from accelerate import PartialState
 
+    if not is_launched():
+        # Clusters set it for a pod: on a CPU, accelerate 1.15 would wait for so many processes.
+        os.environ.pop("WORLD_SIZE", None)
     # Threads of torch's process group that outlive the interpreter abort the process (torch 2.13 with gloo).
     atexit.register(PartialState(cpu=cpu).destroy_process_group)
     if world_size() > 1 and _patient_group is None:

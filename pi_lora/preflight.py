@@ -15,13 +15,17 @@ from pi_lora.errors import ModelError, PiLoraError, RecipeError, first_line
 from pi_lora.models.adapter import check_shape
 from pi_lora.models.files import BUILTIN
 from pi_lora.models.resolve import resolve_for_training
-from pi_lora.models.source import ModelSource
+from pi_lora.models.source import Base, ModelSource
 from pi_lora.models.weights import read_weights
 from pi_lora.planning.advice import plan_lines
 from pi_lora.planning.training_plan import TrainingPlan
 from pi_lora.recipe.schema import Data, Recipe
 from pi_lora.run import Run, check_output, staging_path
+from pi_lora.storage import check_can_make
 from pi_lora.types import NO_PERMISSIONS, Permissions
+
+# Kinds of quantized weights that LoRA takes.
+TUNABLE_QUANTIZED = ("bitsandbytes", "mxfp4")
 
 
 def check(
@@ -61,6 +65,7 @@ def check(
         mistakes.append(RecipeError(problems))
     with collected():
         check_output(output, resume=resume)
+        check_can_make(output)
     if resume:
         with collected():
             Run(staging_path(output)).check_same_recipe(recipe)
@@ -92,6 +97,7 @@ def plan_or_refuse(name: str, plan: TrainingPlan | None, *, force: bool = False)
 
 def _check_model(recipe: Recipe, permissions: Permissions, resumed: Path | None = None) -> ModelSource:
     source = resolve_for_training(recipe, permissions=permissions, resumed=resumed)
+    _check_quantization(source.base, recipe.tuning.method)
     if source.adapter:
         check_shape(source.adapter, recipe.tuning, source.base.meta_model)
     if recipe.hardware.context_parallel > 1 and source.shape.sliding_layers:
@@ -99,6 +105,15 @@ def _check_model(recipe: Recipe, permissions: Permissions, resumed: Path | None 
         windows = f"sliding windows of {source.shape.sliding_window} tokens"
         raise RecipeError([f"hardware.context_parallel: the model has {windows}; leave it out"])
     return source
+
+
+def _check_quantization(base: Base, method: str) -> None:
+    kind = base.config.get("quantization_config", {}).get("quant_method")
+    if kind and (method == "full" or kind not in TUNABLE_QUANTIZED):
+        raise ModelError(
+            f"{base.name}: has weights quantized by {kind}, which tuning.method: {method} does not take; "
+            "name the model that it was made from"
+        )
 
 
 def _check_weights(model: ModelSource, ask_hub: bool) -> None:

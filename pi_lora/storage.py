@@ -4,13 +4,13 @@ import json
 import os
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from tempfile import TemporaryFile
+from tempfile import TemporaryDirectory, TemporaryFile
 from typing import Any, TypeVar
 
 from filelock import FileLock
 from pydantic import TypeAdapter, ValidationError
 
-from pi_lora.errors import ModelError
+from pi_lora.errors import ModelError, RunExistsError
 
 T = TypeVar("T")
 
@@ -60,6 +60,17 @@ def check_can_write(*files: Path | None) -> None:
         if file.exists():
             file.open("ab").close()
         TemporaryFile(dir=file.parent).close()
+
+
+def check_can_make(output: Path) -> None:
+    """Raise RunExistsError if no folder can be made where `output` will be: in /proc, where all rights say yes."""
+    nearest = output.resolve()
+    while not nearest.is_dir():
+        nearest = nearest.parent
+    try:
+        TemporaryDirectory(dir=nearest).cleanup()
+    except OSError:
+        raise RunExistsError(f"{output}: is in a place that cannot be written; choose another --output") from None
 
 
 def write_whole(file: Path, text: str) -> None:

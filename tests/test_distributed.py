@@ -73,6 +73,17 @@ def test_rank_variables_of_a_cluster_are_not_taken_for_a_launcher(monkeypatch: p
     assert (world_size(), is_main_process()) == (1, True)
 
 
+@pytest.mark.slow
+def test_training_in_a_pod_of_several_waits_for_no_process(small_model: Path, tmp_path: Path, python: str) -> None:
+    """On a CPU, accelerate takes WORLD_SIZE alone for a launcher."""
+    recipe = tmp_path / "recipe.yaml"
+    recipe.write_text(dump_recipe(small_recipe(small_model)))
+    pod = {"WORLD_SIZE": "2", "RANK": "0", "MASTER_ADDR": "localhost", "MASTER_PORT": "23457"}
+    command = [python, "-m", "pi_lora", "train", str(recipe), "--output", str(tmp_path / "run")]
+    subprocess.run(command, env={**os.environ, **pod}, check=True, timeout=120, capture_output=True)
+    assert (tmp_path / "run" / "adapter_model.safetensors").is_file()
+
+
 def start(interpreter: str, folder: Path, *arguments: str) -> "subprocess.Popen[str]":
     """`pi-lora train recipe.yaml ARGUMENTS` in `folder`, as the foreground process group of a terminal."""
     environment = {**os.environ, "OMP_NUM_THREADS": "1"}

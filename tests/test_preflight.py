@@ -1,3 +1,4 @@
+import json
 import shutil
 from collections.abc import Callable
 from pathlib import Path
@@ -8,7 +9,8 @@ import pytest
 import torch
 from conftest import small_recipe
 
-from pi_lora.errors import PiLoraError, RecipeError
+from pi_lora import api
+from pi_lora.errors import ModelError, PiLoraError, RecipeError, RunExistsError
 from pi_lora.preflight import check, check_data
 
 
@@ -116,3 +118,30 @@ def test_context_parallel_is_refused_for_models_with_sliding_windows(
     for refuses in (lambda: check(recipe, tmp_path / "run"), lambda: check_data(recipe)):
         with pytest.raises(RecipeError, match=rf"(?m)^{line}$"):
             refuses()
+
+
+@pytest.mark.parametrize(
+    ("kind", "method"), [("gptq", "lora"), ("fp8", "lora"), ("awq", "qlora"), ("bitsandbytes", "full")]
+)
+def test_quantized_weights_that_cannot_be_tuned_are_refused(
+    kind: str, method: str, small_model: Path, tmp_path: Path
+) -> None:
+    model = Path(shutil.copytree(small_model, tmp_path / "model"))
+    config = json.loads((model / "config.json").read_text())
+    config["quantization_config"] = {"quant_method": kind, "bits": 4, "load_in_4bit": True}
+    (model / "config.json").write_text(json.dumps(config))
+    expected = f"model: has weights quantized by {kind}, which tuning.method: {method} does not take"
+    with pytest.raises(ModelError, match=expected):
+        check(small_recipe(model, tuning={"method": method}), tmp_path / "run")
+
+
+@pytest.mark.skipif(not Path("/proc/self").exists(), reason="there is no /proc")
+def test_an_output_where_no_folder_can_be_made_is_refused_first(small_model: Path, lora_run: Path) -> None:
+    """Nobody can make a folder in /proc, though root may write there by its rights."""
+    refused = pytest.raises(RunExistsError, match=r"^/proc/nope: is in a place that cannot be written")
+    with refused:
+        check(small_recipe(small_model), Path("/proc/nope"))
+    with refused:
+        api.merge(lora_run, "/proc/nope")
+    with refused:
+        api.extend(str(small_model), "/proc/nope", target=128, scaling="pi")

@@ -60,7 +60,7 @@ def merge(
         from pi_lora.run import check_output, staged
         from pi_lora.serving.check import REFERENCE_FILE
         from pi_lora.serving.commands import serving_lines
-        from pi_lora.storage import write_json, write_whole
+        from pi_lora.storage import check_can_make, write_json, write_whole
 
     name = name_of(run)
     folder = path_of(output) if output else Path("models") / Path(name).resolve().name
@@ -71,6 +71,7 @@ def merge(
         run = require_adapter(name, adapter_folder(name))
     source = resolve(run, base=base, permissions=permissions)
     check_output(folder)
+    check_can_make(folder)
     with ui.progress("merging bytes") as written:
         planned = plan_merge(source, dtype=dtype_of(dtype), sibling=sibling)
         with staged(folder) as staging:
@@ -131,11 +132,12 @@ def extend(
         from pi_lora.run import staged
         from pi_lora.scaling.config import Extension
         from pi_lora.serving.commands import serving_lines
-        from pi_lora.storage import write_whole
+        from pi_lora.storage import check_can_make, write_whole
 
     source = resolve(model, extension=Extension(target, original, scaling), permissions=permissions)
     folder = path_of(output)
     scores = read_probe(path_of(probe)).scores_by_stage(source.name, target, scaling) if probe else {}
+    check_can_make(folder)
     files = weight_files(source)
     with staged(folder) as staging, ui.progress("linking weights") as linked:
         run = MeasuredRun(staging, untuned=True, base_name=source.base.name)

@@ -170,7 +170,7 @@ def match_tensors(
     changes = read_adapter(run)
     tied = model.all_tied_weights_keys
     tied_sources = {name: base[twin] for name, twin in tied.items() if twin in base}
-    sources = {**base, **tied_sources}
+    sources = {**tied_sources, **base}
     problems = [
         f"{name} {list(change.shape)}"
         for name, change in changes.items()
@@ -195,20 +195,23 @@ def match_tensors(
     for name in sources:
         # Old checkpoints store the unscaled frequencies of their rope; every reader computes them from the config.
         is_computed = name.endswith("rotary_emb.inv_freq")
-        is_copy = name in tied and not _diverged(changes.get(name), changes.get(tied[name]))
+        twin = tied.get(name)
+        is_copy = twin in sources and not (
+            _diverged(sources[name], sources[twin]) or _diverged(changes.get(name), changes.get(twin))
+        )
         if not is_computed and not is_copy:
             outputs.append(output_tensor(name))
     return outputs
 
 
 def _diverged(change: Change | None, twin_change: Change | None) -> bool:
-    """Whether two tied weights differ after tuning.
+    """Whether two tied weights differ, or their changes by tuning.
 
     PEFT trains a copy of embeddings in `modules_to_save`, from which a tied head diverges unless `ensure_weight_tying`
     was set. With `ensure_weight_tying`, PEFT saves the one tensor under both names.
     """
     if isinstance(change, StoredTensor) and isinstance(twin_change, StoredTensor):
-        return not torch.equal(change.whole(), twin_change.whole())
+        return change is not twin_change and not change.equals(twin_change)
     return change is not twin_change
 
 

@@ -113,7 +113,10 @@ def plan_merge(run: ModelSource, *, dtype: str | None = None, sibling: bool = Fa
         run.check_base_fingerprint()
     base = source.base
     if base.config.get("quantization_config"):
-        raise ModelError(f"{base.name}: has quantized weights; name the model that it was made from with --base")
+        raise ModelError(
+            f"{base.name}: has quantized weights; name the model that it was made from "
+            "with --base MODEL --allow-mismatch"
+        )
     assert base.config_class, "a shipped config is for plans"
     with quiet_loading():
         expected = build_on_meta(base.config_class, source.config, source.permissions.trust_remote_code)

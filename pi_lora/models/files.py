@@ -7,7 +7,7 @@ import json
 import math
 import os
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Annotated
@@ -25,7 +25,25 @@ from pi_lora.types import Json
 CONFIG_FILE = "config.json"
 SETTINGS_FILE = "tokenizer_config.json"
 CHAT_TEMPLATE = "chat_template.jinja"
-TOKENIZER_FILES = (SETTINGS_FILE, "tokenizer.json", "tokenizer.model", CHAT_TEMPLATE)
+# The vocabulary in other formats than tokenizer.json, which some engines and converters read.
+VOCABULARY_FILES = (
+    "tokenizer.model",
+    "vocab.json",
+    "vocab.txt",
+    "merges.txt",
+    "spiece.model",
+    "sentencepiece.bpe.model",
+    "tekken.json",
+)
+TOKENIZER_FILES = (
+    SETTINGS_FILE,
+    "tokenizer.json",
+    "special_tokens_map.json",
+    "added_tokens.json",
+    CHAT_TEMPLATE,
+    "chat_template.json",
+    *VOCABULARY_FILES,
+)
 # As PEFT names them.
 ADAPTER_CONFIG_FILE = "adapter_config.json"
 ADAPTER_WEIGHTS_FILE = "adapter_model.safetensors"
@@ -67,17 +85,26 @@ def public_name(name: str) -> str:
     return name
 
 
-def find_file(path: str, name: str, revision: str = "main") -> Path | None:
-    """Return a file of the folder or hub id `path`, downloaded if necessary, or None if there is none."""
+def find_file(path: str, name: str, revision: str = "main", *, download: bool = True) -> Path | None:
+    """Return a file of the folder or hub id `path`, downloaded if necessary, or None if there is none.
+
+    Without `download`, only the cache of the hub is searched.
+    """
     if os.path.isdir(path):
         file = Path(path, name)
         return file if file.is_file() else None
     try:
-        return Path(hf_hub_download(path, name, revision=revision))
+        return Path(hf_hub_download(path, name, revision=revision, local_files_only=not download))
     except EntryNotFoundError:  # or not in the cache, without a network
         return None
     except (OSError, ValueError) as error:
         raise ModelError(f"{path}: {name} cannot be downloaded ({first_line(error)}); check name and network") from None
+
+
+def find_files(path: str, names: Sequence[str], revision: str) -> dict[str, Path]:
+    """Return the files of the folder or hub id `path` that have one of the `names`, by name."""
+    found = {name: find_file(path, name, revision) for name in names}
+    return {name: file for name, file in found.items() if file}
 
 
 @contextmanager

@@ -159,13 +159,19 @@ def load_base(
                 trust_remote_code=trust_remote_code,
                 **options,
             )
-        except (OSError, ValueError, RuntimeError, SafetensorError) as error:
+        except (ImportError, OSError, ValueError, RuntimeError, SafetensorError) as error:
             raise ModelError(f"{base.name}: its weights cannot be loaded ({first_line(error)})") from error
         if attention == "auto":
             use_blockwise(module)
     if depends_on_length(source.config):
         module.get_decoder().register_forward_pre_hook(_reset_dynamic_rope, with_kwargs=True)
     _check_complete(base.name, report)
+    if module.all_tied_weights_keys != module.get_expanded_tied_weights_keys(all_submodels=True):
+        # transformers 5.23 does not tie what differs. Models on this machine are resolved without the tie.
+        raise ModelError(
+            f"{base.name}: stores another head than the embeddings to which its config ties it; "
+            "run this again now that it is downloaded, or write tie_word_embeddings: false into its config.json"
+        )
     if placement == "quantized":
         _compute_in(dtype, module)
     loaded: PreTrainedModel = module

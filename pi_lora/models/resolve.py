@@ -2,7 +2,9 @@
 
 import json
 import os
+from contextlib import suppress
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -50,6 +52,8 @@ FILES_OF_RUNS = ["*.json", "*.yaml", ADAPTER_WEIGHTS_FILE, *TOKENIZER_FILES]
 # Config and shape of the hub models that the recipes name, so that these are planned offline and without torch.
 SHIPPED_CONFIGS = Path(__file__).parent / "configs"
 SHAPE_FILE = "shape.json"
+# Config entries that say how weights are stored: an adapter has those of its base, whatever it was trained on.
+STORED_ENTRIES = ("dtype", "torch_dtype", "quantization_config", "tie_word_embeddings")
 # Config entries that an adapter and its base have in common.
 COMMON_ENTRIES = ("model_type", "hidden_size", "num_hidden_layers", "num_attention_heads", "vocab_size")
 
@@ -223,21 +227,28 @@ def _resolve_adapter(name: str, folder: Path, base: Base) -> ModelSource:
     """Return an adapter under the config that it was tuned under; raise ModelError if base and config disagree."""
     config = read_config(folder)
     base_config = with_legacy_rope_keys(base.config)
-    base_entries = {key: base_config.get(key) for key in COMMON_ENTRIES}
-    adapter_entries = {key: config.get(key) for key in COMMON_ENTRIES}
-    if method_of(config) != "theta":
-        base_entries["rope_theta"] = full_attention_rope(base_config)["rope_theta"]
-        adapter_entries["rope_theta"] = full_attention_rope(config)["rope_theta"]
-    differing = [
-        f"{key} {entry} instead of {adapter_entries[key]}"
-        for key, entry in base_entries.items()
-        if entry != adapter_entries[key]
-    ]
+    base_entries = _common_entries(base_config)
+    adapter_entries = _common_entries(config)
+    if method_of(config) == "theta":
+        del base_entries["rope_theta"]
+    differing = []
+    for key, entry in base_entries.items():
+        if entry != adapter_entries[key]:
+            differing.append(f"{key} {entry} instead of {adapter_entries[key]}")
     if not is_extension_of(config, base_config):
         differing.append(f"its own scale {scale_of(base_config):g} does not lead to {scale_of(config):g}")
     if differing:
         raise ModelError(f"{folder}: was not tuned from {base.name}: {'; '.join(differing)}; name its own base")
+    for key in STORED_ENTRIES:
+        config.pop(key, None)
+        if key in base.config:
+            config[key] = base.config[key]
     return ModelSource(name, base, config, adapter=folder)
+
+
+def _common_entries(config: Config) -> Json:
+    entries = {key: config.get(key) for key in COMMON_ENTRIES}
+    return {**entries, "rope_theta": full_attention_rope(config)["rope_theta"]}
 
 
 def _resolve_base(name: str, revision: str, permissions: Permissions) -> Base:
@@ -261,6 +272,8 @@ def _resolve_base(name: str, revision: str, permissions: Permissions) -> Base:
         settings_file = find_file(path, SETTINGS_FILE, revision)
         settings = read_json(settings_file, Json, "download it again") if settings_file else {}
         own = normalize_max_positions(own, settings.get("model_max_length"))
+    if own.get("tie_word_embeddings") and _stores_another_head(path, revision):
+        own = {**own, "tie_word_embeddings": False}
     return Base(
         name=name,
         path=path,
@@ -269,3 +282,14 @@ def _resolve_base(name: str, revision: str, permissions: Permissions) -> Base:
         config=own,
         config_class=type(config),
     )
+
+
+def _stores_another_head(path: str, revision: str) -> bool:
+    """Whether weights on this machine hold a head that is not the embeddings, under the names that most models use."""
+    from pi_lora.models.weights import read_weights
+
+    # Weights that are missing or damaged are reported when they are read.
+    with suppress(ModelError, KeyError):
+        weights = read_weights(path, partial(find_file, path, revision=revision, download=False))
+        return not weights["lm_head.weight"].equals(weights["model.embed_tokens.weight"])
+    return False

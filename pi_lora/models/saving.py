@@ -6,7 +6,7 @@ from pathlib import Path
 
 from transformers.utils import GENERATION_CONFIG_NAME, SAFE_WEIGHTS_INDEX_NAME
 
-from pi_lora.models.files import TOKENIZER_FILES, save_config
+from pi_lora.models.files import save_config
 from pi_lora.models.source import Base, ModelSource
 from pi_lora.models.tokenizer import save_tokenizer
 from pi_lora.models.weights import read_weights
@@ -17,9 +17,8 @@ from pi_lora.types import Progress
 def save_without_weights(source: ModelSource, config: Config, folder: Path) -> None:
     """Write all files of a model but the weights and the card, under `config`; the model may have no tokenizer."""
     save_config(config, folder)
-    has_tokenizer = any(source.base.file(name) for name in TOKENIZER_FILES)
-    if has_tokenizer:
-        save_tokenizer(source.tokenizer, folder)
+    if source.tokenizer_files:
+        save_tokenizer(source.tokenizer, folder, source.tokenizer_files)
     copy_generation_config(source.base, folder)
 
 

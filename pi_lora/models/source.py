@@ -15,7 +15,10 @@ from pi_lora.models.files import (
     BUILTIN,
     CONFIG_FILE,
     SETTINGS_FILE,
+    TOKENIZER_FILES,
+    VOCABULARY_FILES,
     find_file,
+    find_files,
 )
 from pi_lora.models.shape import Shape
 from pi_lora.recipe.schema import Recipe
@@ -190,17 +193,30 @@ class ModelSource:
         """The tokenizer of the run, or of the base."""
         from pi_lora.models.tokenizer import load_tokenizer
 
-        path: str | Path = self.base.path
-        # Adapters made elsewhere may have no tokenizer.
-        if self.adapter and (self.adapter / SETTINGS_FILE).is_file():
-            path = self.adapter
         return load_tokenizer(
-            path,
+            self._tokenizer_path,
             window=self.window,
             revision=self.base.revision,
             trust_remote_code=self.permissions.trust_remote_code,
             vocabulary=self.config.get("vocab_size"),
         )
+
+    @property
+    def _tokenizer_path(self) -> str:
+        # Adapters made elsewhere may have no tokenizer.
+        if self.adapter and (self.adapter / SETTINGS_FILE).is_file():
+            return str(self.adapter)
+        return self.base.path
+
+    @cached_property
+    def tokenizer_files(self) -> dict[str, Path]:
+        """The files of the tokenizer by name. An adapter may lack some, which are those of its base."""
+        files = find_files(self._tokenizer_path, TOKENIZER_FILES, self.base.revision)
+        of_base = find_files(self.base.path, VOCABULARY_FILES, self.base.revision)
+        if of_base.keys() <= files.keys():
+            return files
+        same_tokens = replace(self, adapter=None).tokenizer.get_vocab() == self.tokenizer.get_vocab()
+        return of_base | files if same_tokens else files
 
     @property
     def typed_config(self) -> "PreTrainedConfig":

@@ -1,6 +1,8 @@
 """Tokenizers, loaded with a window and checked, and saved for both generations of transformers."""
 
 import json
+import shutil
+from collections.abc import Mapping
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -10,8 +12,12 @@ from transformers import AutoTokenizer
 
 from pi_lora.errors import ModelError
 from pi_lora.models.files import CHAT_TEMPLATE, SETTINGS_FILE, find_file, locate, readable
+from pi_lora.models.quiet import quiet_loading
+from pi_lora.storage import read_json
+from pi_lora.types import Json
 
 SAMPLE = "The 3rd text, 1999: naïve “café”\n\n\t  if x_1 != 0:   # 中文 здесь 🦋 aaaaaaaaaaaaaaaa ---------- 00000000\n"
+CHAT = [{"role": "user", "content": "a"}]
 # A log probability below that of any text with the length of a special token.
 LOWEST_SCORE = -1e4
 
@@ -26,18 +32,35 @@ def load_tokenizer(
 ) -> Any:
     """Load the tokenizer of a model or run, with `window` tokens as its longest input.
 
-    Raise ModelError if it cannot be read, or gives tokens that are not in the `vocabulary` of the model.
+    Raise ModelError if it cannot be read, or gives tokens that are not in the `vocabulary` of the model. A padding
+    token that is not there is left out: the model never reads it.
     """
-    with readable(path, "tokenizer"):
+    with readable(path, "tokenizer"), quiet_loading():
         tokenizer = AutoTokenizer.from_pretrained(path, revision=revision, trust_remote_code=trust_remote_code)
     tokenizer.model_max_length = window
     _let_special_tokens_be_split(tokenizer)
-    highest = max(tokenizer(SAMPLE, verbose=False)["input_ids"], default=0)
-    if vocabulary and highest >= vocabulary:
-        raise ModelError(
-            f"{path}: its tokenizer gives token {highest}, and the model has {vocabulary}; use the model's own"
-        )
+    if vocabulary:
+        highest = max(_ids_given(tokenizer), default=0)
+        if highest >= vocabulary:
+            raise ModelError(
+                f"{path}: its tokenizer gives token {highest}, and the model has {vocabulary}; use the model's own, or "
+                "resize its embeddings (resize_token_embeddings) and save it"
+            )
+        if (tokenizer.pad_token_id or 0) >= vocabulary:
+            tokenizer.pad_token = None
     return tokenizer
+
+
+def _ids_given(tokenizer: Any) -> list[int]:
+    """Return ids that texts and chats become. Special tokens that nothing writes are left out: models may lack them, as
+    Gemma 3 of text lacks that of an image.
+    """
+    ids: list[int] = tokenizer(SAMPLE, verbose=False)["input_ids"]
+    ids += [number for number, token in tokenizer.added_tokens_decoder.items() if not token.special]
+    ids.append(tokenizer.eos_token_id or 0)
+    with suppress(Exception):  # there is no template, or it raises an error of its own
+        ids += tokenizer.apply_chat_template(CHAT, add_generation_prompt=True, return_dict=False)
+    return ids
 
 
 def has_chat_template(name: str) -> bool:
@@ -68,11 +91,23 @@ def _let_special_tokens_be_split(tokenizer: Any) -> None:
     tokenizer.backend_tokenizer.model = Unigram(pieces, model["unk_id"], model["byte_fallback"])
 
 
-def save_tokenizer(tokenizer: Any, folder: Path) -> None:
-    """Write a tokenizer that transformers 4 reads as well: it does not know the class name that version 5 writes."""
+def save_tokenizer(tokenizer: Any, folder: Path, shipped: Mapping[str, Path] | None = None) -> None:
+    """Write a tokenizer for transformers 4 and 5 and for other engines.
+
+    The `shipped` files of the tokenizer are copied as they are: transformers 5 leaves out `tokenizer.model`, whether
+    BOS is added, and more. Settings of version 5 that version 4 does not read are rewritten: the name of a class, and a
+    list of special tokens where a dictionary is expected.
+    """
     tokenizer.save_pretrained(folder)
     file = folder / SETTINGS_FILE
-    settings = json.loads(file.read_text(encoding="utf-8"))
-    if settings["tokenizer_class"] == "TokenizersBackend":
+    settings = read_json(file, Json, "")
+    for name, path in (shipped or {}).items():
+        shutil.copyfile(path, folder / name)
+    if "auto_map" not in settings:  # which says where the code is
+        settings = read_json(file, Json, "")
+    settings["model_max_length"] = tokenizer.model_max_length
+    if settings.get("tokenizer_class") == "TokenizersBackend":
         settings["tokenizer_class"] = "PreTrainedTokenizerFast"
+    if isinstance(settings.get("extra_special_tokens"), list):
+        settings["additional_special_tokens"] = settings.pop("extra_special_tokens")
     file.write_text(json.dumps(settings, indent=2) + "\n", encoding="utf-8")

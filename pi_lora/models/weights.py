@@ -32,6 +32,7 @@ DTYPES = {
     "BF16": torch.bfloat16,
     "I64": torch.int64,
     "I32": torch.int32,
+    "I8": torch.int8,
     "U8": torch.uint8,
     "BOOL": torch.bool,
 }
@@ -96,6 +97,14 @@ class StoredTensor:
     def blocks(self) -> Iterator[torch.Tensor]:
         """Yield the tensor, a few rows at a time."""
         return (self.rows(start, stop) for start, stop in spans(self.shape))
+
+    def equals(self, other: "StoredTensor") -> bool:
+        """Whether another tensor has the same numbers."""
+        return (
+            self.shape == other.shape
+            and self.dtype == other.dtype
+            and all(map(torch.equal, self.blocks(), other.blocks()))
+        )
 
     def whole(self) -> torch.Tensor:
         """Read the whole tensor."""
@@ -224,7 +233,9 @@ def check_finite(name: str, weights: Iterable[tuple[str, torch.Tensor]]) -> None
     """Raise ModelError if the model `name` has infinite or NaN weights, also in the scales of NF4 ones."""
     for key, weight in weights:
         state = getattr(weight, "quant_state", None)
-        # The mean of the scales, which double quantization subtracts from them, is NaN if one of them is.
-        values = weight.detach() if state is None else state.offset
+        values = weight.detach()
+        if state is not None:
+            # The mean of the scales, which double quantization subtracts from them, is NaN if one of them is.
+            values = state.absmax if state.offset is None else state.offset
         if values.itemsize > 1 and not finite(values):
             raise ModelError(f"{name}: {key} has infinite or NaN values; it is damaged, download or tune it again")

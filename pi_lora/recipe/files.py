@@ -32,6 +32,15 @@ _exponent = re.compile(r"^[-+]?(\d+(\.\d*)?|\.\d+)[eE][-+]?\d+$")
 _Loader.add_implicit_resolver("tag:yaml.org,2002:float", _exponent, list("-+0123456789."))
 
 
+def _text(_loader: _Loader, node: yaml.ScalarNode) -> str:
+    """Return a string, with the two halves of an emoji joined that JSON escapes one by one."""
+    halves: bytes = node.value.encode("utf-16", "surrogatepass")
+    return halves.decode("utf-16", "replace")
+
+
+_Loader.add_constructor("tag:yaml.org,2002:str", _text)
+
+
 class ResolvedRecipe(NamedTuple):
     """A recipe, and the origin of the value of every dotted key: `file:line`, the command line, or the default."""
 

@@ -8,7 +8,7 @@ from typing import Any
 from huggingface_hub import CommitOperationAdd, HfApi
 
 from pi_lora.errors import ModelError
-from pi_lora.models.files import CONFIG_FILE, public_name
+from pi_lora.models.files import CONFIG_FILE, TOKENIZER_FILES, public_name
 from pi_lora.recipe.files import RECIPE_FILE, dump_recipe, load_recipe
 from pi_lora.report.card import CARD, refresh_scores
 from pi_lora.report.scores import MeasuredRun
@@ -31,20 +31,6 @@ WEIGHT_FILES = [
     "model.safetensors",
     "model-?????-of-?????.safetensors",
     "model.safetensors.index.json",
-]
-TOKENIZER_FILES = [
-    "tokenizer.json",
-    "tokenizer_config.json",
-    "special_tokens_map.json",
-    "added_tokens.json",
-    "chat_template.json",
-    "chat_template.jinja",
-    "vocab.json",
-    "vocab.txt",
-    "merges.txt",
-    "tokenizer.model",
-    "spiece.model",
-    "sentencepiece.bpe.model",
 ]
 # All other files stay here: checkpoints, pickles, and files that a user keeps in the folder.
 UPLOADED_PATTERNS = [

@@ -187,6 +187,7 @@ class TrainingJob:
             run = Run(staging)
             if is_main_process():
                 fingerprint = self.source.base.fingerprint(tokenizer_identity(self.source.tokenizer), data.digest)
+                _ = self.source.tokenizer_files  # downloaded now: after hours the hub may not be reached
                 run.check_same_fingerprint(self.output, fingerprint, self.source.permissions)
                 write_whole(staging / RECIPE_FILE, dump_recipe(self.recipe))
                 # Decided once: other processes, or a resumption on another machine, could decide otherwise.
@@ -294,7 +295,7 @@ def complete(recipe: Recipe, source: ModelSource, run: Run) -> None:
     elif source.needs_own_config:
         adapters.mark_adapter_extended(run.path)
     save_config(config, run.path)
-    save_tokenizer(source.tokenizer, run.path)
+    save_tokenizer(source.tokenizer, run.path, source.tokenizer_files)
     # The processes before a resume had another peak.
     log = run.log
     peak = max(line["peak_memory"] for line in log)

@@ -2,19 +2,24 @@
 
 import importlib.util
 import json
+import shutil
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 from conftest import small_recipe, train
 from random_runs import save_base
 from safetensors.torch import load_file
-from transformers import LlamaConfig
+from small_configs import SIZES
+from transformers import AutoModelForCausalLM, BitsAndBytesConfig, LlamaConfig
 
 from pi_lora.api import load
+from pi_lora.errors import ModelError
 from pi_lora.models.adapter import prepare_for_tuning
 from pi_lora.models.loaded import load_base
 from pi_lora.models.resolve import resolve_model
+from pi_lora.models.weights import check_finite
 from pi_lora.recipe.schema import Tuning
 
 pytestmark = [
@@ -94,3 +99,24 @@ def test_small_updates_of_qlora_are_not_rounded_away(small_model: Path, tmp_path
     norm = next(tensor for name, tensor in saved.items() if name.endswith("model.norm.weight"))
     moved = (norm - base["model.norm.weight"].to(torch.bfloat16).float()).abs()
     assert 0 < moved.max() < 1e-5
+
+
+@pytest.mark.parametrize("options", [{"load_in_4bit": True, "bnb_4bit_quant_type": "nf4"}, {"load_in_8bit": True}])
+def test_a_base_that_bitsandbytes_quantized_is_tuned_and_measured(options: dict[str, Any], tmp_path: Path) -> None:
+    """Without double quantization, the scales of a 4-bit weight have no mean."""
+    plain = save_base(LlamaConfig(**{**SIZES, "hidden_size": 128}, tie_word_embeddings=True), tmp_path / "plain")
+    model = AutoModelForCausalLM.from_pretrained(plain, quantization_config=BitsAndBytesConfig(**options))
+    base = Path(shutil.copytree(plain, tmp_path / "base"))
+    model.save_pretrained(base)
+    assert load(str(base)).window == 64
+    assert load(str(train(small_recipe(base), tmp_path / "run"))).window == 128
+
+
+def test_infinite_scales_of_single_quantization_are_refused(tmp_path: Path) -> None:
+    plain = save_base(LlamaConfig(**{**SIZES, "hidden_size": 128}), tmp_path / "base")
+    single = BitsAndBytesConfig(load_in_4bit=True)
+    model = AutoModelForCausalLM.from_pretrained(plain, quantization_config=single)
+    check_finite("base", model.named_parameters())
+    model.model.layers[1].self_attn.q_proj.weight.quant_state.absmax[3] = torch.inf
+    with pytest.raises(ModelError, match=r"base: model\.layers\.1\..*q_proj\.weight has infinite or NaN"):
+        check_finite("base", model.named_parameters())

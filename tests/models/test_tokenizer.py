@@ -7,7 +7,10 @@ from typing import Any
 
 import pytest
 from random_runs import TOKENIZER
+from tokenizers import AddedToken
+from transformers import AutoTokenizer
 
+from pi_lora.data.tokens import padding_id
 from pi_lora.errors import ModelError
 from pi_lora.models.resolve import resolve_model
 
@@ -26,7 +29,9 @@ def edit(file: Path, **changes: Any) -> None:
 def test_a_tokenizer_with_more_tokens_than_the_model_is_refused(folder: Path) -> None:
     assert resolve_model(str(folder)).tokenizer
     edit(folder / "config.json", vocab_size=200)
-    with pytest.raises(ModelError, match=r"its tokenizer gives token \d+, and the model has 200; use the model's own"):
+    with pytest.raises(
+        ModelError, match=r"its tokenizer gives token \d+, and the model has 200; use the model's own, or"
+    ):
         assert resolve_model(str(folder)).tokenizer
 
 
@@ -38,3 +43,39 @@ def test_a_damaged_tokenizer_config_of_an_extended_base_is_refused(folder: Path)
     (folder / TOKENIZER[1]).write_bytes(b"{")
     with pytest.raises(ModelError, match=r"tokenizer_config\.json: is not JSON"):
         resolve_model(str(folder))
+
+
+CHATML = "{% for m in messages %}<|{{ m['role'] }}|>\n{{ m['content'] }}<|end|>\n{% endfor %}"
+BEYOND = "its tokenizer gives token 102[45], and the model has 1024; use the model's own, or resize its embeddings"
+
+
+def add_tokens(folder: Path, *tokens: str, special: bool = True, **settings: Any) -> None:
+    """Add tokens that the embeddings were not resized for."""
+    tokenizer = AutoTokenizer.from_pretrained(folder)
+    tokenizer.add_tokens([AddedToken(token, special=special) for token in tokens])
+    tokenizer.save_pretrained(folder)
+    edit(folder / "tokenizer_config.json", **settings)
+
+
+@pytest.mark.parametrize(
+    ("tokens", "special", "settings"),
+    [
+        (("<|user|>", "<|end|>"), True, {"chat_template": CHATML}),
+        (("<tool>",), False, {}),
+        (("<|end|>",), True, {"eos_token": "<|end|>"}),
+    ],
+)
+def test_tokens_that_the_embeddings_lack_are_refused(
+    tokens: tuple[str, ...], special: bool, settings: dict[str, Any], folder: Path
+) -> None:
+    add_tokens(folder, *tokens, special=special, **settings)
+    with pytest.raises(ModelError, match=BEYOND):
+        assert resolve_model(str(folder)).tokenizer
+
+
+def test_special_tokens_that_nothing_writes_may_be_missing(folder: Path) -> None:
+    """As that of images in Gemma 3 of text, or a padding token that was added for batches."""
+    add_tokens(folder, "<image>", "[PAD]", pad_token="[PAD]")
+    tokenizer = resolve_model(str(folder)).tokenizer
+    assert len(tokenizer) == 1026
+    assert padding_id(tokenizer) == tokenizer.eos_token_id == 1

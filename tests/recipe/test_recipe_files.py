@@ -4,6 +4,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from pi_lora.api.inputs import as_words
 from pi_lora.errors import RecipeError
 from pi_lora.recipe.files import dump_recipe, find_recipe, load_recipe
 from pi_lora.recipe.schema import Recipe
@@ -35,6 +36,16 @@ def test_a_rate_in_scientific_notation_is_a_number(tmp_path: Path) -> None:
     path = write(tmp_path, GOOD + "training: {learning_rate: 2e-5}\n")
     assert load_recipe(path).recipe.training.learning_rate == 2e-5
     assert load_recipe(path, ["training.learning_rate=1E-3"]).recipe.training.learning_rate == 1e-3
+
+
+def test_an_emoji_of_json_is_one_character(tmp_path: Path) -> None:
+    """JSON, which is YAML, escapes its two halves one by one; Python's overrides are JSON."""
+    path = write(tmp_path, GOOD.replace("builtin:stdlib", r'"\ud83e\udd8b.txt"'))
+    assert [source.name for source in load_recipe(path).recipe.data.source] == ["🦋.txt"]
+    [word] = as_words([{"data.source": "🦋/café.txt"}])
+    recipe = load_recipe(path, [word]).recipe
+    assert [source.name for source in recipe.data.source] == ["🦋/café.txt"]
+    dump_recipe(recipe).encode()
 
 
 def test_all_mistakes_are_reported_together_with_their_lines(tmp_path: Path) -> None:
