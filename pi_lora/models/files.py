@@ -101,7 +101,7 @@ def find_file(path: str, name: str, revision: str = "main", *, download: bool = 
         raise ModelError(f"{path}: {name} cannot be downloaded ({first_line(error)}); check name and network") from None
 
 
-def find_files(path: str, names: Sequence[str], revision: str) -> dict[str, Path]:
+def find_files(path: str, names: Sequence[str], revision: str = "main") -> dict[str, Path]:
     """Return the files of the folder or hub id `path` that have one of the `names`, by name."""
     found = {name: find_file(path, name, revision) for name in names}
     return {name: file for name, file in found.items() if file}

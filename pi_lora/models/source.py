@@ -213,10 +213,10 @@ class ModelSource:
         """The files of the tokenizer by name. An adapter may lack some, which are those of its base."""
         files = find_files(self._tokenizer_path, TOKENIZER_FILES, self.base.revision)
         of_base = find_files(self.base.path, VOCABULARY_FILES, self.base.revision)
-        if of_base.keys() <= files.keys():
-            return files
-        same_tokens = replace(self, adapter=None).tokenizer.get_vocab() == self.tokenizer.get_vocab()
-        return of_base | files if same_tokens else files
+        lacking = of_base.keys() - files.keys()
+        if lacking and replace(self, adapter=None).tokenizer.get_vocab() == self.tokenizer.get_vocab():
+            return of_base | files
+        return files
 
     @property
     def typed_config(self) -> "PreTrainedConfig":

@@ -11,9 +11,9 @@ from tokenizers.models import Unigram
 from transformers import AutoTokenizer
 
 from pi_lora.errors import ModelError
-from pi_lora.models.files import CHAT_TEMPLATE, SETTINGS_FILE, find_file, locate, readable
+from pi_lora.models.files import CHAT_TEMPLATE, SETTINGS_FILE, find_files, locate, readable
 from pi_lora.models.quiet import quiet_loading
-from pi_lora.storage import read_json
+from pi_lora.storage import read_json, write_json
 from pi_lora.types import Json
 
 SAMPLE = "The 3rd text, 1999: naïve “café”\n\n\t  if x_1 != 0:   # 中文 здесь 🦋 aaaaaaaaaaaaaaaa ---------- 00000000\n"
@@ -67,12 +67,9 @@ def has_chat_template(name: str) -> bool:
     """Return whether a model has a chat template, without loading the tokenizer; False if the hub is not reached."""
     path = locate(name)
     with suppress(ModelError):
-        settings_file = find_file(path, SETTINGS_FILE)
-        if settings_file:
-            settings = json.loads(settings_file.read_text(encoding="utf-8"))
-            if settings.get("chat_template"):
-                return True
-        return find_file(path, CHAT_TEMPLATE) is not None
+        files = find_files(path, (SETTINGS_FILE, CHAT_TEMPLATE))
+        settings = read_json(files[SETTINGS_FILE], Json, "") if SETTINGS_FILE in files else {}
+        return CHAT_TEMPLATE in files or bool(settings.get("chat_template"))
     return False
 
 
@@ -110,4 +107,4 @@ def save_tokenizer(tokenizer: Any, folder: Path, shipped: Mapping[str, Path] | N
         settings["tokenizer_class"] = "PreTrainedTokenizerFast"
     if isinstance(settings.get("extra_special_tokens"), list):
         settings["additional_special_tokens"] = settings.pop("extra_special_tokens")
-    file.write_text(json.dumps(settings, indent=2) + "\n", encoding="utf-8")
+    write_json(file, settings)

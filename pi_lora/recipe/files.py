@@ -34,8 +34,8 @@ _Loader.add_implicit_resolver("tag:yaml.org,2002:float", _exponent, list("-+0123
 
 def _text(_loader: _Loader, node: yaml.ScalarNode) -> str:
     """Return a string, with the two halves of an emoji joined that JSON escapes one by one."""
-    halves: bytes = node.value.encode("utf-16", "surrogatepass")
-    return halves.decode("utf-16", "replace")
+    value: str = node.value
+    return value.encode("utf-16", "surrogatepass").decode("utf-16", "replace")
 
 
 _Loader.add_constructor("tag:yaml.org,2002:str", _text)
