@@ -27,8 +27,9 @@ from pi_lora.errors import PiLoraError
 from pi_lora.models.files import BUILTIN_FOLDER
 from pi_lora.models.resolve import resolve_model
 from pi_lora.scaling.config import Method
-from pi_lora.serving.check import ReferenceComputer, Server, check_server
+from pi_lora.serving.check import Server, check_server
 from pi_lora.serving.gguf import CONVERTER, export_gguf
+from pi_lora.serving.reference import ReferenceComputer
 from pi_lora.storage import cache_folder
 
 PLACE = cache_folder() / "engines"
@@ -139,7 +140,7 @@ def download_llama_cpp(python: str, sources: Path) -> None:
 
 
 def verdicts_of(command: list[str], reader: ReferenceComputer, served: str | None = None) -> dict[str, Any]:
-    """The verdicts on both prompts of the server that `command` starts, or why the server says nothing."""
+    """The verdicts on the prompts of the server that `command` starts, or why the server says nothing."""
     port = free_port()
     deadline = time.monotonic() + SECONDS
     binaries = Path(command[0]).parent
@@ -164,7 +165,7 @@ def verdicts_of(command: list[str], reader: ReferenceComputer, served: str | Non
                 except PiLoraError:  # not yet
                     time.sleep(1)
                     continue
-                verdicts = check_server(server, reader.reference, answer=reader.answer, tolerance=TOLERANCE)
+                verdicts = check_server(server, reader.reference, compute=reader.compute, tolerance=TOLERANCE)
                 return {"verdicts": [verdict.model_dump() for verdict in verdicts]}
         finally:
             if process.poll() is None:

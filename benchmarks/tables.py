@@ -63,22 +63,26 @@ def attention(result: Result) -> Lines:
 
 
 def engines(result: Result) -> Lines:
-    """For each case a table, an engine a row: the verdicts of check-server on both prompts."""
+    """For each case a table, an engine a row: the verdicts of check-server on its prompts."""
     for case, rows in result["cases"].items():
         yield f"`{case}`:\n"
-        lengths = [f"{tokens:,} tokens" for tokens in prompt_lengths(rows)]
         cells = [engine_row(engine, row) for engine, row in rows.items()]
-        yield from table(("server", *lengths, "day"), cells)
+        yield from table(("server", *prompt_names(rows), "day"), cells)
         yield ""
         yield from machines_of(rows)
         yield ""
 
 
-def prompt_lengths(rows: Mapping[str, Result]) -> list[int]:
-    """The lengths of the prompts in tokens, as the first engine that answered has them."""
+def prompt_names(rows: Mapping[str, Result]) -> list[str]:
+    """The lengths of the prompts, and where the codes stand, as the first engine that answered has them. Results of
+    prompts without codes have no depth.
+    """
     for row in rows.values():
         if "verdicts" in row:
-            return [verdict["tokens"] for verdict in row["verdicts"]]
+            return [
+                f"{verdict['tokens']:,} tokens" + (f", code at {verdict['depth']} %" if "depth" in verdict else "")
+                for verdict in row["verdicts"]
+            ]
     return []
 
 

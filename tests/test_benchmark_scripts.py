@@ -36,7 +36,7 @@ from pages import block  # noqa: E402
 from pi_lora.cli import app  # noqa: E402
 from pi_lora.models.resolve import SHIPPED_CONFIGS, resolve_model  # noqa: E402
 from pi_lora.recipe.files import load_recipe  # noqa: E402
-from pi_lora.serving.check import ReferenceComputer  # noqa: E402
+from pi_lora.serving.reference import ReferenceComputer  # noqa: E402
 
 HUB_IDS = [path.name.replace("--", "/") for path in sorted(SHIPPED_CONFIGS.iterdir())]
 SHAPES = [TINY, *(name for name in HUB_IDS if not name.startswith(("adapters/", "models/")))]

@@ -20,7 +20,7 @@ FLOORS = {
     "data": 4,
     "theory": 4,
     "planning": 5,
-    "serving": 5,
+    "serving": 7,
     "evaluation": 6,
     "merging": 6,
     "report": 7,

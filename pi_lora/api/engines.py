@@ -58,8 +58,8 @@ def merge(
         from pi_lora.report.card import CARD, card_of
         from pi_lora.report.scores import MeasuredRun
         from pi_lora.run import check_output, staged
-        from pi_lora.serving.check import REFERENCE_FILE
         from pi_lora.serving.commands import serving_lines
+        from pi_lora.serving.reference import REFERENCE_FILE
         from pi_lora.storage import check_can_make, write_json, write_whole
 
     name = name_of(run)
@@ -228,22 +228,23 @@ def check_server(
         raise PiLoraError("check-server: takes a model or a reference; give one of the two")
     with ui.working(LIBRARIES):
         from pi_lora.serving import check
+        from pi_lora.serving.reference import RIGHT, Reference
         from pi_lora.storage import check_can_write, read_json, write_json
 
     file = path_of(json) if json else None
     check_can_write(file)
     with ui.progress("checking") as note:
-        answer = check.stored_answer
+        compute = None
         if reference:
             server = check.Server(url, served)
-            known = read_json(path_of(reference), check.Reference, "write it again with --write-reference")
+            known = read_json(path_of(reference), Reference, "write it again with --write-reference")
         else:
             computer = _reference_computer(model, text, dtype=dtype, base=base, permissions=permissions, progress=note)
             server = check.Server(url, served)
-            known, answer = computer.reference, computer.answer
-        verdicts = check.check_server(server, known, answer=answer, tolerance=tolerance, progress=note)
+            known, compute = computer.reference, computer.compute
+        verdicts = check.check_server(server, known, compute=compute, tolerance=tolerance, progress=note)
     if file:
-        right = all(verdict.verdict == check.RIGHT for verdict in verdicts)
+        right = all(verdict.verdict == RIGHT for verdict in verdicts)
         rows = [verdict.model_dump() for verdict in verdicts]
         write_json(file, {"url": server.url, "model": known.model, "right": right, "prompts": rows})
     ui.show_table(check.verdicts_table(f"{server.url}: {known.model}", verdicts))
@@ -276,14 +277,13 @@ def write_reference(
     """
     ui = ui_of(progress)
     with ui.working(LIBRARIES):
-        from pi_lora.serving import check
         from pi_lora.storage import check_can_write
 
     path = path_of(file)
     check_can_write(path)
     with ui.progress("computing answers") as note:
         computer = _reference_computer(model, text, dtype=dtype, base=base, permissions=permissions, progress=note)
-        check.write_reference(computer, path)
+        computer.write(path)
     return path
 
 
@@ -296,7 +296,7 @@ def _reference_computer(
     permissions: Permissions,
     progress: Progress,
 ) -> Any:
-    from pi_lora.serving.check import ReferenceComputer
+    from pi_lora.serving.reference import ReferenceComputer
 
     assert model is not None, "a model or a reference is given"
     words = path_of(text).read_text(encoding="utf-8") if text else ""

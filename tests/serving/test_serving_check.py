@@ -1,8 +1,9 @@
-"""`pi-lora check-server` against a small server that computes a model with transformers and answers as engines do."""
+"""`check-server` against a small server that computes a model with transformers and answers as engines do."""
 
 import json
 import threading
 from collections.abc import Callable, Iterator
+from functools import cache
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from math import inf
 from pathlib import Path
@@ -14,54 +15,108 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
 from pi_lora import cli
 from pi_lora.api import merge
-from pi_lora.serving.check import Answer, Completion, _compare
+from pi_lora.models.files import BUILTIN_FOLDER
+from pi_lora.serving.check import Completion, _compare
+from pi_lora.serving.reference import CODES, NAMES, Answer, Reference
 
 Json = dict[str, Any]
+Ids = list[int]
+DEMO = Path(__file__).parents[2] / "adapters" / "demo"
 
 
-class Engine:
-    """A model with a window, as an engine serves it: `cut` tokens of a prompt at most, or a refusal."""
+def last(percent: int) -> Callable[[Ids], Ids]:
+    """Keep the last tokens, as llama.cpp's context shift."""
+    return lambda ids: ids[-(len(ids) * percent // 100) :]
 
-    def __init__(self, folder: Path, scaled: bool = True, window: int = 160, cut: int = 160, form: str = "vllm"):
+
+def first(percent: int) -> Callable[[Ids], Ids]:
+    """Keep the first tokens."""
+    return lambda ids: ids[: len(ids) * percent // 100]
+
+
+def both_ends(percent: int) -> Callable[[Ids], Ids]:
+    """Keep as many of the first and of the last tokens."""
+
+    def cut(ids: Ids) -> Ids:
+        kept = len(ids) * percent // 200
+        return ids[:kept] + ids[-kept:]
+
+    return cut
+
+
+def whole(ids: Ids) -> Ids:
+    return ids
+
+
+class Computer:
+    """A model that computes every answer once, for engines of all forms."""
+
+    def __init__(self, folder: Path, scaled: bool = True, dtype: torch.dtype = torch.float32):
         config = AutoConfig.from_pretrained(folder)
         if not scaled:
             config.rope_parameters = {"rope_type": "default", "rope_theta": config.rope_parameters["rope_theta"]}
-        self.model = AutoModelForCausalLM.from_pretrained(folder, config=config).eval()
+        self.model = AutoModelForCausalLM.from_pretrained(folder, config=config, dtype=dtype).eval()
         self.tokenizer = AutoTokenizer.from_pretrained(folder)
-        self.window, self.cut, self.form = window, cut, form
-        self.asked: list[Json] = []
+        self.answers = cache(self.answer)
 
     @torch.no_grad()
+    def answer(self, ids: tuple[int, ...], tokens: int, repetition_penalty: float) -> tuple[Ids, list[float]]:
+        output = self.model.generate(
+            torch.tensor([ids]),
+            max_new_tokens=tokens,
+            do_sample=False,
+            repetition_penalty=repetition_penalty,
+            output_logits=True,
+            return_dict_in_generate=True,
+        )
+        new = output.sequences[0, len(ids) :].tolist()
+        rows = torch.cat(output.logits).float().log_softmax(-1)
+        return new, [float(row[token]) for row, token in zip(rows, new, strict=True)]
+
+
+class Engine:
+    """A model as an engine serves it: `cut` changes the prompt, and a prompt beyond the window is refused. `count` is
+    whether prompts are counted as they were `cut`, or `sent`, or not at all, `miscount` tokens too few.
+    """
+
+    def __init__(
+        self,
+        computer: Computer,
+        window: int = 10_000,
+        cut: Callable[[Ids], Ids] = whole,
+        form: str = "vllm",
+        count: str | None = "cut",
+        miscount: int = 0,
+    ):
+        self.computer, self.window, self.cut, self.form = computer, window, cut, form
+        self.count, self.miscount = count, miscount
+        self.asked: list[Json] = []
+
     def complete(self, body: Json) -> tuple[int, Json]:
         """Status and answer. Engines of the form `mlx` take `logprobs: true` alone, those of `text` none."""
         self.asked.append(body)
         asked = body.get("logprobs")
         if (self.form == "mlx" and asked is not None and asked is not True) or (self.form == "text" and asked):
             return 400, {"error": "logprobs must be a boolean"}
-        ids = self.tokenizer(body["prompt"])["input_ids"]
-        if len(ids) + body["max_tokens"] > self.window:
+        tokenizer = self.computer.tokenizer
+        sent = tokenizer(body["prompt"])["input_ids"]
+        if len(sent) + body["max_tokens"] > self.window:
             return 400, {"error": {"message": f"maximum context length is {self.window} tokens", "code": 400}}
-        ids = ids[-self.cut :]
-        output = self.model.generate(
-            torch.tensor([ids]),
-            max_new_tokens=body["max_tokens"],
-            do_sample=False,
-            output_logits=True,
-            return_dict_in_generate=True,
-        )
-        new = output.sequences[0, len(ids) :].tolist()
-        rows = torch.cat(output.logits).log_softmax(-1)
-        logprobs = [float(row[token]) for row, token in zip(rows, new, strict=True)]
-        text = self.tokenizer.decode(ids + new)[len(self.tokenizer.decode(ids)) :]
-        choice: Json = {"text": text, "index": 0}
-        if self.form == "vllm":
+        ids = self.cut(sent)
+        # As engines that take a penalty from the model's generation config, under either name.
+        penalty_key = "repeat_penalty" if self.form == "llama.cpp" else "repetition_penalty"
+        new, logprobs = self.computer.answers(tuple(ids), body["max_tokens"], body.get(penalty_key, 2.0))
+        text = tokenizer.decode(ids + new, skip_special_tokens=True)
+        choice: Json = {"text": text[len(tokenizer.decode(ids, skip_special_tokens=True)) :], "index": 0}
+        if self.form == "vllm" and asked:
             choice["logprobs"] = {"tokens": [""] * len(new), "token_logprobs": logprobs}
-            logits = self.model(torch.tensor([ids])).logits[0].log_softmax(-1)
-            pairs = zip(ids[1:], logits, strict=False)
-            choice["prompt_logprobs"] = [None, *({str(i): {"logprob": float(row[i]), "rank": 1}} for i, row in pairs)]
-        elif self.form != "text":
+        elif self.form != "text" and asked:
             choice["logprobs"] = {"content": [{"id": i, "logprob": p} for i, p in zip(new, logprobs, strict=True)]}
-        return 200, {"choices": [choice], "usage": {"prompt_tokens": len(ids), "completion_tokens": len(new)}}
+        content: Json = {"choices": [choice]}
+        if self.count:
+            counted = ids if self.count == "cut" else sent
+            content["usage"] = {"prompt_tokens": len(counted) - self.miscount, "completion_tokens": len(new)}
+        return 200, content
 
 
 Serve = Callable[[Engine], str]
@@ -99,16 +154,31 @@ def serve() -> Iterator[Serve]:
 
 
 @pytest.fixture(scope="module")
-def merged(lora_run: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """L = 64, L' = 128."""
-    return merge(lora_run, tmp_path_factory.mktemp("served") / "merged").folder
+def demo(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The demo, which finds codes, in a window of 512 tokens instead of 1,024: L = 128, scaled by 4."""
+    folder = merge(DEMO, tmp_path_factory.mktemp("served") / "demo", dtype="float32").folder
+    file = folder / "config.json"
+    config = json.loads(file.read_text())
+    file.write_text(json.dumps({**config, "max_position_embeddings": 128}))
+    return folder
 
 
 @pytest.fixture(scope="module")
-def reference(merged: Path) -> Path:
-    file = merged.parent / "reference.json"
-    check("--write-reference", str(merged), "--reference", str(file))
+def computer(demo: Path) -> Computer:
+    return Computer(demo)
+
+
+@pytest.fixture(scope="module")
+def reference(demo: Path) -> Path:
+    file = demo.parent / "reference.json"
+    check("--write-reference", str(demo), "--reference", str(file))
     return file
+
+
+@pytest.fixture(scope="module")
+def untrained(lora_run: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """L = 64, L' = 128."""
+    return merge(lora_run, tmp_path_factory.mktemp("served") / "untrained").folder
 
 
 def check(*words: str) -> int:
@@ -125,86 +195,180 @@ def verdicts(url: str, *words: str) -> tuple[int, list[Json]]:
     return status, json.loads(file.read_text())["prompts"]
 
 
-@pytest.mark.parametrize("form", ["vllm", "llama.cpp", "mlx", "text"])
-def test_the_served_model_passes_the_check(form: str, merged: Path, serve: Serve) -> None:
-    engine = Engine(merged, form=form)
-    status, rows = verdicts(serve(engine) + "/v1/", str(merged))
-    assert (status, [row["verdict"] for row in rows]) == (0, ["right", "right"])
-    assert [row["tokens"] for row in rows] == [115, 32]
-    assert all(row["agreed"] == 32 for row in rows)
-    assert [row["difference"] is None for row in rows] == [form == "text"] * 2
-    assert form == "text" or max(row["difference"] for row in rows) < 1e-4
+@pytest.mark.parametrize("form", ["vllm", "llama.cpp", "mlx"])
+def test_the_served_model_passes_the_check(form: str, computer: Computer, reference: Path, serve: Serve) -> None:
+    engine = Engine(computer, form=form)
+    status, rows = verdicts(serve(engine) + "/v1/", "--reference", str(reference))
+    assert (status, [row["verdict"] for row in rows]) == (0, ["right"] * 5)
+    assert [row["depth"] for row in rows] == [0, 25, 50, 75, 0]
+    assert all(445 < row["tokens"] < 465 for row in rows[:4])
+    assert all(row["agreed"] == 16 and row["difference"] < 1e-4 for row in rows)
     assert engine.asked[-1]["model"] == "served"
+    greedy = {"temperature": 0, "presence_penalty": 0, "frequency_penalty": 0, "max_tokens": 16}
+    assert all(greedy.items() <= body.items() for body in engine.asked)
 
 
-def test_a_run_is_checked_with_its_scaling(lora_run: Path, merged: Path, serve: Serve, tmp_path: Path) -> None:
-    assert check(serve(Engine(merged)), str(lora_run)) == 0
+def test_a_server_without_log_probabilities_is_unclear(computer: Computer, reference: Path, serve: Serve) -> None:
+    status, rows = verdicts(serve(Engine(computer, form="text")), "--reference", str(reference))
+    assert (status, [row["verdict"] for row in rows]) == (1, ["unclear"] * 5)
+    assert {row["detail"] for row in rows} == {
+        "its text is right; log probabilities decide: start it so that it gives them"
+    }
+
+
+def test_a_server_in_bfloat16_is_right(demo: Path, reference: Path, serve: Serve) -> None:
+    url = serve(Engine(Computer(demo, dtype=torch.bfloat16)))
+    status, rows = verdicts(url, "--reference", str(reference))
+    assert (status, [row["verdict"] for row in rows]) == (0, ["right"] * 5)
+    assert max(row["difference"] for row in rows) > 1e-3
+
+
+CUTS = {
+    "last 25": last(25),
+    "last 50": last(50),
+    "last 75": last(75),
+    "last 95": last(95),
+    "first 50": first(50),
+    "first 95": first(95),
+    "ends 25": both_ends(25),
+    "ends 50": both_ends(50),
+    "ends 95": both_ends(95),
+}
+
+
+@pytest.mark.parametrize("cut", CUTS)
+def test_a_server_that_cuts_never_passes(cut: str, computer: Computer, reference: Path, serve: Serve) -> None:
+    """Whether it counts what it kept, what was sent, or nothing; with log probabilities or without."""
+    for form in ("vllm", "text"):
+        for count in ("cut", "sent", None):
+            url = serve(Engine(computer, cut=CUTS[cut], form=form, count=count))
+            status, rows = verdicts(url, "--reference", str(reference))
+            assert status == 1
+            found = {row["verdict"] for row in rows[:4]}
+            assert found == {"cut"} if count == "cut" else "different" in found
+
+
+def test_a_count_that_is_too_small_is_a_cut_whatever_the_answer(
+    computer: Computer, reference: Path, serve: Serve
+) -> None:
+    """The answers are those of the whole prompt."""
+    for missing, verdict in ((5, "right"), (6, "cut")):
+        engine = Engine(computer, miscount=missing)
+        status, rows = verdicts(serve(engine), "--reference", str(reference))
+        assert (status, {row["verdict"] for row in rows}) == (verdict == "cut", {verdict})
+    assert rows[0]["detail"] == f"it saw only {rows[0]['tokens'] - 6} tokens; start it with a window of 512"
+
+
+@pytest.mark.parametrize("cut", [whole, last(50), last(95), both_ends(50)])
+def test_an_untrained_model_is_unclear(cut: Callable[[Ids], Ids], untrained: Path, serve: Serve) -> None:
+    url = serve(Engine(Computer(untrained), cut=cut, count="sent"))
+    status, rows = verdicts(url, str(untrained))
+    found = [row["verdict"] for row in rows]
+    assert status == 1
+    assert "right" not in found
+    if cut is whole:
+        assert found == ["unclear"] * 5
+        assert "the model does not find the code itself" in rows[0]["detail"]
+
+
+def test_a_run_is_checked_with_its_scaling(lora_run: Path, untrained: Path, serve: Serve, tmp_path: Path) -> None:
+    file = tmp_path / "result.json"
+    check(serve(Engine(Computer(untrained))), str(lora_run), "--json", str(file))
+    rows = json.loads(file.read_text())["prompts"]
+    assert all(row["agreed"] == 16 and row["difference"] < 1e-4 for row in rows)
 
 
 @pytest.mark.parametrize("form", ["vllm", "mlx"])
-def test_a_server_that_drops_the_scaling_is_detected(form: str, merged: Path, reference: Path, serve: Serve) -> None:
-    url = serve(Engine(merged, scaled=False, form=form))
-    for words in ([str(merged)], ["--reference", str(reference)]):
-        status, rows = verdicts(url, *words)
-        assert (status, rows[0]["verdict"]) == (1, "unscaled")
-        assert rows[0]["difference"] < 1e-4
+def test_a_server_that_drops_the_scaling_is_detected(form: str, demo: Path, reference: Path, serve: Serve) -> None:
+    url = serve(Engine(Computer(demo, scaled=False), form=form))
+    status, rows = verdicts(url, "--reference", str(reference))
+    assert (status, rows[0]["verdict"]) == (1, "unscaled")
+    assert rows[0]["difference"] < 1e-4
+
+
+def test_answers_that_fit_both_readings_are_unclear(
+    computer: Computer, reference: Path, serve: Serve, tmp_path: Path
+) -> None:
+    """A model whose scaling changes nothing beyond L."""
+    file = tmp_path / "reference.json"
+    same = Reference.model_validate_json(reference.read_text())
+    for prompt in same.prompts:
+        prompt.answers["unscaled"] = prompt.answers["right"]
+    file.write_text(same.model_dump_json())
+    status, rows = verdicts(serve(Engine(computer)), "--reference", str(file))
+    assert (status, [row["verdict"] for row in rows]) == (1, ["unclear"] * 4 + ["right"])
+
+
+def test_a_near_tie_ends_the_comparison(computer: Computer, reference: Path, serve: Serve, tmp_path: Path) -> None:
+    """Two equal tokens before it are too few."""
+    file = tmp_path / "reference.json"
+    tied = Reference.model_validate_json(reference.read_text())
+    for prompt in tied.prompts:
+        answer = prompt.answers["right"]
+        answer.text = answer.text[: answer.ends[1]] + "?" + answer.text[answer.ends[1] + 1 :]
+        answer.margins[2] = 0.1
+    file.write_text(tied.model_dump_json())
+    status, rows = verdicts(serve(Engine(computer)), "--reference", str(file))
+    assert (status, [row["verdict"] for row in rows]) == (1, ["unclear"] * 5)
+    assert all(row["agreed"] == 2 for row in rows)
+
+
+def test_no_code_holds_the_digits_that_identify_another() -> None:
+    assert len(NAMES) == len(CODES) == 4
+    assert all(code[:2] not in other for code in CODES for other in CODES if code != other)
 
 
 @pytest.mark.parametrize(
     ("text", "agreed"), [(" ship is", 2), ("ship is", 2), ("ship is red", 2), ("ships", 1), ("boat", 0)]
 )
 def test_a_server_may_leave_out_the_space_that_an_answer_begins_with(text: str, agreed: int) -> None:
-    computed = Answer(text=" ship is", ends=[5, 8], logprobs=[-1.0, -1.0], margins=[9.0, 9.0], prompt=[])
-    distance, equal = _compare(computed, Completion(text, None, [-1.0, -1.0], []))
+    computed = Answer(text=" ship is", ends=[5, 8], logprobs=[-1.0, -1.0], margins=[9.0, 9.0])
+    distance, equal = _compare(computed, Completion(text, None, [-1.0, -1.0]))
     assert (equal, distance) == (agreed, 0.0 if agreed == 2 else inf)
 
 
-def test_a_server_that_truncates_prompts_is_detected(merged: Path, reference: Path, serve: Serve) -> None:
-    url = serve(Engine(merged, cut=64))
-    status, rows = verdicts(url, "--reference", str(reference))
-    assert (status, [row["verdict"] for row in rows]) == (1, ["cut", "right"])
-    assert rows[0]["detail"] == "it saw only 64 tokens; start it with a window of 128"
-
-
-def test_a_refusal_of_the_server_is_one_line(merged: Path, serve: Serve, capsys: pytest.CaptureFixture[str]) -> None:
-    status, rows = verdicts(serve(Engine(merged, window=96)), str(merged))
-    assert (status, [row["verdict"] for row in rows]) == (1, ["refused", "right"])
+def test_a_refusal_of_the_server_is_one_line(
+    computer: Computer, reference: Path, serve: Serve, capsys: pytest.CaptureFixture[str]
+) -> None:
+    status, rows = verdicts(serve(Engine(computer, window=96)), "--reference", str(reference))
+    assert (status, [row["verdict"] for row in rows]) == (1, ["refused"] * 4 + ["right"])
     assert "maximum context length is 96 tokens" in rows[0]["detail"]
     assert "refused" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize("form", ["vllm", "text"])
-def test_another_model_fails_the_check(
-    form: str, merged: Path, small_model: Path, reference: Path, serve: Serve, tmp_path: Path
-) -> None:
+def test_another_model_fails_the_check(form: str, demo: Path, reference: Path, serve: Serve) -> None:
     """The base with the scaling, as a server that lost the adapter."""
-    engine = Engine(merged, form=form)
-    base = AutoModelForCausalLM.from_pretrained(small_model)
-    engine.model.load_state_dict(base.state_dict())
-    status, rows = verdicts(serve(engine), "--reference", str(reference))
+    lost = Computer(demo)
+    base = AutoModelForCausalLM.from_pretrained(BUILTIN_FOLDER / "tiny", dtype=torch.float32)
+    lost.model.load_state_dict(base.state_dict())
+    status, rows = verdicts(serve(Engine(lost, form=form)), "--reference", str(reference))
     assert (status, rows[0]["verdict"]) == (1, "different")
 
 
 def test_a_reference_file_is_small_and_made_from_its_text(
-    reference: Path, serve: Serve, merged: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    computer: Computer, demo: Path, reference: Path, serve: Serve, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert reference.stat().st_size < 20_000
     text, own = tmp_path / "text.txt", tmp_path / "own.json"
-    text.write_text("Some other words. " * 400)
-    assert check("--write-reference", str(merged), "--reference", str(own), "--text", str(text)) == 0
-    engine = Engine(merged)
-    assert check(serve(engine), "--reference", str(own)) == 0
-    assert engine.asked[0]["prompt"].startswith("Some other words. Some")
+    text.write_text("Some other words are here. " * 400)
+    assert check("--write-reference", str(demo), "--reference", str(own), "--text", str(text)) == 0
+    engine = Engine(computer)
+    _, rows = verdicts(serve(engine), "--reference", str(own))
+    assert all(row["agreed"] == 16 for row in rows)
+    assert engine.asked[0]["prompt"].startswith("The code of leo is 25473.\nSome other words are here. Some")
+    assert engine.asked[2]["prompt"].endswith("\nWhat is the code of mark? The code of mark is")
     text.write_text("Too short.")
-    command = ["pi-lora", "check-server", serve(engine), str(merged), "--text", str(text)]
-    assert mistake(command, capsys) == "--text: has fewer than 115 tokens; name a longer text"
+    command = ["pi-lora", "check-server", serve(engine), str(demo), "--text", str(text)]
+    assert mistake(command, capsys).startswith("--text: has fewer than 3")
 
 
 def test_a_merged_folder_contains_its_reference(lora_run: Path, serve: Serve, tmp_path: Path) -> None:
     folder = tmp_path / "merged"
     words = ["merge", str(lora_run), "--reference", "--output", str(folder)]
     cli.app(words, exit_on_error=False, result_action="return_value")
-    assert check(serve(Engine(folder)), "--reference", str(folder / "server_reference.json")) == 0
+    _, rows = verdicts(serve(Engine(Computer(folder))), "--reference", str(folder / "server_reference.json"))
+    assert all(row["agreed"] == 16 and row["difference"] < 1e-4 for row in rows)
 
 
 def mistake(words: list[str], capsys: pytest.CaptureFixture[str]) -> str:
@@ -217,9 +381,9 @@ def mistake(words: list[str], capsys: pytest.CaptureFixture[str]) -> str:
 
 
 def test_mistakes_in_check_server_are_one_line(
-    merged: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    untrained: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     command = ["pi-lora", "check-server"]
-    said = mistake([*command, "127.0.0.1:9", str(merged)], capsys)
+    said = mistake([*command, "127.0.0.1:9", str(untrained)], capsys)
     assert said.startswith("http://127.0.0.1:9: cannot be reached ([Errno 111] Connection refused); start the server")
     assert "URL MODEL, URL --reference FILE, or" in mistake([*command, "http://127.0.0.1:9"], capsys)

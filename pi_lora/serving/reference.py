@@ -1,0 +1,240 @@
+"""The prompts of the check of a server, and the answers of the model that it should compute.
+
+A prompt states codes at several places and asks for one of them. A server that does not read the place of that code
+cannot answer as the model does.
+"""
+
+import random
+from dataclasses import replace
+from itertools import takewhile
+from operator import eq
+from pathlib import Path
+from typing import Any
+
+import torch
+from pydantic import BaseModel
+from transformers.cache_utils import DynamicLayer
+
+from pi_lora.data.recall import sentences
+from pi_lora.errors import DataError
+from pi_lora.evaluation.forward import depends_on_length, reset_dynamic_rope
+from pi_lora.models.loaded import LoadedModel, load_model
+from pi_lora.models.source import ModelSource
+from pi_lora.scaling.config import full_attention_rope, with_full_rope, with_legacy_rope_keys
+from pi_lora.storage import write_whole
+from pi_lora.types import Progress, silent
+
+# The tokens of an answer: a code of five digits, and the text after it.
+MAX_NEW_TOKENS = 16
+# In a merged folder.
+REFERENCE_FILE = "server_reference.json"
+# How a server can read a prompt.
+RIGHT, UNSCALED = "right", "unscaled"
+# The entries of a rope without scaling.
+UNSCALED_ROPE_KEYS = ("rope_theta", "partial_rotary_factor")
+# Where the codes of a long prompt stand, in percent of its tokens.
+DEPTHS = (0, 25, 50, 75)
+NAMES = ("leo", "yellow", "mark", "bella")
+CODES = ("25473", "45952", "76299", "89378")
+STATEMENT = "\nThe code of {} is {}.\n"
+QUESTION = "\nWhat is the code of {0}? The code of {0} is"
+
+
+class Answer(BaseModel):
+    """A greedy answer.
+
+    Attributes:
+        text: The text of all tokens.
+        ends: The length of the text after every token, in characters.
+        logprobs: The log probabilities of the tokens, in nats.
+        margins: The distances to the log probabilities of the second choices, in nats.
+    """
+
+    text: str
+    ends: list[int]
+    logprobs: list[float]
+    margins: list[float]
+
+
+class Prompt(BaseModel):
+    """A text with codes, and the question for one of them.
+
+    Attributes:
+        characters: The length of the text without the codes.
+        places: Where the codes stand in the text, in characters.
+        asked: The index of the code that is asked for.
+        tokens: The tokens of the prompt.
+        answers: The answers by reading.
+    """
+
+    characters: int
+    places: list[int]
+    asked: int = 0
+    tokens: int = 0
+    answers: dict[str, Answer] = {}
+
+    @property
+    def depth(self) -> int:
+        """Where the code stands, in percent of the prompt."""
+        return DEPTHS[self.asked]
+
+    def is_found_in(self, text: str) -> bool:
+        """Whether a text holds two digits of the code at least, which cannot be guessed."""
+        return CODES[self.asked][:2] in text
+
+
+class Reference(BaseModel):
+    """The answers of a model to prompts of 90 % of L' (`target`), one for each depth, and to one of half of L
+    (`original`).
+
+    The codes stand in `own_text`, or in sentences that are the same on every machine.
+    """
+
+    model: str
+    original: int
+    target: int
+    own_text: str
+    prompts: list[Prompt] = []
+
+    def text(self, prompt: Prompt) -> str:
+        """Return the text of a prompt."""
+        text = self.own_text or sentences(random.Random(0), self.target)
+        parts = []
+        start = 0
+        for name, code, place in zip(NAMES, CODES, prompt.places, strict=False):
+            parts += [text[start:place], STATEMENT.format(name, code)]
+            start = place
+        parts += [text[start : prompt.characters], QUESTION.format(NAMES[prompt.asked])]
+        return "".join(parts).strip()
+
+
+class ReferenceComputer:
+    """Computes a reference from a model, on demand.
+
+    Attributes:
+        reference: The prompts, with their answers once these were computed.
+    """
+
+    def __init__(
+        self, model: ModelSource, *, text: str = "", dtype: str | None = None, progress: Progress = silent
+    ) -> None:
+        self.model = model
+        self.dtype = dtype
+        self.progress = progress
+        self.reference = Reference(model=model.name, original=model.original, target=model.window, own_text=text)
+        filler = text or sentences(random.Random(0), model.window)
+        encoded = model.tokenizer(filler, return_offsets_mapping=True, verbose=False)
+        starts = [start for start, _ in encoded["offset_mapping"]]
+        for asked in range(len(DEPTHS)):
+            prompt = self._prompt(starts, model.window * 9 // 10, len(DEPTHS))
+            prompt.asked = asked
+            self.reference.prompts.append(prompt)
+        self.reference.own_text = text[: prompt.characters]
+        self.reference.prompts.append(self._prompt(starts, model.original // 2, 1))
+        for prompt in self.reference.prompts:
+            prompt.tokens = self._count(self.reference.text(prompt))
+
+    def _count(self, text: str) -> int:
+        return len(self.model.tokenizer(text, verbose=False)["input_ids"])
+
+    def _prompt(self, starts: list[int], tokens: int, num_codes: int) -> Prompt:
+        """Return a prompt of about `tokens` tokens, whose text has tokens that start at the characters `starts`."""
+        statement_tokens = self._count(STATEMENT.format(NAMES[0], CODES[0]))
+        question_tokens = self._count(QUESTION.format(NAMES[0]))
+        text_tokens = max(0, tokens - num_codes * statement_tokens - question_tokens)
+        if len(starts) <= text_tokens:
+            raise DataError(f"--text: has fewer than {text_tokens:,} tokens; name a longer text")
+        places = []
+        for index in range(num_codes):
+            # The middle of a statement stands at its depth.
+            text_before = tokens * DEPTHS[index] // 100 - round((index + 0.5) * statement_tokens)
+            places.append(starts[min(max(0, text_before), text_tokens)])
+        return Prompt(characters=starts[text_tokens], places=places)
+
+    def compute(self) -> None:
+        """Answer all prompts in every reading."""
+        self._read(self.model, RIGHT)
+        without_scaling = unscaled(self.model)
+        # `theta` and `direct` have no scaling that an engine could ignore.
+        if without_scaling.config != self.model.config:
+            self._read(without_scaling, UNSCALED)
+
+    def write(self, file: Path) -> None:
+        """Compute all answers, and write the reference to a file of some kilobytes."""
+        self.compute()
+        write_whole(file, self.reference.model_dump_json() + "\n")
+
+    def _read(self, model: ModelSource, reading: str) -> None:
+        reader = Reader(load_model(model, self.dtype))
+        for prompt in self.reference.prompts:
+            self.progress(0, 0, f"computing {prompt.tokens:,} tokens here: {reading}")
+            prompt.answers[reading] = reader.answer(self.reference.text(prompt))
+
+
+def unscaled(model: ModelSource) -> ModelSource:
+    """Return a model without the scaling of its rope."""
+    rope = full_attention_rope(model.config)
+    plain_rope = {key: rope[key] for key in UNSCALED_ROPE_KEYS if key in rope}
+    config = with_full_rope(model.config, {"rope_type": "default", **plain_rope})
+    return replace(model, config=with_legacy_rope_keys(config))
+
+
+class Reader:
+    """Answers prompts with a model. The text that a prompt begins with is not computed again if the prompt before it
+    began with the same text.
+    """
+
+    def __init__(self, loaded: LoadedModel) -> None:
+        self.loaded = loaded
+        self.ids: list[int] = []
+        self.cache: Any = None
+
+    def answer(self, text: str) -> Answer:
+        """Return the answer to a prompt."""
+        tokenizer = self.loaded.tokenizer
+        ids: list[int] = tokenizer(text, verbose=False)["input_ids"]
+        prompt_tokens = len(ids)
+        rows = []
+        for _ in range(MAX_NEW_TOKENS):
+            row = self._logprobs(ids)
+            rows.append(row)
+            ids = [*ids, int(row.argmax())]
+        # Decoded after the last token of the prompt: some tokenizers drop the space before a text.
+        pieces = [ids[prompt_tokens - 1 : end] for end in range(prompt_tokens, len(ids) + 1)]
+        before, *texts = tokenizer.batch_decode(pieces, skip_special_tokens=True)
+        best, second = torch.stack(rows).topk(2).values.T
+        return Answer(
+            text=texts[-1][len(before) :],
+            # A character of several tokens is not counted before the last of them.
+            ends=[len(text.rstrip("\ufffd")) - len(before) for text in texts],
+            logprobs=best.tolist(),
+            margins=(best - second).tolist(),
+        )
+
+    @torch.no_grad()
+    def _logprobs(self, ids: list[int]) -> torch.Tensor:
+        """Return the log probabilities after `ids`: (vocabulary)."""
+        shared = len([*takewhile(bool, map(eq, self.ids, ids[:-1]))])
+        if shared < len(self.ids):
+            shared = self._crop(shared)
+        output = self.loaded.module(
+            torch.tensor([ids[shared:]], device=self.loaded.module.device),
+            past_key_values=self.cache,
+            use_cache=True,
+            logits_to_keep=1,
+        )
+        self.ids = ids
+        self.cache = output.past_key_values
+        logits: torch.Tensor = output.logits[0, -1]
+        return logits.cpu().double().log_softmax(-1)
+
+    def _crop(self, shared: int) -> int:
+        """Reduce the cache to the first `shared` tokens, or to none if it cannot be cropped; return how many remain."""
+        layers = getattr(self.cache, "layers", [])
+        keeps_all = layers and all(type(layer) is DynamicLayer for layer in layers)
+        if keeps_all and not depends_on_length(self.loaded.source.config):
+            self.cache.crop(shared - len(self.ids))
+            return shared
+        reset_dynamic_rope(self.loaded)
+        self.cache = None
+        return 0
