@@ -34,7 +34,7 @@ RIGHT, UNSCALED = "right", "unscaled"
 UNSCALED_ROPE_KEYS = ("rope_theta", "partial_rotary_factor")
 # Where the codes of a long prompt stand, in percent of its tokens.
 DEPTHS = (0, 25, 50, 75)
-NAMES = ("leo", "yellow", "mark", "bella")
+NAMES = ("Laura", "Peter", "Helen", "Oscar")
 CODES = ("25473", "45952", "76299", "89378")
 STATEMENT = "\nThe code of {} is {}.\n"
 QUESTION = "\nWhat is the code of {0}? The code of {0} is"

@@ -228,7 +228,6 @@ CUTS = {
     "last 50": last(50),
     "last 75": last(75),
     "last 95": last(95),
-    "first 50": first(50),
     "first 95": first(95),
     "ends 25": both_ends(25),
     "ends 50": both_ends(50),
@@ -336,13 +335,12 @@ def test_a_refusal_of_the_server_is_one_line(
     assert "refused" in capsys.readouterr().out
 
 
-@pytest.mark.parametrize("form", ["vllm", "text"])
-def test_another_model_fails_the_check(form: str, demo: Path, reference: Path, serve: Serve) -> None:
+def test_another_model_fails_the_check(demo: Path, reference: Path, serve: Serve) -> None:
     """The base with the scaling, as a server that lost the adapter."""
     lost = Computer(demo)
     base = AutoModelForCausalLM.from_pretrained(BUILTIN_FOLDER / "tiny", dtype=torch.float32)
     lost.model.load_state_dict(base.state_dict())
-    status, rows = verdicts(serve(Engine(lost, form=form)), "--reference", str(reference))
+    status, rows = verdicts(serve(Engine(lost)), "--reference", str(reference))
     assert (status, rows[0]["verdict"]) == (1, "different")
 
 
@@ -356,8 +354,8 @@ def test_a_reference_file_is_small_and_made_from_its_text(
     engine = Engine(computer)
     _, rows = verdicts(serve(engine), "--reference", str(own))
     assert all(row["agreed"] == 16 for row in rows)
-    assert engine.asked[0]["prompt"].startswith("The code of leo is 25473.\nSome other words are here. Some")
-    assert engine.asked[2]["prompt"].endswith("\nWhat is the code of mark? The code of mark is")
+    assert engine.asked[0]["prompt"].startswith("The code of Laura is 25473.\nSome other words are here. Some")
+    assert engine.asked[2]["prompt"].endswith("\nWhat is the code of Helen? The code of Helen is")
     text.write_text("Too short.")
     command = ["pi-lora", "check-server", serve(engine), str(demo), "--text", str(text)]
     assert mistake(command, capsys).startswith("--text: has fewer than 3")
