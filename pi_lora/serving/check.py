@@ -208,7 +208,9 @@ def _doubt(prompt: Prompt, completion: Completion, agreed: int, *, ambiguous: bo
     if not completion.logprobs:
         return "its text is right; log probabilities decide: start it so that it gives them"
     compared = min(agreed, len(completion.logprobs))
-    if compared < MIN_EQUAL_TOKENS or not prompt.is_found_in(completion.text):
+    # The short prompt is for the weights: no window is shorter.
+    found = len(prompt.places) == 1 or prompt.is_found_in(completion.text)
+    if compared < MIN_EQUAL_TOKENS or not found:
         return f"only {compared} tokens can be compared; another --text decides"
     if ambiguous:
         return "the model answers alike without its scaling; a smaller --tolerance decides"

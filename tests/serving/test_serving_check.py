@@ -16,8 +16,8 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 from pi_lora import cli
 from pi_lora.api import merge
 from pi_lora.models.files import BUILTIN_FOLDER
-from pi_lora.serving.check import Completion, _compare
-from pi_lora.serving.reference import CODES, NAMES, Answer, Reference
+from pi_lora.serving.check import Completion, _compare, _doubt
+from pi_lora.serving.reference import CODES, NAMES, Answer, Prompt, Reference
 
 Json = dict[str, Any]
 Ids = list[int]
@@ -310,6 +310,13 @@ def test_a_near_tie_ends_the_comparison(computer: Computer, reference: Path, ser
     status, rows = verdicts(serve(Engine(computer)), "--reference", str(file))
     assert (status, [row["verdict"] for row in rows]) == (1, ["unclear"] * 5)
     assert all(row["agreed"] == 2 for row in rows)
+
+
+@pytest.mark.parametrize(("codes", "doubt"), [(1, ""), (4, "only 5 tokens can be compared; another --text decides")])
+def test_a_near_tie_ahead_of_the_code_is_unclear_in_long_prompts(codes: int, doubt: str) -> None:
+    computed = Answer(text=": A) 25473", ends=[1, 3, 4, 5, 10], logprobs=[-1.0] * 5, margins=[9.0] * 5)
+    prompt = Prompt(characters=0, places=[0] * codes, answers={"right": computed})
+    assert _doubt(prompt, Completion(": A) the", None, [-1.0] * 5), 5, ambiguous=False) == doubt
 
 
 def test_no_code_holds_the_digits_that_identify_another() -> None:
