@@ -89,7 +89,9 @@ class Server:
 
     def _call(self, path: str, body: Json | None = None) -> Json:
         api_key = os.environ.get("OPENAI_API_KEY")
-        headers = {"Content-Type": "application/json", "Authorization": f"Bearer {api_key}"}
+        headers = {"Content-Type": "application/json"}
+        if api_key:
+            headers["Authorization"] = f"Bearer {api_key}"
         data = json.dumps(body).encode() if body else None
         request = Request(self.url + path, data, headers)
         with urlopen(request, timeout=TIMEOUT_SECONDS) as response:

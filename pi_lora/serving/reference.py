@@ -17,10 +17,9 @@ from transformers.cache_utils import DynamicLayer
 
 from pi_lora.data.recall import sentences
 from pi_lora.errors import DataError
-from pi_lora.evaluation.forward import depends_on_length, reset_dynamic_rope
 from pi_lora.models.loaded import LoadedModel, load_model
 from pi_lora.models.source import ModelSource
-from pi_lora.scaling.config import full_attention_rope, with_full_rope, with_legacy_rope_keys
+from pi_lora.scaling.config import depends_on_length, full_attention_rope, with_full_rope, with_legacy_rope_keys
 from pi_lora.storage import write_whole
 from pi_lora.types import Progress, silent
 
@@ -235,6 +234,5 @@ class Reader:
         if keeps_all and not depends_on_length(self.loaded.source.config):
             self.cache.crop(shared - len(self.ids))
             return shared
-        reset_dynamic_rope(self.loaded)
         self.cache = None
         return 0

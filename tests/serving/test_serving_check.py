@@ -16,7 +16,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 from pi_lora import cli
 from pi_lora.api import merge
 from pi_lora.models.files import BUILTIN_FOLDER
-from pi_lora.serving.check import Completion, _compare, _doubt
+from pi_lora.serving.check import Completion, Server, _compare, _doubt
 from pi_lora.serving.reference import CODES, NAMES, Answer, Prompt, Reference
 
 Json = dict[str, Any]
@@ -91,6 +91,7 @@ class Engine:
         self.computer, self.window, self.cut, self.form = computer, window, cut, form
         self.count, self.miscount = count, miscount
         self.asked: list[Json] = []
+        self.keys: list[str | None] = []
 
     def complete(self, body: Json) -> tuple[int, Json]:
         """Status and answer. Engines of the form `mlx` take `logprobs: true` alone, those of `text` none."""
@@ -133,6 +134,7 @@ def serve() -> Iterator[Serve]:
                 self.say(200, {"data": [{"id": "served"}]})
 
             def do_POST(self) -> None:
+                engine.keys.append(self.headers["Authorization"])
                 self.say(*engine.complete(json.loads(self.rfile.read(int(self.headers["Content-Length"])))))
 
             def say(self, status: int, content: Json) -> None:
@@ -206,6 +208,18 @@ def test_the_served_model_passes_the_check(form: str, computer: Computer, refere
     assert engine.asked[-1]["model"] == "served"
     greedy = {"temperature": 0, "presence_penalty": 0, "frequency_penalty": 0, "max_tokens": 16}
     assert all(greedy.items() <= body.items() for body in engine.asked)
+
+
+@pytest.mark.parametrize(("key", "sent"), [(None, None), ("", None), ("secret", "Bearer secret")])
+def test_a_key_is_sent_only_where_there_is_one(
+    key: str | None, sent: str | None, computer: Computer, serve: Serve, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delenv("OPENAI_API_KEY", raising=False)
+    if key is not None:
+        monkeypatch.setenv("OPENAI_API_KEY", key)
+    engine = Engine(computer)
+    Server(serve(engine)).complete("The door is open.")
+    assert set(engine.keys) == {sent}
 
 
 def test_a_server_without_log_probabilities_is_unclear(computer: Computer, reference: Path, serve: Serve) -> None:
