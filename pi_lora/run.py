@@ -110,9 +110,13 @@ class Run:
 
     def record(self, facts: Mapping[str, Any]) -> None:
         """Add `facts` to `run.json`, with the commit of pi-lora and the version of Python."""
-        recorded = self.metadata.model_dump(exclude_unset=True)
-        versions = {"python": platform.python_version(), "commit": _commit()}
-        write_json(self.path / RUN_FILE, {**recorded, **facts, **versions})
+        content = {
+            **self.metadata.model_dump(exclude_unset=True),
+            **facts,
+            "python": platform.python_version(),
+            "commit": _commit(),
+        }
+        write_json(self.path / RUN_FILE, content)
         vars(self).pop("metadata")
 
     @property
@@ -254,12 +258,17 @@ class Run:
             value_of = attrgetter(key)
             before = value_of(begun.recipe)
             now = value_of(recipe)
-            if key == "model.revision" and now == self.commit:
+            if key.startswith(RESUMABLE_CHANGES) or (key, now) == ("model.revision", self.commit):
                 continue
-            if before != now and not key.startswith(RESUMABLE_CHANGES):
+            if before != now:
                 problems.append(
                     f"{key}: {now} given, but the interrupted run began with {before}; use that, or start a new run"
                 )
+        if len({each.sharded and each.hardware.processes > 1 for each in (begun.recipe, recipe)}) > 1:
+            # Checkpoints of shards are other files.
+            problems.append(
+                "hardware: weights are sharded before or now, but not both; use one GPU, or several, as before"
+            )
         if problems:
             raise RecipeError(problems)
 

@@ -162,11 +162,8 @@ class Passkey(Measurement[PasskeyOptions, PasskeyScores]):
 
     def panels(self, scores: Mapping[str, PasskeyScores]) -> list[Panel]:
         """Return success by distance, and for a model in several lengths depth against length."""
-        panels: list[Panel] = [partial(_draw_distances, scores)]
-        for label, result in scores.items():
-            if result.lengths:
-                panels.append(partial(_draw_map, label, result.lengths))
-        return panels
+        maps = [partial(_draw_map, label, result.lengths) for label, result in scores.items() if result.lengths]
+        return [partial(_draw_distances, scores), *maps]
 
 
 def _draw_distances(scores: Mapping[str, PasskeyScores], axes: Any) -> None:

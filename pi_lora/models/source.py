@@ -104,11 +104,10 @@ class Base:
 
     def fingerprint(self, tokenizer: str, data: str) -> Fingerprint:
         """Return the fingerprint of a run of this base, from the digests of its tokenizer and data."""
-        hub_commit = None if self.is_local else self.revision
         has_path = self.is_local and not self.name.startswith(BUILTIN)
         return Fingerprint(
             path=str(Path(self.path).resolve()) if has_path else None,
-            commit=hub_commit,
+            commit=None if self.is_local else self.revision,
             weights=self.weights_digest,
             tokenizer=tokenizer,
             data=data,

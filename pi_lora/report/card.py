@@ -159,8 +159,8 @@ def _scores_section(run: MeasuredRun) -> str:
     if run.merged and run.scores:
         paragraphs.insert(0, "With the adapter, before it was merged:")
     if not run.merged:
-        for file in sorted((run.path / PICTURES).glob("*.png")):
-            paragraphs.append(f"![{literal(file.stem)}]({PICTURES}/{quote(file.name)})")
+        files = sorted((run.path / PICTURES).glob("*.png"))
+        paragraphs += [f"![{literal(file.stem)}]({PICTURES}/{quote(file.name)})" for file in files]
     content = "\n\n".join(paragraphs)
     return f"{SCORES_BEGIN}\n{content}\n{SCORES_END}"
 

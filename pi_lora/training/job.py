@@ -298,8 +298,7 @@ def complete(recipe: Recipe, source: ModelSource, run: Run) -> None:
     save_tokenizer(source.tokenizer, run.path, source.tokenizer_files)
     # The processes before a resume had another peak.
     log = run.log
-    peak = max(line["peak_memory"] for line in log)
-    run.record({**log[-1], "peak_memory": peak})
+    run.record({**log[-1], "peak_memory": max(line["peak_memory"] for line in log)})
 
 
 def closing_lines(recipe: Recipe, run: Run) -> list[str]:

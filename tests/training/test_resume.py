@@ -12,6 +12,7 @@ from conftest import run_command, small_recipe, train
 from safetensors.torch import load_file
 
 from pi_lora.errors import Diverged, Interrupted, RecipeError, RunExistsError
+from pi_lora.recipe.files import dump_recipe
 from pi_lora.recipe.schema import Recipe
 from pi_lora.run import Run, staging_path
 from pi_lora.training.trainer import Trainer
@@ -161,6 +162,27 @@ def test_hardware_does_not_change_the_order_of_examples(
             train(recipe, tmp_path / "run")
     assert orders[0] == orders[1] == orders[2]
     assert sorted(orders[0]) == list(range(30)) != orders[0]
+
+
+def test_a_run_of_one_gpu_is_not_resumed_in_shards(small_model: Path, tmp_path: Path) -> None:
+    """The checkpoints are other files."""
+    run, training = Run(tmp_path), {"per_device_batch_size": 1, "global_batch_size": 8}
+    (tmp_path / "run.json").write_text('{"python": "3"}')
+
+    def recipe(method: str, **hardware: int) -> Recipe:
+        return small_recipe(small_model, training=training, tuning={"method": method}, hardware=hardware)
+
+    def check(before: Recipe, now: Recipe) -> None:
+        (tmp_path / "recipe.yaml").write_text(dump_recipe(before))
+        run.check_same_recipe(now)
+
+    for hardware in ({}, {"gpus": 1}, {"cpu_processes": 2}):
+        check(recipe("lora"), recipe("lora", **hardware))
+        for before, now in ((hardware, {"gpus": 2}), ({"gpus": 2}, hardware)):
+            with pytest.raises(RecipeError, match=r"^hardware: weights are sharded before or now, but not both"):
+                check(recipe("lora", **before), recipe("lora", **now))
+    check(recipe("lora", gpus=2), recipe("lora", gpus=4, machines=2))
+    check(recipe("qlora"), recipe("qlora", gpus=2))
 
 
 def test_commands_name_an_interrupted_run_and_train_resumes_it(
