@@ -204,7 +204,8 @@ def _reset_dynamic_rope(decoder: Any, _: Any, options: dict[str, Any]) -> None:
     cache = options.get("past_key_values")
     if cache is None or not cache.get_seq_length():
         single_token = torch.zeros((1, 1), dtype=torch.long, device=decoder.device)
-        decoder.forward(input_ids=single_token, use_cache=False)  # hooks are left out
+        # The forward of the class: hooks and what replaces the forward of the module are left out.
+        type(decoder).forward(decoder, input_ids=single_token, use_cache=False)
 
 
 def empty_module(config: PreTrainedConfig, dtype: torch.dtype, attention: str, trust_remote_code: bool) -> Any:

@@ -1,7 +1,5 @@
 """The memory of the host, under the limits of containers and batch systems; and the precision of a training."""
 
-import subprocess
-import sys
 from pathlib import Path
 
 import psutil
@@ -79,22 +77,3 @@ def test_float16_training_uses_the_trainers_gradient_scaler(tmp_path: Path, monk
     assert (arguments.fp16, arguments.bf16) == (True, False)
     with pytest.raises(ValidationError, match="float16 is for lora on one GPU and for qlora"):
         small_recipe("any", tuning={"method": "full"}, training={"precision": "float16"})
-
-
-MEASURE_FAULTS = """
-import resource, torch
-from pi_lora.api import load
-
-load("builtin:tiny")
-faults = []
-for _ in range(5):
-    torch.ones(16_000_000)  # 15,625 pages
-    faults.append(resource.getrusage(resource.RUSAGE_SELF).ru_minflt)
-assert faults[-1] - faults[-2] < 1000
-"""
-
-
-@pytest.mark.skipif(sys.platform != "linux", reason="glibc")
-def test_measurements_reuse_freed_memory() -> None:
-    """Threads other than the main one have smaller heaps."""
-    subprocess.run([sys.executable, "-c", MEASURE_FAULTS], check=True)
