@@ -1,25 +1,32 @@
 """Documents and rows in files on disk: which files a name stands for, and what is in them."""
 
+import codecs
 import csv
 import glob
-import gzip
 import hashlib
+import io
+import itertools
 import json
+import lzma
+import re
 import sys
 import zipfile
-import zlib
 from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from pi_lora.errors import DataError, first_line
+from pi_lora.recipe.schema import CHAT_COLUMNS
 from pi_lora.types import Json
 
-JSON_LINES = (".jsonl", ".jsonl.gz")
 PARQUET = ".parquet"
-CSV = ".csv"
-TABLE_SUFFIXES = (*JSON_LINES, PARQUET, CSV)
+# The delimiter by suffix.
+DELIMITERS = {".csv": ",", ".tsv": "\t"}
+TABLE_SUFFIXES = (".jsonl", ".ndjson", ".json", PARQUET, *DELIMITERS)
 SUFFIXES = (".txt", ".md", ".tex", ".py", ".rst", *TABLE_SUFFIXES)
+KINDS = f"{', '.join(SUFFIXES)}, and all but Parquet with .gz, .bz2, .xz or .zst"
+COMPRESSION = re.compile(r"\.(gz|bz2|xz|zst)$")
+UTF16_MARKS = (codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE)
 
 File = Path | zipfile.Path
 # The name of a row in messages (`file:line`), and the values of the row by column.
@@ -33,6 +40,15 @@ class Document(NamedTuple):
     text: str
 
 
+def suffix_of(name: str) -> str:
+    """Return the suffix of a file in lower case, without that of its compression.
+
+    >>> suffix_of("Shard.JSONL.zst"), suffix_of("notes.gz"), suffix_of("notes")
+    ('.jsonl', '', '')
+    """
+    return Path(COMPRESSION.sub("", name.lower())).suffix
+
+
 def looks_local(name: str) -> bool:
     """Whether a source is built in or a file, folder or glob, which need not exist; a data set of the hub is not local.
 
@@ -40,26 +56,30 @@ def looks_local(name: str) -> bool:
     [True, True, True, True, False]
     """
     has_prefix = name.startswith((".", "~", "/", "builtin:"))
-    has_suffix = name.lower().endswith(SUFFIXES)
+    has_suffix = suffix_of(name) in SUFFIXES
     return has_prefix or has_suffix or glob.has_magic(name) or Path(name).exists()
 
 
 def files_named(name: str) -> list[Path]:
-    """Return the files that a file, folder or glob names, those of a folder at any depth. Raise DataError if none."""
+    """Return the files that a file, folder or glob names, those of a folder at any depth. Raise DataError if there are
+    none, or none of a kind that is read. A file that is named, without a suffix, is text.
+    """
     path = Path(name).expanduser()
+    kinds = SUFFIXES
     if path.is_file():
-        return [path]
-    if path.is_dir():
+        matches = [path]
+        kinds = (*SUFFIXES, "")
+    elif path.is_dir():
         matches = list(path.rglob("*"))
     else:
         names = glob.iglob(str(path), recursive=True)
         matches = [Path(match) for match in names]
     files = []
     for match in sorted(matches):
-        if match.name.lower().endswith(SUFFIXES) and match.is_file():
+        if suffix_of(match.name) in kinds and match.is_file():
             files.append(match)
     if not files:
-        raise DataError(f"{name}: no such file or folder, or no text files in it ({', '.join(SUFFIXES)}); name others")
+        raise DataError(f"{name}: no such file or folder, or no file of a kind that is read ({KINDS}); name others")
     return files
 
 
@@ -76,18 +96,22 @@ def rows_in(file: File, name: str, columns: Sequence[str]) -> Iterator[NamedJson
     """Yield `(name:row, row)` for every row of a file; a file of text is one row with the column `text`. Raise
     DataError that names the row if a row cannot be read.
     """
-    is_table = file.name.lower().endswith(TABLE_SUFFIXES)
-    number = 1
-    row_name = f"{name}:{number}" if is_table else name
+    names: Iterator[str] = itertools.repeat(name)
+    if suffix_of(file.name) in TABLE_SUFFIXES:
+        names = (f"{name}:{number}" for number in itertools.count(1))
+    row_name = next(names)
     try:
         for row in _rows(file, columns):
             if not isinstance(row, dict) or None in row:
                 raise ValueError("it is not one value for each column")
+            # Half of a character, or a byte that is not UTF-8, cannot be encoded.
+            json.dumps([row.get(column) for column in columns], ensure_ascii=False, default=str).encode()
             yield row_name, row
-            number += 1
-            row_name = f"{name}:{number}" if is_table else name
-    except (OSError, EOFError, ValueError, zlib.error, csv.Error) as error:
-        raise DataError(f"{row_name}: cannot be read ({first_line(error)}); correct it, or download it again") from None
+            row_name = next(names)
+    except (OSError, EOFError, ValueError, lzma.LZMAError, csv.Error) as error:
+        raise DataError(
+            f"{row_name}: cannot be read ({first_line(error)}); correct it, save it as UTF-8, or download it again"
+        ) from None
 
 
 def _rows(file: File, columns: Sequence[str]) -> Iterator[Any]:
@@ -95,36 +119,63 @@ def _rows(file: File, columns: Sequence[str]) -> Iterator[Any]:
     value and a date in JSON for no text, shifts the columns of a CSV file with an extra cell in each row, and names no
     row that is broken (5.2).
     """
-    name = file.name.lower()
-    if name.endswith(JSON_LINES):
-        is_compressed = name.endswith(".gz")
-        with file.open("rb") as raw, gzip.open(raw) if is_compressed else raw as lines:
-            for line in lines:
-                if not line.isspace():
-                    yield json.loads(line)
-    elif name.endswith(PARQUET):
+    suffix = suffix_of(file.name)
+    if suffix == PARQUET:
         import pyarrow.parquet  # takes a second, and journals import this file
 
         with pyarrow.parquet.ParquetFile(file) as table:
-            # If a column is missing, all columns are read, so that a message can name them.
+            # If a column is missing, all columns are read, so that a message can name them. Chats have optional ones.
             has_columns = set(columns) <= set(table.schema_arrow.names)
-            columns_read = list(columns) if has_columns else None
+            columns_read = list(columns) if has_columns and not set(columns) & set(CHAT_COLUMNS) else None
             for batch in table.iter_batches(256, columns=columns_read):
                 yield from batch.to_pylist()
-    elif name.endswith(CSV):
-        csv.field_size_limit(sys.maxsize)  # a cell may hold a whole report
-        with file.open(encoding="utf-8-sig", newline="") as lines:
-            yield from csv.DictReader(lines, strict=True)
-    else:
-        yield {"text": file.read_text(encoding="utf-8")}
+        return
+    # The line ends in a cell of CSV are kept.
+    with decoded(_opened(file), newline="" if suffix in DELIMITERS else None) as stream:
+        if suffix in DELIMITERS:
+            csv.field_size_limit(sys.maxsize)  # a cell may hold a whole report
+            yield from csv.DictReader(stream, delimiter=DELIMITERS[suffix], strict=True)
+        elif suffix in TABLE_SUFFIXES:
+            lines = filter(str.strip, stream)
+            first = next(lines, "[]")
+            if first.lstrip().startswith("["):
+                yield from json.loads(first + "".join(lines))
+            else:
+                yield from map(json.loads, itertools.chain([first], lines))
+        else:
+            yield {"text": stream.read()}
+
+
+def _opened(file: File) -> Any:
+    """Open a file to be read without its compression."""
+    if isinstance(file, zipfile.Path):
+        return file.open("rb")
+    if file.suffix == ".xz":
+        return lzma.open(file)
+    import pyarrow
+
+    return pyarrow.input_stream(file)
+
+
+def decoded(stream: Any, newline: str | None = None) -> io.TextIOWrapper:
+    """Decode UTF-8, or UTF-16 with a byte order mark. Other bytes become lone surrogates, so that their row can be
+    named. Raise ValueError for UTF-16 without a mark, and for UTF-32.
+    """
+    buffer = io.BufferedReader(stream)
+    start = buffer.peek(4)[:4]
+    if start.count(0) > 1:
+        raise ValueError("it begins with zeros, as UTF-16 does without a byte order mark")
+    encoding = "utf-16" if start.startswith(UTF16_MARKS) else "utf-8-sig"
+    return io.TextIOWrapper(buffer, encoding, errors="surrogateescape", newline=newline)
 
 
 def read_document(name: str) -> str:
     """Return the text of a file, or of standard input (`-`). Raise DataError if there is no text."""
     try:
         content = sys.stdin.buffer.read() if name == "-" else Path(name).expanduser().read_bytes()
-        text = content.decode("utf-8-sig")
-    except (OSError, UnicodeDecodeError) as error:
+        text = decoded(io.BytesIO(content)).read()
+        text.encode()
+    except (OSError, ValueError) as error:
         raise DataError(f"{name}: cannot be read ({first_line(error)}); name a file of text, or - ") from None
     if not text.strip():
         raise DataError(f"{name}: holds no text; name a file of text")

@@ -13,7 +13,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
-from huggingface_hub import HfApi, hf_hub_download
+from huggingface_hub import HfApi, hf_hub_download, try_to_load_from_cache
 
 from pi_lora.data.documents import (
     TABLE_SUFFIXES,
@@ -24,6 +24,7 @@ from pi_lora.data.documents import (
     fingerprint,
     looks_local,
     rows_in,
+    suffix_of,
 )
 from pi_lora.errors import DataError, first_line
 from pi_lora.recipe.evaluation import PerplexityOptions
@@ -101,7 +102,9 @@ def hash_to_unit(text: str) -> float:
 
 
 def texts(rows: Iterable[NamedJson], columns: Sequence[str]) -> Iterator[NamedJson]:
-    """Yield the `columns` of rows, texts or chats; None becomes an empty value. Raise DataError if a row lacks one."""
+    """Yield the `columns` of rows, texts or chats; None becomes an empty value. Of a row with a chat the other columns
+    follow. Raise DataError if a row lacks one of `columns`.
+    """
     for row_name, row in rows:
         values = {}
         for column in columns:
@@ -113,6 +116,8 @@ def texts(rows: Iterable[NamedJson], columns: Sequence[str]) -> Iterator[NamedJs
                     f"{' or '.join(CHAT_COLUMNS)}, from its columns: {', '.join(row)}"
                 )
             values[column] = row[column] or kind()
+            if kind is list:
+                values = {**values, **row, **values}
         yield row_name, values
 
 
@@ -149,7 +154,7 @@ def read_files(files: Mapping[str, File], columns: Sequence[str], seed: int | No
 def local_files(source: Source, files: Mapping[str, Path]) -> Table:
     """Return named files as a table."""
     size = sum(file.stat().st_size for file in files.values())
-    holds_rows = any(file.name.lower().endswith(TABLE_SUFFIXES) for file in files.values())
+    holds_rows = any(suffix_of(file.name) in TABLE_SUFFIXES for file in files.values())
     identity = {"sha256": fingerprint(files.values())}
     read = functools.partial(read_files, files)
     names = () if holds_rows else tuple(files)
@@ -204,6 +209,14 @@ def hub_dataset(source: Source) -> Table:
     if not streaming:
         cache_file = Path(dataset.cache_files[0]["filename"])
         commit = cache_file.parent.name
+        # Without the hub `datasets` (5.2) takes the commit that it downloaded last. It finds commits by this file.
+        card = try_to_load_from_cache(name, "README.md", repo_type="dataset", revision=revision)
+        asked = Path(card).parent.name if isinstance(card, str) else revision
+        if asked not in ("main", commit):
+            raise DataError(
+                f"{name}: of revision {revision} nothing is on disk, but of {commit}, which was downloaded last; "
+                "go online, or name that commit as the revision of the source"
+            )
 
     def read(columns: Sequence[str], seed: int | None) -> Iterator[NamedJson]:
         rows = dataset if seed is None else dataset.shuffle(seed)

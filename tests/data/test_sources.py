@@ -2,9 +2,11 @@
 and the text that training leaves out.
 """
 
+import bz2
 import gzip
 import json
-from collections.abc import Iterator
+import lzma
+from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
 
@@ -12,7 +14,7 @@ import datasets
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
-from huggingface_hub import DatasetInfo, HfApi, hf_hub_download
+from huggingface_hub import DatasetInfo, HfApi, hf_hub_download, try_to_load_from_cache
 
 from pi_lora.data import sources
 from pi_lora.data.documents import NamedJson
@@ -69,6 +71,57 @@ def test_a_folder_gives_the_documents_of_every_file_format(shelf: Path) -> None:
     assert texts(shelf) == ["one", "two", "three", "four", "five", "six", "seven"]
 
 
+ROWS_OF_TABLES = [{"n": "1", "text": "one, é"}, {"n": "2", "text": "two"}]
+LINES = "".join(json.dumps(row, ensure_ascii=False) + "\n" for row in ROWS_OF_TABLES)
+
+
+@pytest.mark.parametrize(
+    ("name", "content"),
+    [
+        ("rows.json", json.dumps(ROWS_OF_TABLES, indent=1)),
+        ("lines.json", LINES),
+        ("array.jsonl", " " + json.dumps(ROWS_OF_TABLES)),
+        ("rows.ndjson", LINES),
+        ("rows.tsv", "n\ttext\n1\tone, é\n2\ttwo\n"),
+        ("rows.csv", 'n,text\n1,"one, é"\n2,two\n'),
+    ],
+)
+@pytest.mark.parametrize("encoding", ["utf-8", "utf-8-sig", "utf-16"])
+def test_tables_of_every_kind_and_encoding_are_read_by_their_columns(
+    tmp_path: Path, name: str, content: str, encoding: str
+) -> None:
+    (tmp_path / name).write_text(content, encoding=encoding)
+    for source in (tmp_path / name, tmp_path):
+        assert texts(source) == ["one, é", "two"]
+
+
+def zstd(content: bytes) -> bytes:
+    """Compress in two frames, as parallel compressors do."""
+    half = len(content) // 2
+    return b"".join(pa.compress(part, "zstd", asbytes=True) for part in (content[:half], content[half:]))
+
+
+def two_members(compress: Callable[[bytes], bytes], content: bytes) -> bytes:
+    return compress(content[:9]) + compress(content[9:])
+
+
+COMPRESSIONS: dict[str, Callable[[bytes], bytes]] = {
+    "gz": partial(two_members, gzip.compress),
+    "bz2": partial(two_members, bz2.compress),
+    "xz": partial(two_members, lzma.compress),
+    "zst": zstd,
+}
+
+
+@pytest.mark.parametrize("compression", COMPRESSIONS)
+def test_compressed_files_are_read_to_their_end(tmp_path: Path, compression: str) -> None:
+    compress = COMPRESSIONS[compression]
+    (tmp_path / f"a.jsonl.{compression}").write_bytes(compress(LINES.encode()))
+    (tmp_path / f"b.csv.{compression}").write_bytes(compress(b'n,text\n1,"three"\n'))
+    (tmp_path / f"c.txt.{compression}").write_bytes(compress("four é".encode("utf-16")))
+    assert texts(tmp_path) == ["one, é", "two", "three", "four é"]
+
+
 def test_globs_single_files_and_the_home_folder_are_sources(shelf: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("HOME", str(shelf.parent))
     monkeypatch.chdir(shelf.parent)
@@ -112,7 +165,20 @@ def test_the_shuffle_loses_no_row_and_buffers_few(monkeypatch: pytest.MonkeyPatc
     [
         ("gone.txt", None, "no such file or folder"),
         ("empty.txt", b" \n", "holds no text"),
-        ("latin.txt", b"\xff\xfe\x00", r"cannot be read \('utf-8' codec"),
+        ("latin.txt", "café".encode("latin-1"), r"cannot be read \('utf-8' codec .* save it as UTF-8"),
+        ("cut.txt", b"\xff\xfe\x00", r"cannot be read \('utf-16-le' codec"),
+        ("unmarked.txt", "Some text.".encode("utf-16-le"), "as UTF-16 does without a byte order mark"),
+        ("wide.txt", "Some text.".encode("utf-32"), "as UTF-16 does without a byte order mark"),
+        ("page.html", b"<p>Some text.</p>", r"of a kind that is read \(\.txt, "),
+        ("pages.zip", b"PK", r"of a kind that is read \(\.txt, "),
+        ("latin.jsonl", '{"text": "a"}\n{"text": "café"}\n'.encode("latin-1"), r"jsonl:2: cannot be read \('utf-8'"),
+        ("half.jsonl", b'{"text": "a"}\n{"text": "\\ud83d"}\n', r"jsonl:2: cannot be read \('utf-8'.*surrogates"),
+        ("half.json", b'[{"text": "a"}, {"text": "\\ud83d"}]', r"json:2: cannot be read \('utf-8'.*surrogates"),
+        ("latin.tsv", "n\ttext\n1\ta\n2\tcafé\n".encode("latin-1"), r"tsv:2: cannot be read \('utf-8'"),
+        ("object.json", b'{"data": [{"text": "a"}]}', "has no text in column text; .* from its columns: data"),
+        ("open.json", b'[{"text": "a"}', r"json:1: cannot be read \(Expecting"),
+        ("cut.jsonl.zst", zstd(b'{"text": "a"}\n' * 99)[:-5], "cannot be read"),
+        ("cut.txt.xz", lzma.compress(b"Some text." * 99)[:-12], "cannot be read"),
         ("broken.jsonl", b'{"text": "a"}\n\n{"text": \n', r"jsonl:2: cannot be read \(Expecting value"),
         ("list.jsonl", b'["a"]\n', r"jsonl:1: cannot be read \(it is not one value for each column\)"),
         ("cut.jsonl.gz", gzip.compress(b'{"text": "a"}\n' * 99, mtime=0)[:-12], "cannot be read"),
@@ -154,6 +220,7 @@ def repository(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", tmp_path / "cache")
     # Threads that read Parquet are given five seconds to end (apache/arrow#45214).
     monkeypatch.setattr(datasets.config, "SLEEP_TIME_ON_THREADS_SHUTDOWN", 0.1)
+    monkeypatch.setattr(sources, "try_to_load_from_cache", lambda *_, **__: None)  # the folder is no name on the hub
     monkeypatch.setattr(HfApi, "dataset_info", lambda *_, revision: DatasetInfo(id="x", sha=f"of {revision}"))
     folder = tmp_path / "repository"
     for part in ("en", "de"):
@@ -249,7 +316,26 @@ def test_offline_rows_are_identified_by_their_own_commit(monkeypatch: pytest.Mon
     assert rows("main") == rows(first) == (first, ["one"])
     on_disk(second, ["two"], tmp_path / "datasets")
     assert rows("main") == rows(second) == (second, ["two"])
-    assert rows(first)[0] == second
+    # Of a pinned commit or a tag, `datasets` would give the rows of the other commit.
+    for pinned in (first, "v1"):
+        with pytest.raises(DataError, match=f"^owner/books: of revision {pinned} nothing .* of {second}, which"):
+            rows(pinned)
+
+
+def test_offline_a_tag_is_the_commit_that_the_hub_named_last(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", tmp_path / "datasets")
+    monkeypatch.setattr(sources, "try_to_load_from_cache", partial(try_to_load_from_cache, cache_dir=tmp_path))
+    first, second = "1" * 40, "2" * 40
+    refs = tmp_path / "datasets--owner--books" / "refs"
+    refs.mkdir(parents=True)
+    for name, commit in (("v1", first), ("main", second)):
+        (refs / name).write_text(commit)
+        (refs.parent / "snapshots" / commit).mkdir(parents=True)
+        (refs.parent / "snapshots" / commit / "README.md").touch()
+    on_disk(first, ["one"], tmp_path / "datasets")
+    assert hub_dataset(Source(name="owner/books", revision="v1")).identity == {"commit": first}
+    with pytest.raises(DataError, match=f"of revision main nothing is on disk, but of {first}"):
+        hub_dataset(Source(name="owner/books"))
 
 
 def parts(source: Source, seed: int | None = None) -> tuple[list[str], list[str]]:
