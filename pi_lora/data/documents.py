@@ -150,11 +150,13 @@ def _opened(file: File) -> Any:
     """Open a file to be read without its compression."""
     if isinstance(file, zipfile.Path):
         return file.open("rb")
-    if file.suffix == ".xz":
+    suffix = file.suffix.lower()
+    if suffix == ".xz":
         return lzma.open(file)
     import pyarrow
 
-    return pyarrow.input_stream(file)
+    compressions = {".gz": "gzip", ".bz2": "bz2", ".zst": "zstd"}
+    return pyarrow.input_stream(file, compression=compressions.get(suffix))
 
 
 def decoded(stream: Any, newline: str | None = None) -> io.TextIOWrapper:

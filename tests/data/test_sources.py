@@ -117,7 +117,7 @@ COMPRESSIONS: dict[str, Callable[[bytes], bytes]] = {
 def test_compressed_files_are_read_to_their_end(tmp_path: Path, compression: str) -> None:
     compress = COMPRESSIONS[compression]
     (tmp_path / f"a.jsonl.{compression}").write_bytes(compress(LINES.encode()))
-    (tmp_path / f"b.csv.{compression}").write_bytes(compress(b'n,text\n1,"three"\n'))
+    (tmp_path / f"b.CSV.{compression.upper()}").write_bytes(compress(b'n,text\n1,"three"\n'))
     (tmp_path / f"c.txt.{compression}").write_bytes(compress("four é".encode("utf-16")))
     assert texts(tmp_path) == ["one, é", "two", "three", "four é"]
 
