@@ -101,11 +101,21 @@ def _check_model(recipe: Recipe, permissions: Permissions, resumed: Path | None 
     _check_quantization(source.base, recipe.tuning.method)
     if source.adapter:
         check_shape(source.adapter, recipe.tuning, source.base.meta_model)
+    _check_kernel(source.base, recipe.model.attention)
     if recipe.hardware.context_parallel > 1 and source.shape.sliding_layers:
         # accelerate 1.15 takes the masks away that tell sliding windows.
         windows = f"sliding windows of {source.shape.sliding_window} tokens"
         raise RecipeError([f"hardware.context_parallel: the model has {windows}; leave it out"])
     return source
+
+
+def _check_kernel(base: Base, kernel: str) -> None:
+    if kernel == "sdpa":
+        try:
+            base.meta_model.set_attn_implementation(kernel)
+        except ValueError:
+            kind = base.config.get("model_type")
+            raise RecipeError([f"model.attention: sdpa computes no models of type {kind}; leave it out"]) from None
 
 
 def _check_quantization(base: Base, method: str) -> None:

@@ -145,8 +145,12 @@ class Run:
             name = STAGE_SUFFIX.sub("", file.stem)
             files.append((stage, name, file))
 
-        # A longer name of a step is that of a later one.
-        return sorted(files, key=lambda scores: (scores[0] == TUNED, len(scores[0]), scores))
+        def order(scores: tuple[str, str, Path]) -> tuple[bool, int, tuple[str, str, Path]]:
+            stage, _, _ = scores
+            # A longer name of a step is that of a later one.
+            return (stage == TUNED, len(stage), scores)
+
+        return sorted(files, key=order)
 
     @property
     def checkpoints(self) -> list[Path]:

@@ -99,6 +99,20 @@ def test_measurements_that_do_not_fit_do_not_hide_other_mistakes(small_model: Pa
     assert {"./gone", "stride"} <= {line.split(": ")[0] for line in str(raised.value).splitlines()}
 
 
+def test_sdpa_is_refused_for_models_with_soft_caps(small_model: Path, tmp_path: Path) -> None:
+    model = tmp_path / "capped"
+    config = architectures.small_config("gemma2")
+    config.update({"vocab_size": 1024, "bos_token_id": 0})
+    architectures.small_model(type(config), config.to_dict()).save_pretrained(model)
+    for tokenizer in small_model.glob("tokenizer*"):
+        shutil.copy(tokenizer, model)
+    check(small_recipe(model), tmp_path / "run")
+    recipe = small_recipe(model, model={"name": str(model), "attention": "sdpa"})
+    line = r"^model\.attention: sdpa computes no models of type gemma2; leave it out$"
+    with pytest.raises(RecipeError, match=line):
+        check(recipe, tmp_path / "run")
+
+
 def test_context_parallel_is_refused_for_models_with_sliding_windows(
     small_model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -16,7 +16,6 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from pi_lora.errors import DataError, first_line
-from pi_lora.recipe.schema import CHAT_COLUMNS
 from pi_lora.types import Json
 
 PARQUET = ".parquet"
@@ -124,9 +123,9 @@ def _rows(file: File, columns: Sequence[str]) -> Iterator[Any]:
         import pyarrow.parquet  # takes a second, and journals import this file
 
         with pyarrow.parquet.ParquetFile(file) as table:
-            # If a column is missing, all columns are read, so that a message can name them. Chats have optional ones.
+            # If a column is missing, all columns are read, so that a message can name them.
             has_columns = set(columns) <= set(table.schema_arrow.names)
-            columns_read = list(columns) if has_columns and not set(columns) & set(CHAT_COLUMNS) else None
+            columns_read = list(columns) if has_columns else None
             for batch in table.iter_batches(256, columns=columns_read):
                 yield from batch.to_pylist()
         return

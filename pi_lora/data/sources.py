@@ -102,9 +102,7 @@ def hash_to_unit(text: str) -> float:
 
 
 def texts(rows: Iterable[NamedJson], columns: Sequence[str]) -> Iterator[NamedJson]:
-    """Yield the `columns` of rows, texts or chats; None becomes an empty value. Of a row with a chat the other columns
-    follow. Raise DataError if a row lacks one of `columns`.
-    """
+    """Yield the `columns` of rows, texts or chats; None becomes an empty value. Raise DataError if a row lacks one."""
     for row_name, row in rows:
         values = {}
         for column in columns:
@@ -116,8 +114,6 @@ def texts(rows: Iterable[NamedJson], columns: Sequence[str]) -> Iterator[NamedJs
                     f"{' or '.join(CHAT_COLUMNS)}, from its columns: {', '.join(row)}"
                 )
             values[column] = row[column] or kind()
-            if kind is list:
-                values = {**values, **row, **values}
         yield row_name, values
 
 

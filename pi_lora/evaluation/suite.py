@@ -2,7 +2,6 @@
 
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import nullcontext, suppress
 from itertools import chain
 from pathlib import Path
 from typing import Any
@@ -102,23 +101,32 @@ def scores_of(
     files = {name: run.scores_file(name, stage) for name in requested}
     scores_by_name: dict[str, Scores] = {}
     for name, section in requested.items():
-        with suppress(ModelError) if options.again else nullcontext():
-            scores = read_scores(files[name]) if files[name].is_file() else None
-            if scores is None:
-                continue
-            # Options that are not requested may differ in scores of the run itself.
-            differing = set(differences(section, scores, exclude_defaults=stage != BASE))
-            smaller = smaller_amounts(section, scores)
-            if not options.again and (not differing or (stage != BASE and differing <= smaller)):
-                scores_by_name[name] = scores
-            elif smaller:
-                ui.say(f"{files.pop(name)}: holds a larger measurement and is kept; remove it to replace it")
+        scores = _scores_in(files[name], or_none=options.again)
+        if scores is None:
+            continue
+        # Options that are not requested may differ in scores of the run itself.
+        differing = set(differences(section, scores, exclude_defaults=stage != BASE))
+        smaller = smaller_amounts(section, scores)
+        if not options.again and (not differing or (stage != BASE and differing <= smaller)):
+            scores_by_name[name] = scores
+        elif smaller:
+            ui.say(f"{files.pop(name)}: holds a larger measurement and is kept; remove it to replace it")
     missing = {name: section for name, section in requested.items() if name not in scores_by_name}
     if missing:
         measured = evaluate([resolve()], missing, files, dtype=options.dtype, ui=ui)
         for name, [scores] in measured.items():
             scores_by_name[name] = scores
     return {name: scores_by_name[name] for name in requested}
+
+
+def _scores_in(file: Path, *, or_none: bool) -> Scores | None:
+    """Return the scores in a file, or None without a file; with `or_none` also for a broken file."""
+    try:
+        return read_scores(file) if file.is_file() else None
+    except ModelError:
+        if or_none:
+            return None
+        raise
 
 
 def measure(loaded: LoadedModel, evaluation: Evaluation, progress: Progress = silent) -> dict[str, Scores]:

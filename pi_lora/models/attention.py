@@ -108,7 +108,17 @@ def _ranges(length: int, size: int) -> list[range]:
     return [range(start, min(start + size, length)) for start in range(0, length, size)]
 
 
-def blockwise_mask(
+def blockwise_mask(*, use_vmap: bool = False, **arguments: Any) -> BlockwiseMask | torch.Tensor | None:
+    """Return the mask of a layer type, with the arguments of `transformers.masking_utils.sdpa_mask`: None for plain
+    causal attention, which needs none. A mask function that needs `use_vmap` may not broadcast, and is evaluated whole.
+    """
+    if use_vmap:
+        mask: torch.Tensor | None = sdpa_mask(use_vmap=True, **arguments)
+        return mask
+    return _mask_of_blocks(**arguments)
+
+
+def _mask_of_blocks(
     *,
     batch_size: int,
     q_length: int,
@@ -119,29 +129,9 @@ def blockwise_mask(
     attention_mask: torch.Tensor | None = None,
     local_size: int | None = None,
     allow_is_causal_skip: bool = True,
-    use_vmap: bool = False,
     device: torch.device | str = "cpu",
-    **others: Any,
-) -> BlockwiseMask | torch.Tensor | None:
-    """Return the mask of a layer type, with the arguments of `transformers.masking_utils.sdpa_mask`: None for plain
-    causal attention, which needs none.
-    """
-    if use_vmap:  # a mask function of the user that may not broadcast
-        mask: torch.Tensor | None = sdpa_mask(
-            batch_size=batch_size,
-            q_length=q_length,
-            kv_length=kv_length,
-            q_offset=q_offset,
-            kv_offset=kv_offset,
-            mask_function=mask_function,
-            attention_mask=attention_mask,
-            local_size=local_size,
-            allow_is_causal_skip=allow_is_causal_skip,
-            use_vmap=True,
-            device=device,
-            **others,
-        )
-        return mask
+    **_: Any,
+) -> BlockwiseMask | None:
     padding = None
     if attention_mask is not None and not attention_mask.all():
         padding = prepare_padding_mask(attention_mask, kv_length, kv_offset)
@@ -215,12 +205,13 @@ def blockwise_attention(
             values = (torch.zeros_like(sink[..., : value.shape[-1]]), *values)
             visible = pad(visible, (1, 0), value=visible.dtype == torch.bool)
         of_block = (queries, torch.cat(keys, dim=2), torch.cat(values, dim=2), visible)
+        attend = partial(_attend, scale=scale, dropout=dropout)
         if softcap is None:
-            output = _attend(*of_block, scale=scale, dropout=dropout)
+            output = attend(*of_block)
         else:
             # Scores and weights of all blocks would be kept for the backward pass.
-            capped = partial(_attend_capped, scale=scale, dropout=dropout, softcap=softcap, sinks=s_aux)
-            output = checkpoint(capped, *of_block, use_reentrant=False)
+            attend = partial(attend, softcap=softcap, sinks=s_aux)
+            output = checkpoint(attend, *of_block, use_reentrant=False)
         outputs.append(output[..., :width])
     return torch.cat(outputs, dim=2).transpose(1, 2).contiguous(), None
 
@@ -286,26 +277,16 @@ def _attend(
     *,
     scale: float,
     dropout: float,
+    softcap: float | None = None,
+    sinks: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """Return the output of one block by torch's kernel: (batch, heads, queries, width)."""
+    """Return the output of one block: (batch, heads, queries, width). Scores are capped here, as no kernel of torch for
+    CPUs does; `sinks`, which are given only with a cap, are not capped.
+    """
     folded, mask = _folded(query, keys, visible)
-    output = scaled_dot_product_attention(folded, keys, values, attn_mask=mask, dropout_p=dropout, scale=scale)
-    return output.reshape(*query.shape[:-1], -1)
-
-
-def _attend_capped(
-    query: torch.Tensor,
-    keys: torch.Tensor,
-    values: torch.Tensor,
-    visible: torch.Tensor,
-    *,
-    scale: float,
-    dropout: float,
-    softcap: float,
-    sinks: torch.Tensor | None,
-) -> torch.Tensor:
-    """Return the output of one block with capped scores, which no kernel of torch for CPUs has. Sinks have no cap."""
-    folded, mask = _folded(query, keys, visible)
+    if softcap is None:
+        output = scaled_dot_product_attention(folded, keys, values, attn_mask=mask, dropout_p=dropout, scale=scale)
+        return output.reshape(*query.shape[:-1], -1)
     scores = softcap * torch.tanh(folded @ keys.mT * scale / softcap)
     if mask.dtype == torch.bool:
         mask = torch.zeros_like(mask, dtype=scores.dtype).masked_fill(~mask, torch.finfo(scores.dtype).min)

@@ -66,9 +66,9 @@ def read_tensors(file: Path) -> tuple[int, dict[str, TensorEntry]]:
             f"{file}: missing, damaged or not safetensors ({first_line(error)}); download it again"
         ) from None
     header.pop(METADATA, None)
-    entries = {
-        name: TensorEntry(entry["dtype"], entry["shape"], entry["data_offsets"]) for name, entry in header.items()
-    }
+    entries = {}
+    for name, entry in header.items():
+        entries[name] = TensorEntry(entry["dtype"], entry["shape"], entry["data_offsets"])
     return LENGTH_BYTES + size, entries
 
 

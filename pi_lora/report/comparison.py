@@ -108,10 +108,12 @@ def _all_requested(run: MeasuredRun, requested: Requested, data: str | None) -> 
 
     The options in the scores hold unless the recipe has others, and those of the command come before both.
     """
-    of_recipe = requested_of_run(run, data)
-    of_scores = {name: stages[TUNED].options for name, stages in run.scores.items() if TUNED in stages}
-    # The order is that of the first mention.
-    return {**of_recipe, **of_scores, **of_recipe, **requested}
+    all_requested = dict(requested_of_run(run, data))
+    for name, stages in run.scores.items():
+        if TUNED in stages and name not in all_requested:
+            all_requested[name] = stages[TUNED].options
+    all_requested.update(requested)
+    return all_requested
 
 
 def compare(base: Scores, run: Scores) -> Iterator[Row]:

@@ -60,9 +60,12 @@ class MeasuredRun(Run):
     @property
     def last_scores(self) -> dict[str, Scores]:
         """The scores of the finished run, or else of the last step, by measurement."""
-        return {
-            name: scores for name, stages in self.scores.items() for stage, scores in stages.items() if stage != BASE
-        }
+        last = {}
+        for name, stages in self.scores.items():
+            for stage, scores in stages.items():
+                if stage != BASE:
+                    last[name] = scores
+        return last
 
     def side_by_side(self, name: str) -> tuple[dict[str, Scores], dict[str, Scores]]:
         """Return the scores of base, step 0 and the last stage of a measurement, in two groups.

@@ -211,7 +211,7 @@ def _doubt(prompt: Prompt, completion: Completion, agreed: int, *, ambiguous: bo
         return "its text is right; log probabilities decide: start it so that it gives them"
     compared = min(agreed, len(completion.logprobs))
     # The short prompt is for the weights: no window is shorter.
-    found = len(prompt.places) == 1 or prompt.is_found_in(completion.text)
+    found = len(prompt.code_starts) == 1 or prompt.is_found_in(completion.text)
     if compared < MIN_EQUAL_TOKENS or not found:
         return f"only {compared} tokens can be compared; another --text decides"
     if ambiguous:

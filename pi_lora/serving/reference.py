@@ -60,14 +60,14 @@ class Prompt(BaseModel):
 
     Attributes:
         characters: The length of the text without the codes.
-        places: Where the codes stand in the text, in characters.
+        code_starts: Where the codes stand in the text, in characters.
         asked: The index of the code that is asked for.
         tokens: The tokens of the prompt.
         answers: The answers by reading.
     """
 
     characters: int
-    places: list[int]
+    code_starts: list[int]
     asked: int = 0
     tokens: int = 0
     answers: dict[str, Answer] = {}
@@ -100,9 +100,9 @@ class Reference(BaseModel):
         text = self.own_text or sentences(random.Random(0), self.target)
         parts = []
         start = 0
-        for name, code, place in zip(NAMES, CODES, prompt.places, strict=False):
-            parts += [text[start:place], STATEMENT.format(name, code)]
-            start = place
+        for name, code, code_start in zip(NAMES, CODES, prompt.code_starts, strict=False):
+            parts += [text[start:code_start], STATEMENT.format(name, code)]
+            start = code_start
         parts += [text[start : prompt.characters], QUESTION.format(NAMES[prompt.asked])]
         return "".join(parts).strip()
 
@@ -143,12 +143,12 @@ class ReferenceComputer:
         text_tokens = max(0, tokens - num_codes * statement_tokens - question_tokens)
         if len(starts) <= text_tokens:
             raise DataError(f"--text: has fewer than {text_tokens:,} tokens; name a longer text")
-        places = []
+        code_starts = []
         for index in range(num_codes):
             # The middle of a statement stands at its depth.
             text_before = tokens * DEPTHS[index] // 100 - round((index + 0.5) * statement_tokens)
-            places.append(starts[min(max(0, text_before), text_tokens)])
-        return Prompt(characters=starts[text_tokens], places=places)
+            code_starts.append(starts[min(max(0, text_before), text_tokens)])
+        return Prompt(characters=starts[text_tokens], code_starts=code_starts)
 
     def compute(self) -> None:
         """Answer all prompts in every reading."""

@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from datasets import Dataset
 from small_tokenizers import made
 from tokenizers.processors import TemplateProcessing
 from transformers import PreTrainedTokenizerFast
@@ -201,6 +202,19 @@ def test_chats_are_packed_without_cuts_and_padded(tmp_path: Path, tokenizer: Any
         loss_mask = tokenizer.decode(row["input_ids"][row["loss_mask"]])
         assert (loss_mask.count("answer"), loss_mask.count("</s>")) == (len(texts), 0)
     assert len(seen) == len(set(seen)) > 30
+
+
+@pytest.mark.parametrize("suffix", ["jsonl", "parquet"])
+def test_other_columns_of_a_row_with_a_chat_are_left_alone(tmp_path: Path, tokenizer: Any, suffix: str) -> None:
+    rows = [{"id": number, "messages": question(number), "source": "web"} for number in range(40)]
+    file = tmp_path / f"chats.{suffix}"
+    if suffix == "jsonl":
+        file.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    else:
+        Dataset.from_list(rows).to_parquet(file)
+    data = data_of({"name": str(file), "column": "messages"})
+    found = training_data(data, Training(steps=2, global_batch_size=1), tokenizer, 64, 128)
+    assert len(found.rows) == 2
 
 
 @pytest.mark.parametrize("template", ["chatml", "llama3"])

@@ -329,7 +329,7 @@ def test_a_near_tie_ends_the_comparison(computer: Computer, reference: Path, ser
 @pytest.mark.parametrize(("codes", "doubt"), [(1, ""), (4, "only 5 tokens can be compared; another --text decides")])
 def test_a_near_tie_ahead_of_the_code_is_unclear_in_long_prompts(codes: int, doubt: str) -> None:
     computed = Answer(text=": A) 25473", ends=[1, 3, 4, 5, 10], logprobs=[-1.0] * 5, margins=[9.0] * 5)
-    prompt = Prompt(characters=0, places=[0] * codes, answers={"right": computed})
+    prompt = Prompt(characters=0, code_starts=[0] * codes, answers={"right": computed})
     assert _doubt(prompt, Completion(": A) the", None, [-1.0] * 5), 5, ambiguous=False) == doubt
 
 
