@@ -287,6 +287,7 @@ def new(
     """
     ui = ui_of(progress)
     with ui.working("reading model and text"):
+        from pi_lora.data.sources import STDLIB
         from pi_lora.evaluation.probe import kept_probe, read_probe
         from pi_lora.models.resolve import resolve_model
         from pi_lora.planning.advice import plan_lines
@@ -298,7 +299,7 @@ def new(
             probed = read_probe(path_of(probe)).at(target).to_tune()
         else:
             kept = kept_probe(source.base, target)
-            if kept and (kept.data in data if data else kept.data is None):
+            if kept and kept.at(target).text.data in (data or [STDLIB]):
                 probed = kept.at(target).best, kept.at(target).summary
         file, planned, notes = new_recipe(
             source,

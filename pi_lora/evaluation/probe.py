@@ -80,6 +80,11 @@ class TargetResult(BaseModel):
     summary: str
     scalings: dict[Method, Probed]
 
+    @property
+    def text(self) -> PerplexityOptions:
+        """The options that name the text, the same for all scalings."""
+        return self.scalings[self.best].perplexity.options
+
     def to_tune(self) -> tuple[Method, str] | None:
         """Return the best scaling and the summary; None if the best is for comparison only. Raise ModelError if that
         one needs no tuning.
@@ -93,14 +98,12 @@ class TargetResult(BaseModel):
 
 class Probe(BaseModel):
     """A probed model, its original window (L, tokens), a result for each target, and the hardware and versions.
-    `weights` is a digest of the weights; `data` and `column` are the text as it was named.
+    `weights` is a digest of the weights.
     """
 
     model: str
     original: int
     weights: str = ""
-    data: str | None = None
-    column: str = "text"
     hardware: str = ""
     versions: dict[str, str] = {}
     targets: list[TargetResult]
@@ -163,8 +166,6 @@ def probe(
             model=base.name,
             original=base.window,
             weights=base.base.weights_digest,
-            data=options.data,
-            column=options.column,
             hardware=hardware(),
             versions=versions(),
             targets=results,
@@ -284,10 +285,10 @@ def next_command(probed: Probe, result: TargetResult, json: Path | None) -> str:
     if json:
         arguments += ["--probe", str(json)]
     if not result.enough:
-        if probed.data:
-            arguments += ["--data", probed.data]
-        if probed.column != "text":
-            arguments += ["--column", probed.column]
+        if result.text.data:
+            arguments += ["--data", result.text.data]
+        if result.text.column != "text":
+            arguments += ["--column", result.text.column]
         return shlex.join(["pi-lora", "new", *arguments])
     folder = f"models/{result.best}_{result.target}"
     return shlex.join(["pi-lora", "extend", *arguments, "--scaling", result.best, "--output", folder])

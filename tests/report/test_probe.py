@@ -144,9 +144,22 @@ def test_new_takes_the_kept_probe_of_these_weights_this_text_and_target(
     assert scaling() == "yarn"
 
 
+def test_new_takes_the_kept_probe_of_the_built_in_model_and_its_text(tmp_path: Path) -> None:
+    options = ProbeOptions(target=(512,), documents=1, trials=1, scalings=("theta",))
+    [result] = probe(resolve_model(BUILTIN), options).targets
+    assert next_command(Probe(model=BUILTIN, original=256, targets=[result]), result, None) == (
+        "pi-lora new builtin:tiny --target 512 --data builtin:stdlib"
+    )
+    for number, data in enumerate(([], ["builtin:stdlib"])):
+        file = pi_lora.new(BUILTIN, 512, data=data, gpu="cpu", output=tmp_path / f"{number}.yaml")
+        assert yaml.safe_load(file.read_text())["scaling"] == "theta"
+
+
 def test_the_next_command_of_a_probe_names_text_and_column() -> None:
-    result = TargetResult(target=1024, best="yarn", enough=False, summary="", scalings={})
-    probed = Probe(model="m", original=256, data="rows.jsonl", column="body", targets=[result])
+    scores = {"model": "m", "options": {"data": "rows.jsonl", "column": "body"}, "windows": []}
+    scalings = {"yarn": Probed.model_validate({"perplexity": scores})}
+    result = TargetResult(target=1024, best="yarn", enough=False, summary="", scalings=scalings)
+    probed = Probe(model="m", original=256, targets=[result])
     assert next_command(probed, result, None) == "pi-lora new m --target 1024 --data rows.jsonl --column body"
     enough = result.model_copy(update={"enough": True})
     assert next_command(probed, enough, None) == (
