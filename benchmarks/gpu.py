@@ -1,6 +1,7 @@
 """Speed and memory of long-context tuning on one GPU: against the card's own limits, the plan, and the neighbours.
 
-    python benchmarks/gpu.py [--minutes M] [--parts PART ...] [--caps GB ...] [--shape MODEL] [--again] [--tiny]
+    python benchmarks/gpu.py [--minutes M] [--parts PART ...] [--lengths TOKENS ...] [--methods METHOD ...]
+                            [--caps GB ...] [--shape MODEL] [--again] [--tiny]
 
 A LLaMA-7B with random weights learns through pi-lora's own command. Every row is a process of its own with a time limit
 and is kept in benchmarks/results/gpu.json when it is done: the same command goes on with what is missing or failed, and
@@ -20,7 +21,7 @@ from pathlib import Path
 import record  # first: it finds scripts/
 from machine import machine
 from on_gpu.contender import PI_LORA
-from on_gpu.parts import PARTS, Bench, Job, Row, jobs
+from on_gpu.parts import METHODS, PARTS, Bench, Job, Row, jobs
 from on_gpu.setting import TINY, setting_of
 
 # The most that a job may take.
@@ -86,8 +87,15 @@ def measure(bench: Bench, rows: Rows, options: argparse.Namespace) -> None:
             continue
         for job in jobs(bench.setting, part):
             done = any("failed" not in row for row in rows.of(job))
-            if not done:
+            if is_asked_for(job, options) and not done:
                 do(job)
+
+
+def is_asked_for(job: Job, options: argparse.Namespace) -> bool:
+    """Whether `--lengths` and `--methods` have the length and the method of a job, if it has any."""
+    is_that_long = not options.lengths or job.get("tokens") in {None, *options.lengths}
+    trains_so = not options.methods or job.get("method") in {None, *options.methods}
+    return is_that_long and trains_so
 
 
 def main() -> None:
@@ -95,6 +103,8 @@ def main() -> None:
     parser.add_argument("--shape", default="huggyllama/llama-7b", help="a model whose shape the plan knows")
     parser.add_argument("--parts", nargs="+", choices=PARTS, help="all but `longest` unless given")
     parser.add_argument("--caps", nargs="+", type=float, default=[None], help="GB of memory for `longest`")
+    parser.add_argument("--lengths", nargs="+", type=int, help="only the jobs of these lengths in tokens")
+    parser.add_argument("--methods", nargs="+", choices=METHODS, help="only the jobs of these methods")
     parser.add_argument("--minutes", type=float, help="begin nothing that this budget has no room for")
     parser.add_argument("--tiny", action="store_true", help="every part in a tiny shape; kept only with --json")
     parser.add_argument("--again", action="store_true", help="measure the parts anew")

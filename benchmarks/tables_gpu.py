@@ -109,6 +109,14 @@ def attention(row: Row) -> str:
     return "; ".join(f"{name} {each / TERA:.0f}" for name, each in row["attention"].items())
 
 
+def by_kernel(row: Row) -> str:
+    """Seconds forward, seconds of both ways, and the peak of each kernel."""
+    cells = []
+    for name, cost in row["kernels"].items():
+        cells.append(f"{name}: {cost['forward']:.3f}, {cost['both_ways']:.3f}, {peak(cost)}")
+    return "; ".join(cells)
+
+
 def measure(row: Row) -> str:
     """The measurement of a row of the evaluation."""
     if row["measure"] == "perplexity":
@@ -148,6 +156,14 @@ PARTS: dict[str, tuple[str, dict[str, Callable[[Row], object]]]] = {
             "bfloat16 product, TFLOP/s": lambda row: f"{row['product'] / TERA:.0f} ({row['product_side']} squared)",
             "copy, GB/s": lambda row: f"{row['copy'] / 1e9:.0f}",
             "attention, TFLOP/s": attention,
+        },
+    ),
+    "attention": (
+        "Layers with sliding windows, sinks and soft caps",
+        {
+            "layers of": lambda row: row["model"],
+            "tokens": lambda row: f"{row['tokens']:,}",
+            "seconds forward, both ways, and peak": by_kernel,
         },
     ),
     "training": (

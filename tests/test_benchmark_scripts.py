@@ -109,7 +109,7 @@ class FakeBench:
 
 def test_rows_are_saved_at_once_and_only_failed_ones_are_repeated(tmp_path: Path) -> None:
     file = tmp_path / "gpu.json"
-    options = argparse.Namespace(parts=["training"], caps=[None], minutes=None, again=False)
+    options = argparse.Namespace(parts=["training"], caps=[None], lengths=None, methods=None, minutes=None, again=False)
     first, second = FakeBench(64), FakeBench()
     for bench in (first, second):
         gpu.measure(bench, gpu.Rows(file, TINY, None), options)
@@ -118,7 +118,11 @@ def test_rows_are_saved_at_once_and_only_failed_ones_are_repeated(tmp_path: Path
     rows = json.loads(file.read_text())["rows"]
     assert len(rows) == 6
     assert all("failed" not in row and row["machine"]["date"] for row in rows)
-    options.minutes, options.again = 0.1, True
+    options.lengths, options.methods = [128], ["qlora"]
+    third = FakeBench()
+    gpu.measure(third, gpu.Rows(tmp_path / "others.json", TINY, None), options)
+    assert third.asked == [("qlora", 128)]
+    options.minutes, options.again, options.lengths, options.methods = 0.1, True, None, None
     with pytest.raises(SystemExit, match=r"--minutes 0\.1 are over"):
         gpu.measure(FakeBench(), gpu.Rows(file, TINY, None), options)
     with pytest.raises(SystemExit, match="holds rows of tiny on None"):

@@ -6,6 +6,7 @@ import subprocess
 import sys
 from pathlib import Path
 
+import architectures
 import pytest
 import torch
 from conftest import small_recipe, train
@@ -14,6 +15,7 @@ from safetensors.torch import load_file
 from transformers import LlamaConfig
 
 from pi_lora.distributed import launch_arguments
+from pi_lora.models import attention
 from pi_lora.recipe.files import dump_recipe
 from pi_lora.recipe.schema import Recipe
 
@@ -70,6 +72,26 @@ def test_offloaded_activations_give_the_same_weights(small_model: Path, tmp_path
     ]
     # Not to the last bit: backward kernels add in no fixed order.
     assert losses(runs[0]) == pytest.approx(losses(runs[1]), rel=1e-3)
+
+
+@pytest.mark.parametrize("model_type", ["gemma3_text", "gpt_oss", "gemma2", "mistral"])
+def test_attention_in_blocks_equals_eager(model_type: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(attention, "BLOCK_ON_GPU", 8)
+    config = architectures.small_config(model_type)
+    config.sliding_window = 12
+    model = architectures.small_model(type(config), config.to_dict()).to("cuda")
+    ids = torch.randint(2, 60, (2, 30), device="cuda")
+    outcomes = []
+    for kernel in ("eager", attention.BLOCKWISE):
+        model.set_attn_implementation(kernel)
+        model.zero_grad()
+        logits = model(ids, use_cache=False).logits
+        logits.square().mean().backward()
+        gradients = {name: weight.grad for name, weight in model.named_parameters() if weight.grad is not None}
+        outcomes.append({"logits": logits.detach(), **gradients})
+    eager, blockwise = outcomes
+    for name, value in eager.items():
+        torch.testing.assert_close(blockwise[name], value, rtol=1e-3, atol=1e-5, msg=name)
 
 
 @pytest.mark.parametrize("optimizer", ["adamw", "paged_adamw_8bit"])

@@ -63,10 +63,10 @@ def attention_kernels(heads: int, width: int, tokens: int) -> Iterator[tuple[str
             continue
 
 
-def best_seconds(work: Callable[[], object]) -> float:
-    """Of one call, the best of several, after one that warms up."""
+def best_seconds(work: Callable[[], object], rounds: int = ROUNDS) -> float:
+    """Of one call, the best of `rounds`, after one that warms up."""
     seconds = []
-    for _ in range(ROUNDS + 1):
+    for _ in range(rounds + 1):
         if ON_GPU:
             torch.cuda.synchronize()
         started = time.perf_counter()

@@ -13,12 +13,13 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from on_gpu.attention import SHAPES
 from on_gpu.contender import COMPILED, PI_LORA, PLAIN, UNSLOTH
 from on_gpu.longest import CHANGES, CHANGES_ON_CPU, longest_that_fits, next_length, pinned_bytes
 from on_gpu.setting import TINY, Changes, Setting, add_weights, config_folder, plan_of, write_recipe
 
 HERE = Path(__file__).parent
-PARTS = ("ceilings", "training", "neighbours", "levers", "evaluation", "demo", "longest")
+PARTS = ("ceilings", "attention", "training", "neighbours", "levers", "evaluation", "demo", "longest")
 METHODS = ("lora", "qlora", "full")
 ADAPTER_ALONE = {"tuning": {"modules_to_save": "nothing"}}
 LONG = 32768
@@ -34,28 +35,35 @@ Row = dict[str, Any]
 
 def jobs(setting: Setting, part: str) -> Iterator[Job]:
     """The jobs of a part but `longest`, whose next one depends on the rows before it."""
-    tiny = setting.name == TINY
-    compared = {"part": part, "tokens": setting.compared, "method": "lora"}
+    compared = {"part": part, "tokens": setting.compared}
     if part == "training":
         for method in METHODS:
             for tokens in setting.lengths:
                 yield {"part": part, "method": method, "tokens": tokens}
     elif part == "neighbours":
-        contenders = [PI_LORA, PLAIN]
-        if importlib.util.find_spec("unsloth"):
-            contenders.append(UNSLOTH)
-        for method in ("lora", "qlora"):
-            for contender in contenders:
-                yield {**compared, "method": method, "contender": contender}
+        yield from neighbours(compared, setting.name == TINY)
     elif part == "levers":
-        for changes in levers(tiny):
-            yield {**compared, "changes": changes}
-        if not tiny:
-            yield {**compared, "contender": COMPILED}
+        for changes in levers(setting.name == TINY):
+            yield {**compared, "method": "lora", "changes": changes}
+    elif part == "attention":
+        for shape in SHAPES:
+            yield {**compared, "model": shape}
     elif part == "evaluation":
-        yield from evaluation_jobs(tiny)
+        yield from evaluation_jobs(setting.name == TINY)
     else:
         yield {"part": part}
+
+
+def neighbours(compared: Job, tiny: bool) -> Iterator[Job]:
+    """The jobs of all contenders."""
+    contenders = [PI_LORA, PLAIN]
+    if not tiny:
+        contenders.append(COMPILED)
+    if importlib.util.find_spec("unsloth"):
+        contenders.append(UNSLOTH)
+    for method in ("lora", "qlora"):
+        for contender in contenders:
+            yield {**compared, "method": method, "contender": contender}
 
 
 def evaluation_jobs(tiny: bool) -> Iterator[Job]:
@@ -109,6 +117,9 @@ class Bench:
         """Do a job, in at most so many seconds."""
         if job["part"] == "ceilings":
             return self.ceilings(seconds)
+        if job["part"] == "attention":
+            words = [HERE / "attention.py", job["model"], job["tokens"]]
+            return answer([str(word) for word in words], seconds)
         if job["part"] == "evaluation":
             return self.evaluate(job, seconds)
         if job["part"] == "demo":

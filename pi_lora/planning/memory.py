@@ -53,8 +53,10 @@ MEASURED_LOGITS = 10 * 2**28
 # Logits of a measurement on a CPU, and bytes of those that are twice in float32.
 MEASURED_LOGITS_ON_CPU = 2**25
 MEASURED_FLOATS_ON_CPU = 2 * FLOAT32 * 2**21
-# Queries of a block, at most as many as the window has tokens, and channels for attention sinks (models/attention.py).
+# Queries of a block, on a CPU at most as many as the window has tokens, and channels for attention sinks
+# (models/attention.py).
 BLOCK = 256
+BLOCK_ON_GPU = 1024
 SINK_CHANNELS = 8
 # Bytes per head and pair of tokens that `eager` keeps in a layer, and has at the peak: the weights, in float32 and in
 # the dtype of the products.
@@ -142,7 +144,7 @@ def _step(shape: Shape, recipe: Recipe, original: int, gpu: Gpu) -> _Step:
     arithmetic = _arithmetic(recipe, gpu, float32_weights)
     states = _states(shape, recipe, FLOAT32 if float32_weights else BFLOAT16)
     overhead = _overhead(shape, tokens, arithmetic, on_cpu)
-    before_loss, last_layer, first_layer = _moments_of_step(shape, recipe, states, tokens, arithmetic)
+    before_loss, last_layer, first_layer = _moments_of_step(shape, recipe, states, tokens, arithmetic, on_cpu)
     return _Step(
         tokens=tokens,
         arithmetic=arithmetic,
@@ -199,14 +201,14 @@ def memory(shape: Shape, recipe: Recipe, original: int, gpu: Gpu, *, loss_kernel
 
 
 def _moments_of_step(
-    shape: Shape, recipe: Recipe, states: States, tokens: int, arithmetic: Arithmetic
+    shape: Shape, recipe: Recipe, states: States, tokens: int, arithmetic: Arithmetic, on_cpu: bool
 ) -> tuple[Moment, Moment, Moment]:
     """Return the moments before the loss, and at the backward through the last and the first layer."""
     full = recipe.tuning.method == "full"
     accumulates = recipe.training.global_batch_size > recipe.sequences_at_once
     accumulated = states.gradients if accumulates else 0
     all_casts, kept_casts = _autocast_copies(shape, recipe, arithmetic)
-    kept, working = _activations(shape, recipe, tokens, arithmetic)
+    kept, working = _activations(shape, recipe, tokens, arithmetic, on_cpu)
     before_loss = Moment(
         weights=states.weights + (all_casts if full else kept_casts),
         gradients=accumulated,
@@ -358,7 +360,7 @@ def loss_bytes(shape: Shape, tokens: int, arithmetic: Arithmetic, on_cpu: bool) 
     return plain, chunked
 
 
-def _activations(shape: Shape, recipe: Recipe, tokens: int, arithmetic: Arithmetic) -> tuple[int, int]:
+def _activations(shape: Shape, recipe: Recipe, tokens: int, arithmetic: Arithmetic, on_cpu: bool) -> tuple[int, int]:
     """Return bytes kept from the forward pass, and bytes used on top of them inside one layer."""
     training = recipe.training
     tuning = recipe.tuning
@@ -377,7 +379,7 @@ def _activations(shape: Shape, recipe: Recipe, tokens: int, arithmetic: Arithmet
     checkpointed = training.checkpointed_layers(shape.layers)
     resident = RESIDENT_WHEN_OFFLOADED if recipe.hardware.offload_activations else checkpointed
     sequences = training.per_device_batch_size
-    attention = attention_bytes(shape, recipe.model.attention, tokens // sequences, arithmetic)
+    attention = attention_bytes(shape, recipe.model.attention, tokens // sequences, arithmetic, on_cpu)
     of_layer = sequences * max(attention.full, attention.sliding)
     of_layers = sequences * (shape.full_layers * attention.full + shape.sliding_layers * attention.sliding)
     uncheckpointed = shape.layers - checkpointed
@@ -404,7 +406,7 @@ class AttentionBytes(NamedTuple):
     masks: float = 0
 
 
-def attention_bytes(shape: Shape, attention: str, tokens: int, arithmetic: Arithmetic) -> AttentionBytes:
+def attention_bytes(shape: Shape, attention: str, tokens: int, arithmetic: Arithmetic, on_cpu: bool) -> AttentionBytes:
     """Return the bytes of a kernel, by its name in a recipe, for a sequence of `tokens`.
 
     `sdpa` makes a mask of bytes for sliding windows, and every layer keeps it as numbers. `eager` keeps the weights of
@@ -421,12 +423,15 @@ def attention_bytes(shape: Shape, attention: str, tokens: int, arithmetic: Arith
     if attention == "sdpa" and slides:
         return AttentionBytes(sliding=pairs * number_bytes + repeated_keys, masks=pairs)
     full = sliding = 0.0
+    size = BLOCK if on_cpu else BLOCK_ON_GPU
     if attention == "auto" and shape.in_blocks:
-        full = _block_numbers(shape, tokens, BLOCK, (tokens + BLOCK) / 2) * number_bytes
+        full = _block_numbers(shape, tokens, size, (tokens + size) / 2) * number_bytes
         sliding = full
     if attention == "auto" and slides:
-        size = min(BLOCK, shape.sliding_window)
-        sliding = _block_numbers(shape, tokens, size, shape.sliding_window + size) * number_bytes
+        if on_cpu:
+            size = min(size, shape.sliding_window)
+        blocks_before = -(-(shape.sliding_window - 1) // size)
+        sliding = _block_numbers(shape, tokens, size, size + blocks_before * size) * number_bytes
     return AttentionBytes(full, sliding)
 
 

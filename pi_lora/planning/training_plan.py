@@ -12,12 +12,11 @@ from pi_lora.recipe.schema import Recipe
 from pi_lora.scaling.config import window_of
 from pi_lora.types import Json
 
-# The share of the peak of a device that a run is assumed to reach, with recomputation counted as work. `full` lies
-# between two published runs: Qwen3-8B at 1M tokens on 8 H100 (TRL's long-context guide: 380 s per step, 0.45) and
-# LLaMA-7B at 64k on 8 A100 (EasyContext: 10,240 tokens/s, 0.50). None is published for LoRA or QLoRA at these lengths:
-# LoRA adds small products and casts, QLoRA unpacks every weight three times. The share of a CPU gives the 760 steps of
-# the demo the five minutes that they take on two cores.
-ASSUMED_UTILIZATION = {"full": 0.45, "lora": 0.40, "qlora": 0.30, "cpu": 0.38}
+# The share of the peak of a device that a run is assumed to reach, with recomputation counted as work: measured on an
+# H200 with LLaMA-7B at 16k (docs/performance.md). Published runs of full tuning: Qwen3-8B at 1M tokens on 8 H100 (TRL's
+# long-context guide: 380 s per step, 0.45) and LLaMA-7B at 64k on 8 A100 (EasyContext: 10,240 tokens/s, 0.50). A CPU's
+# share gives the 760 steps of the demo the five minutes that they take on two cores.
+ASSUMED_UTILIZATION = {"full": 0.46, "lora": 0.40, "qlora": 0.39, "cpu": 0.38}
 
 
 @dataclass(frozen=True)

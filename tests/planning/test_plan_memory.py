@@ -1,5 +1,6 @@
 """What the plan counts, counted again: parameters of models that transformers builds, bytes that torch allocates."""
 
+import dataclasses
 import weakref
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -30,7 +31,7 @@ from transformers.masking_utils import (
 from pi_lora.evaluation import forward
 from pi_lora.models import attention
 from pi_lora.models.adapter import disable_input_dtype_casting, prepare_for_tuning
-from pi_lora.models.attention import BLOCKWISE, blockwise_mask
+from pi_lora.models.attention import BLOCK_ON_GPU, BLOCKWISE, BlockwiseMask, blockwise_mask
 from pi_lora.models.resolve import resolve_model
 from pi_lora.models.shape import shape_of
 from pi_lora.planning import memory
@@ -245,10 +246,28 @@ def test_a_sliding_layer_keeps_the_planned_masks_and_copies(
     mask = mask_of(kernel, tokens, config.sliding_window)
     with_window = one_layer(config, Tuning(rank=1), tokens, kernel=name, mask=mask)
     causal = one_layer(config, Tuning(rank=1), tokens)
-    planned = attention_bytes(shape_of(on_meta(config)), kernel, tokens, "bfloat16")
+    planned = attention_bytes(shape_of(on_meta(config)), kernel, tokens, "bfloat16", on_cpu=True)
     for size, without in zip(with_window, causal, strict=True):
         assert 0.98 * (size - without) <= planned.sliding <= 1.2 * (size - without)
     assert planned.masks == (mask.nbytes if kernel == "sdpa" else 0)
+
+
+@pytest.mark.parametrize("window", [128, 1024, 1500])
+def test_a_sliding_layer_keeps_the_planned_blocks_of_a_gpu(window: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(BlockwiseMask, "size", BLOCK_ON_GPU)
+    config = MistralConfig(**{**SLIDING, "sliding_window": window})
+    tokens = 16384
+    mask = mask_of("auto", tokens, window)
+    with_window, _ = one_layer(config, Tuning(rank=1), tokens, kernel=BLOCKWISE, mask=mask)
+    causal, _ = one_layer(config, Tuning(rank=1), tokens)
+    planned = attention_bytes(shape_of(on_meta(config)), "auto", tokens, "bfloat16", on_cpu=False)
+    assert planned.sliding == pytest.approx(with_window - causal, rel=0.15)
+
+
+def test_planned_blocks_of_a_gpu_are_those_of_the_kernel() -> None:
+    mask = mask_of("auto", 4096, 128)
+    assert dataclasses.replace(mask, device="cuda").size == BLOCK_ON_GPU
+    assert dataclasses.replace(mask, device="cpu").size == 128
 
 
 @pytest.mark.filterwarnings("ignore")  # of the factor of YaRN
@@ -257,7 +276,7 @@ def test_full_layers_with_sinks_keep_the_planned_blocks() -> None:
     config = GptOssConfig(**SMALL, num_key_value_heads=2, head_dim=32, num_local_experts=2, num_experts_per_tok=1)
     shape = shape_of(on_meta(config))
     kept = [one_layer(config, Tuning(rank=1), tokens, kernel=BLOCKWISE)[0] for tokens in (512, 1024, 2048)]
-    planned = [attention_bytes(shape, "auto", tokens, "bfloat16").full for tokens in (512, 1024, 2048)]
+    planned = [attention_bytes(shape, "auto", tokens, "bfloat16", on_cpu=True).full for tokens in (512, 1024, 2048)]
     measured = kept[2] - 2 * kept[1]
     assert planned[2] - 2 * planned[1] == pytest.approx(measured, rel=0.05)
 
@@ -267,7 +286,7 @@ def test_eager_attention_keeps_the_planned_weights() -> None:
     tokens = 1024
     mask = mask_of("eager", tokens, config.sliding_window)
     sizes = one_layer(config, Tuning(rank=1), tokens, kernel="eager", mask=mask)
-    planned = attention_bytes(shape_of(on_meta(config)), "eager", tokens, "bfloat16")
+    planned = attention_bytes(shape_of(on_meta(config)), "eager", tokens, "bfloat16", on_cpu=True)
     causal, _ = one_layer(config, Tuning(rank=1), tokens)
     assert planned.sliding == pytest.approx(sizes[0] - causal, rel=0.02)
     assert planned.peak == pytest.approx(sizes[1], rel=0.1)
