@@ -1,7 +1,10 @@
 """Chats to token ids: rendered by the chat template of the model, with the turns of the assistant."""
 
+import json
+import re
 from collections import Counter
 from collections.abc import Iterable, Iterator
+from functools import partial
 from typing import Any
 
 from jinja2 import TemplateError
@@ -12,7 +15,15 @@ from pi_lora.errors import DataError, first_line
 from pi_lora.types import Json
 
 # Names of ShareGPT's `from` for the roles of chat templates.
-ROLES = {"human": "user", "gpt": "assistant"}
+ROLES = {"human": "user", "gpt": "assistant", "observation": "tool"}
+# Keys by which OpenAI, axolotl and ms-swift mark a turn as not to be learned, with 0 or false.
+MARKS = ("weight", "train", "training", "loss")
+# What a chat says beside the content of its turns, in JSON, if it is not empty.
+BESIDE_CONTENT = re.compile(r'"(tools|tool_calls|function_call|reasoning_content|thinking)": (?!null|\[\]|"")')
+MASKED = "turns marked as not to be learned"
+MEDIA = ("image", "images", "videos", "audios")
+NO_COLUMNS: Json = {}
+Render = partial[str]
 NO_CHATS_WARNING = (
     "the model has a chat template and the data no chats: a model tuned on raw text alone chats worse; "
     "add a source with column: messages, and data.keep_short: 0.1"
@@ -27,7 +38,7 @@ def messages_of(row_name: str, given: list[Any]) -> list[Json]:
     for message in given:
         if isinstance(message, dict) and "from" in message:
             sender = message["from"]
-            message = {"role": ROLES.get(sender, sender), "content": message.get("value")}
+            message = {**message, "role": ROLES.get(sender, sender), "content": message.get("value")}
         if not isinstance(message, dict) or not isinstance(message.get("role"), str):
             raise DataError(
                 f"{row_name}: holds a message without role and content; "
@@ -35,6 +46,15 @@ def messages_of(row_name: str, given: list[Any]) -> list[Json]:
             )
         messages.append(message)
     return messages
+
+
+class Unusable(ValueError):
+    """The reason why a chat is left out."""
+
+
+def is_masked(message: Json) -> bool:
+    """Whether a turn is marked as not to be learned."""
+    return any(message.get(mark, 1) == 0 for mark in MARKS)
 
 
 class ChatTemplate:
@@ -56,71 +76,125 @@ class ChatTemplate:
     def writes_bos(self) -> bool:
         """Whether a chat begins with BOS."""
         try:
-            text = self._rendered([{"role": "user", "content": "a"}])
+            text = self.tokenizer.apply_chat_template([{"role": "user", "content": "a"}], tokenize=False)
         except (TemplateError, TypeError, ValueError):
             return False
-        return text.startswith(self.tokenizer.bos_token)
+        return bool(text.startswith(self.tokenizer.bos_token))
 
     def chats(self, rows: Iterable[NamedJson], longest: int, counts: Counter[str]) -> Iterator[tuple[str, Labelled]]:
         """Yield the chats of at most `longest` tokens by the names of their rows, and count the others by reason."""
         for row_name, row in rows:
-            [messages] = row.values()
-            chat = self.encode(messages_of(row_name, messages), longest)
+            column = next(iter(row))
+            messages = messages_of(row_name, row[column])
+            chat = self.encode(messages, longest, row)
             if isinstance(chat, str):
                 counts[f"{chat} left out"] += 1
             else:
+                counts[MASKED] += sum(map(is_masked, messages))
                 yield row_name, chat
 
-    def encode(self, messages: list[Json], longest: int) -> Labelled | str:
-        """Return a chat of at most `longest` tokens, or the reason why the chat is left out."""
-        for message in messages:
-            content = str(message.get("content"))
-            if any(token in content for token in self.special):
-                return "chats with special tokens in a message"
+    def encode(self, messages: list[Json], longest: int, row: Json = NO_COLUMNS) -> Labelled | str:
+        """Return a chat of at most `longest` tokens, or the reason why the chat is left out. The other columns of its
+        `row` may be `system`, `tools` and `chat_template_kwargs`.
+        """
         try:
-            chat = self._encoded(messages)
-        except (TemplateError, TypeError, ValueError) as error:
+            chat = self._encoded(messages, row)
+        except Unusable as reason:
+            return f"chats {reason}"
+        except (TemplateError, TypeError, ValueError, LookupError, AttributeError) as error:
             return f"chats that the chat template refuses ({first_line(error)})"
         if len(chat.ids) > longest:
             return f"chats of over {longest:,} tokens"
         if not any(chat.loss_mask):
-            return "chats without a turn of the assistant"
+            return "chats without a turn of the assistant to learn"
         return chat
 
-    def _encoded(self, messages: list[Json]) -> Labelled:
-        text = self._rendered(messages)
+    def _encoded(self, messages: list[Json], row: Json) -> Labelled:
+        if any(map(row.get, MEDIA)):
+            raise Unusable("with images, videos or sound")
+        if row.get("system"):
+            messages = [{"role": "system", "content": row["system"]}, *messages]
+        written = json.dumps({"messages": messages, "tools": row.get("tools")}, ensure_ascii=False)
+        if any(token in written for token in self.special):
+            raise Unusable("with special tokens in a message")
+        given = json.loads(written, object_hook=_without_none)
+        messages = given["messages"]
+        tools = given.get("tools") or None
+        if isinstance(tools, str):
+            tools = json.loads(tools)
+        options = row.get("chat_template_kwargs") or {}
+        render = partial(self.tokenizer.apply_chat_template, tokenize=False, tools=tools, **options)
+        for message in messages:
+            _normalize(message)
+        text = render(messages)
+        for key in BESIDE_CONTENT.findall(written):
+            if key not in self.tokenizer.get_chat_template(tools=tools):
+                raise Unusable(f"with {key}, unknown to the chat template,")
+        if "{'" in text and "{'" not in written:
+            raise Unusable("with calls or tools that the chat template would write as Python text")
+        _check_turns(messages, render)
         turns = [(0, len(text))]
         if not self.train_on_all:
-            turns = list(self._turns(messages, text))
+            turns = list(_turns(messages, text, render))
+        elif any(map(is_masked, messages)):
+            raise Unusable("with turns that are not to be learned, under loss: all")
         encoded = self.tokenizer(text, add_special_tokens=False, return_offsets_mapping=True, verbose=False)
-        loss_mask = []
-        for start, _ in encoded["offset_mapping"]:
-            in_turn = any(first <= start < end for first, end in turns)
-            loss_mask.append(in_turn)
+        starts = [start for start, _ in encoded["offset_mapping"]]
+        loss_mask = [any(first <= start < end for first, end in turns) for start in starts]
         return Labelled(encoded["input_ids"], loss_mask)
 
-    def _rendered(self, messages: list[Json], prompt: bool = False) -> str:
-        return str(self.tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=prompt))
 
-    def _turns(self, messages: list[Json], text: str) -> Iterator[tuple[int, int]]:
-        """Yield the start and end of the assistant's turns in the rendered `text`. A turn is the text that follows the
-        prompt when the chat is rendered up to that turn.
-        """
-        for number, message in enumerate(messages):
-            if message["role"] != "assistant":
-                continue
-            until = self._rendered(messages[: number + 1])
-            before = until
-            for add_generation_prompt in (True, False):
-                prompt = self._rendered(messages[:number], add_generation_prompt)
-                if until.startswith(prompt) and text.startswith(prompt):
-                    before = prompt
-                    break
-            turn = until.removeprefix(before)
-            start = len(before)
-            # Some templates write more before the last turn than before others, as Qwen 3 an empty <think> block.
-            while turn and not text.startswith(turn, start):
-                turn = turn[1:]
-            if not turn:
-                raise TemplateError("earlier turns change with later ones")
-            yield start, start + len(turn)
+def _without_none(fields: Json) -> Json:
+    """Return the fields that are given: Arrow gives every message and tool the fields of all others."""
+    return {key: value for key, value in fields.items() if value is not None}
+
+
+def _normalize(message: Json) -> None:
+    """Give a message content that is a text, and calls with arguments that are none, as templates expect."""
+    content = message.get("content", "")
+    if isinstance(content, list):
+        kinds = {part["type"] for part in content} - {"text"}
+        if kinds:
+            raise Unusable(f"with parts of type {min(kinds)}")
+        content = "".join(part["text"] for part in content)
+    message["content"] = content
+    for call in message.get("tool_calls", ()):
+        function = call.get("function", call)
+        if isinstance(function["arguments"], str):
+            function["arguments"] = json.loads(function["arguments"])
+    is_empty = not content.strip() and not BESIDE_CONTENT.search(json.dumps(message))
+    if is_empty and message["role"] == "assistant" and not is_masked(message):
+        raise Unusable("with an empty turn of the assistant")
+
+
+def _check_turns(messages: list[Json], render: Render) -> None:
+    """Raise Unusable if the template leaves out the content of a turn."""
+    marked = [message | {"content": message["content"] and f"turn {n}."} for n, message in enumerate(messages)]
+    text = render(marked)
+    for message in marked:
+        if message["content"] not in text:
+            raise Unusable(f"with turns of the {message['role']}, unknown to the chat template,")
+
+
+def _turns(messages: list[Json], text: str, render: Render) -> Iterator[tuple[int, int]]:
+    """Yield the start and end of the assistant's turns in the rendered `text`. A turn is the text that follows the
+    prompt when the chat is rendered up to that turn.
+    """
+    for number, message in enumerate(messages):
+        if message["role"] != "assistant" or is_masked(message):
+            continue
+        until = render(messages[: number + 1])
+        before = until
+        for add_generation_prompt in (True, False):
+            prompt = render(messages[:number], add_generation_prompt=add_generation_prompt)
+            if until.startswith(prompt) and text.startswith(prompt):
+                before = prompt
+                break
+        turn = until.removeprefix(before)
+        start = len(before)
+        # Some templates write more before the last turn than before others, as Qwen 3 an empty <think> block.
+        while turn and not text.startswith(turn, start):
+            turn = turn[1:]
+        if not turn:
+            raise TemplateError("earlier turns change with later ones")
+        yield start, start + len(turn)

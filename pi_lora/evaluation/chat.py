@@ -11,7 +11,7 @@ from statistics import fmean
 import torch
 from torch.nn.functional import kl_div
 
-from pi_lora.data.chats import ChatTemplate
+from pi_lora.data.chats import MASKED, ChatTemplate
 from pi_lora.data.sources import find_table, format_counts
 from pi_lora.data.tokens import Labelled
 from pi_lora.errors import DataError
@@ -112,7 +112,7 @@ class Chats(Measurement[ChatOptions, ChatScores]):
             **header_of(model),
             options=options,
             chats=len(chats),
-            left_out=counts.total(),
+            left_out=counts.total() - counts[MASKED],
             tokens=sum(tokens),
             perplexity=math.exp(loss),
             divergence=fmean([chat.divergence for chat in per_chat], tokens) if options.base else None,

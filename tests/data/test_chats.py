@@ -6,6 +6,8 @@ from collections import Counter
 from pathlib import Path
 from typing import Any
 
+import pyarrow as pa
+import pyarrow.parquet as pq
 import pytest
 import torch
 from datasets import Dataset
@@ -16,9 +18,10 @@ from transformers import PreTrainedTokenizerFast
 from pi_lora.data.batches import collate, training_data
 from pi_lora.data.chats import NO_CHATS_WARNING, ChatTemplate, messages_of
 from pi_lora.data.examples import data_problems
+from pi_lora.data.sources import find_table
 from pi_lora.data.tokens import Labelled
 from pi_lora.errors import DataError
-from pi_lora.recipe.schema import Data, Training
+from pi_lora.recipe.schema import Data, Source, Training
 
 ROLES = ("system", "user", "assistant")
 TEMPLATES = Path(__file__).parent / "templates"
@@ -164,10 +167,10 @@ def test_labels_equal_a_plain_reference(name: str) -> None:
         ("chatml", question(1, words=400), "chats of over 100 tokens"),
         ("chatml", QUESTIONS[:1], "chats without a turn of the assistant"),
         ("chatml", [{"role": "user", "content": "<|im_end|>"}, QUESTIONS[1]], "special tokens in a message"),
-        ("chatml", [{"role": "user", "content": 3}, QUESTIONS[1]], r"refuses \(can only concatenate str"),
+        ("chatml", [{"role": "user", "content": 3}, QUESTIONS[1]], r"refuses \('int' object has no"),
         ("gemma", [SYSTEM, *QUESTIONS], r"refuses \(no turns of the system\)"),
         # This template puts the system message into the last turn of the user, if that is the last turn of all.
-        ("mistral", [SYSTEM, *QUESTIONS], "earlier turns change with later ones"),
+        ("mistral", [SYSTEM, *QUESTIONS], "with turns of the system, unknown to the chat template,"),
         ("chatml", [], "refuses"),
     ],
 )
@@ -179,9 +182,136 @@ def test_an_unusable_chat_is_left_out_with_the_reason(
     assert re.search(reason, left_out)
 
 
+TOOL = {"type": "function", "function": {"name": "tide", "parameters": {"type": "object", "properties": {}}}}
+CALL = {"type": "function", "function": {"name": "tide", "arguments": {"port": "P1"}}}
+KNOWS_TOOLS = (
+    "{% if tools %}{{ tools | tojson }}\n{% endif %}{% for m in messages %}[{{ m.role }}]{{ m.content }}"
+    "{% for c in m.tool_calls or [] %}<{{ (c.function or c).name }} {{ (c.function or c).arguments | tojson }}>"
+    "{% endfor %}[end]\n{% endfor %}{% if add_generation_prompt %}[assistant]{% endif %}"
+)
+CALLING = [
+    {"role": "user", "content": "Tide?"},
+    {"role": "assistant", "content": None, "tool_calls": [CALL]},
+    {"role": "tool", "name": "tide", "content": "5 feet"},
+    {"role": "assistant", "content": "It is 5."},
+]
+
+
+def learned(messages: list[Any], row: dict[str, Any], template: str = KNOWS_TOOLS) -> tuple[str, str]:
+    """The rendered chat and its learned part, each `|` before a turn; or the reason why the chat is left out."""
+    tokenizer = make_tokenizer(None)
+    tokenizer.chat_template = template
+    chat = ChatTemplate(tokenizer).encode(messages_of("x:1", messages), 1000, row)
+    if isinstance(chat, str):
+        return chat, ""
+    own = "".join(tokenizer.decode([i]) if mask else "|" for i, mask in zip(chat.ids, chat.loss_mask, strict=True))
+    return tokenizer.decode(chat.ids), re.sub(r"\|+", "|", own).strip("|")
+
+
+@pytest.mark.parametrize("tools", [[TOOL], json.dumps([TOOL])], ids=["list", "text"])
+@pytest.mark.parametrize(
+    "call",
+    [
+        CALL,
+        {"name": "tide", "arguments": {"port": "P1"}},
+        {"function": {"name": "tide", "arguments": '{"port": "P1"}'}},
+        # As Arrow gives a call beside one with another argument.
+        {"function": {"name": "tide", "arguments": {"port": "P1", "hour": None}}, "id": None},
+    ],
+    ids=["TRL", "flat", "OpenAI", "Arrow"],
+)
+def test_tools_and_calls_are_rendered_by_the_template(call: dict[str, Any], tools: Any) -> None:
+    messages = [CALLING[0], {**CALLING[1], "tool_calls": [call]}, *CALLING[2:]]
+    text, own = learned(messages, {"tools": tools})
+    assert text == json.dumps([TOOL]) + (
+        '\n[user]Tide?[end]\n[assistant]<tide {"port": "P1"}>[end]\n[tool]5 feet[end]\n[assistant]It is 5.[end]\n'
+    )
+    assert own == '<tide {"port": "P1"}>[end]\n|It is 5.[end]\n'
+
+
+@pytest.mark.parametrize("name", ["rows.jsonl", "rows.parquet"])
+def test_optional_columns_of_a_chat_reach_the_template(tmp_path: Path, name: str) -> None:
+    rows = [{"messages": CALLING, "tools": [TOOL], "n": 1}, {"messages": CALLING[:1] + CALLING[3:], "n": 2}]
+    file = tmp_path / name
+    if name == "rows.parquet":
+        pq.write_table(pa.Table.from_pylist(json.loads(json.dumps(rows).replace('"properties": {}', '"n": 1'))), file)
+    else:
+        file.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    tokenizer = make_tokenizer(None)
+    tokenizer.chat_template = KNOWS_TOOLS
+    counts = Counter[str]()
+    table = find_table(Source(name=str(file), column="messages"))
+    chats = ChatTemplate(tokenizer).chats(table.read(["messages"], None), 1000, counts)
+    first, second = (tokenizer.decode(chat.ids) for _, chat in chats)
+    assert not counts.total()
+    assert first.startswith('[{"')
+    assert '<tide {"port": "P1"}>' in first
+    assert second == "[user]Tide?[end]\n[assistant]It is 5.[end]\n"
+
+
+PLAIN = "{% for m in messages %}[{{ m.role }}]{{ m.content }}[end]{% endfor %}"
+TWO_ROLES = "{% for m in messages if m.role in ('user', 'assistant') %}[{{ m.role }}]{{ m.content }}[end]{% endfor %}"
+THINKS = {"role": "assistant", "reasoning_content": "2 + 2", "content": "4"}
+IMAGE = {"type": "image_url", "image_url": {"url": "lamp.png"}}
+
+
+@pytest.mark.parametrize(
+    ("messages", "row", "template", "reason"),
+    [
+        (CALLING, {}, PLAIN, "chats with tool_calls, unknown to the chat template,"),
+        (QUESTIONS, {"tools": [TOOL]}, PLAIN, "chats with tools, unknown to the chat template,"),
+        ([CALLING[0], *CALLING[2:]], {}, TWO_ROLES, "chats with turns of the tool, unknown to the chat template,"),
+        ([*QUESTIONS[:3], THINKS], {}, PLAIN, "chats with reasoning_content, unknown to the chat template,"),
+        (CALLING, {}, KNOWS_TOOLS.replace(" | tojson", ""), "chats with calls or tools that .* as Python text"),
+        ([*QUESTIONS[:3], {"role": "assistant", "content": None}], {}, PLAIN, "chats with an empty turn"),
+        ([*QUESTIONS[:3], {"role": "assistant", "content": " "}], {}, PLAIN, "chats with an empty turn"),
+        ([*QUESTIONS[:3], {"role": "assistant", "content": "", "tool_calls": []}], {}, PLAIN, "chats with an empty"),
+        ([*QUESTIONS[:3], {"from": "gpt", "value": None}], {}, PLAIN, "chats with an empty turn of the assistant"),
+        ([{"role": "user", "content": [IMAGE]}, QUESTIONS[1]], {}, PLAIN, "chats with parts of type image_url"),
+        (QUESTIONS, {"images": ["lamp.png"]}, PLAIN, "chats with images"),
+        (CALLING, {"tools": [{**TOOL, "name": "<|im_end|>"}]}, KNOWS_TOOLS, "chats with special tokens"),
+        ([QUESTIONS[0], {**QUESTIONS[1], "train": False}], {}, PLAIN, "chats without a turn of the assistant to learn"),
+    ],
+)
+def test_what_the_template_would_lose_is_left_out_with_the_reason(
+    messages: list[Any], row: dict[str, Any], template: str, reason: str
+) -> None:
+    assert re.match(reason, learned(messages, row, template)[0])
+
+
+def test_parts_of_text_are_joined(tmp_path: Path) -> None:
+    parts = [{"type": "text", "text": "Two "}, {"type": "text", "text": "parts.", "image": None}]
+    messages = [{"role": "user", "content": parts}, {"role": "assistant", "content": parts[1:]}]
+    text, own = learned(messages, {"system": "Be brief."})
+    assert text == "[system]Be brief.[end]\n[user]Two parts.[end]\n[assistant]parts.[end]\n"
+    assert own == "parts.[end]\n"
+
+
+@pytest.mark.parametrize(
+    "mark", [{"weight": 0}, {"weight": 0.0}, {"train": False}, {"training": False}, {"loss": False}]
+)
+def test_a_turn_that_is_marked_is_not_learned(mark: dict[str, Any]) -> None:
+    first = {"from": "gpt", "value": "It is 4.", **mark}
+    text, own = learned([QUESTIONS[0], first, *QUESTIONS[2:]], {})
+    assert "[assistant]It is 4.[end]" in text
+    assert own == "2 + 3 = 5[end]\n"
+    kept = {key: not value for key, value in mark.items()}
+    assert learned([QUESTIONS[0], {**first, **kept}], {})[1] == "It is 4.[end]\n"
+    tokenizer = make_tokenizer(None)
+    tokenizer.chat_template = KNOWS_TOOLS
+    under_all = ChatTemplate(tokenizer, train_on_all=True).encode([{**QUESTIONS[1], **mark}], 100)
+    assert under_all == "chats with turns that are not to be learned, under loss: all"
+
+
+def test_options_of_the_template_are_those_of_the_row() -> None:
+    template = KNOWS_TOOLS.replace("[end]", "[{{ end or 'end' }}]")
+    assert learned(QUESTIONS[2:], {"chat_template_kwargs": {"end": "stop"}}, template)[1] == "2 + 3 = 5[stop]\n"
+
+
 def test_sharegpt_turns_become_messages() -> None:
     theirs = [{"from": {"user": "human", "assistant": "gpt"}.get(role, role), "value": role} for role in ROLES]
-    assert messages_of("x:1", theirs) == [{"role": role, "content": role} for role in ROLES]
+    messages = messages_of("x:1", theirs)
+    assert [(message["role"], message["content"]) for message in messages] == [(role, role) for role in ROLES]
     with pytest.raises(DataError, match=r"^x:1: holds a message without role and content; write \{role"):
         messages_of("x:1", [{"text": "a"}])
 
