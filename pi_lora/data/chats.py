@@ -162,7 +162,7 @@ def _normalize(message: Json) -> None:
         function = call.get("function", call)
         if isinstance(function["arguments"], str):
             function["arguments"] = json.loads(function["arguments"])
-    is_empty = not content.strip() and not BESIDE_CONTENT.search(json.dumps(message))
+    is_empty = not content.strip() and not message.get("tool_calls")
     if is_empty and message["role"] == "assistant" and not is_masked(message):
         raise Unusable("with an empty turn of the assistant")
 

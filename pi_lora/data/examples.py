@@ -58,6 +58,8 @@ class Task:
         prompt_columns = [column for _, column in self.pieces if column is not None]
         self.prompt_columns = list(dict.fromkeys(prompt_columns))
         self.columns = list(dict.fromkeys([*self.prompt_columns, self.completion]))
+        # Rows with one document are held out together.
+        self.decisive_columns = [data.document] if data.document else self.prompt_columns
         wanted = data.document or "column"
         if not self.prompt_columns or data.document not in (None, *self.prompt_columns):
             raise DataError(f"data.template: names no {{{wanted}}}; write {{{wanted}}} where the text of a row goes")
@@ -212,10 +214,10 @@ def data_problems(data: Data, ask_hub: bool = False) -> list[str]:
             if not HF_HUB_OFFLINE:
                 source = source.changed(streaming=True)
             table = find_table(source)
-            if columns:
-                next(table.read(columns, None), None)
-            elif source.has_chats:
-                next(table.read([source.column], None), None)
+            if columns or source.has_chats:
+                rows = table.read(columns or [source.column], None)
+                if next(rows, None) is None:
+                    raise DataError(f"{source.name}: holds no rows; name a source with rows")
             else:
                 next(table.documents(), None)
         except DataError as problem:

@@ -234,7 +234,7 @@ class Stream:
 
     def _examples(self) -> Iterator[list[Labelled]]:
         prompter = Prompter(self.data, self.tokenizer, self.length)
-        rows = self.table.read(prompter.task.columns, None)
+        rows = self.table.examples(prompter.task.columns, prompter.task.decisive_columns)
         for _, _, prompt, completion in prompter.examples(rows, self.counts):
             document_is_cut = prompt.kept < prompt.document_tokens
             completion_is_cut = len(completion) > self.data.completion_tokens

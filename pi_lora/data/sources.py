@@ -72,6 +72,14 @@ class Table:
         if empty:
             raise DataError(f"{self.source.name}: holds no text; name a source with text, or change its hold_out")
 
+    def examples(self, columns: Sequence[str], decisive: Sequence[str], held_out: bool = False) -> Iterator[NamedJson]:
+        """Yield the `columns` of the rows that train, or that are `held_out` by a digest of the `decisive` columns."""
+        share = self.source.hold_out
+        for row_name, row in self.read(columns, None):
+            text = "\n".join(row[column] for column in decisive)
+            if share is None or (hash_to_unit(text) < share) == held_out:
+                yield row_name, row
+
     def _part(self, name: str, text: str, held_out: bool) -> str:
         """Return the part of a text that trains or is `held_out`. A single text is cut, and the end is held out. Of
         several files at least one is held out, chosen by name. Rows are held out by a digest of the text. So the split
@@ -278,7 +286,7 @@ def share_to_hold_out(source: Source, target: int) -> float:
     if not documents:
         first_rows = itertools.islice(table.read([source.column], None), 500)
         documents = sum(1 for _ in first_rows)
-    four_windows = 16 * target / table.size
+    four_windows = 16 * target / max(1, table.size)
     ten_documents = 10 / documents if documents > 1 else 0
     share = max(0.02, four_windows, ten_documents)
     return round(min(0.2, share), 2)

@@ -74,14 +74,15 @@ class Chats(Measurement[ChatOptions, ChatScores]):
     scores = ChatScores
 
     def prepare(self, options: ChatOptions, models: Sequence[ModelSource]) -> ChatOptions:
-        """Fill in the shortest window of the models and the base."""
-        if options.window:
-            return options
+        """Fill in the shortest window of the models and the base. Raise DataError if the base has other tokens."""
         windows = [model.window for model in models]
         if options.base:
             base = resolve_model(options.base, permissions=models[0].permissions)
             windows.append(base.window)
-        return options.changed(window=min(windows))
+            for model in models:
+                if vocabulary_of(model) != vocabulary_of(base):
+                    raise DataError(f"--base: {base.name}: has another vocabulary than {model.name}; name its own base")
+        return options.changed(window=options.window or min(windows))
 
     def measure(self, model: LoadedModel, options: ChatOptions, session: Session) -> ChatScores:
         """Measure a model, with the base in memory too. Raise DataError if the data cannot be read, or no chat fits."""
@@ -152,6 +153,11 @@ class Chats(Measurement[ChatOptions, ChatScores]):
             hub_name="equal answers",
         )
         return [perplexity, divergence, equal_answers]
+
+
+def vocabulary_of(model: ModelSource) -> tuple[Json, int]:
+    """Return the tokens of a model and the number of its logits."""
+    return model.tokenizer.get_vocab(), model.config["vocab_size"]
 
 
 @torch.no_grad()

@@ -9,6 +9,7 @@ from statistics import fmean
 
 from pydantic import Field
 
+from pi_lora.data.documents import looks_local
 from pi_lora.data.examples import EMPTY, NO_EXAMPLE, TOO_LONG, Prompter
 from pi_lora.data.sources import SCROLLS, find_table, format_counts
 from pi_lora.errors import DataError
@@ -24,6 +25,7 @@ from pi_lora.types import Json
 SOURCE: Json = {"name": SCROLLS, "subset": "gov_report"}
 GOVREPORT = Data.model_validate({"source": SOURCE, "document": "input", "summary": "output"})
 PROMPT_KEYS = {"document", "summary", "template", "completion", "document_tokens", "special_tokens"}
+SOURCE_KEYS = {"subset", "split", "revision", "hold_out"}
 ROUGES = ("rouge1", "rouge2", "rougeL")
 
 
@@ -49,8 +51,16 @@ class Summarization(Measurement[SummarizationOptions, SummarizationScores]):
     scores = SummarizationScores
 
     def prepare(self, options: SummarizationOptions, models: Sequence[ModelSource]) -> SummarizationOptions:
-        """Fill in the rows, by default those that the first model was tuned on, or GovReport."""
-        completed, _ = complete(options, models[0])
+        """Fill in the rows, by default those held out from the tuning of the first model, or GovReport. Raise DataError
+        if all of them trained.
+        """
+        completed, data = complete(options, models[0])
+        [source] = data.source
+        if options.data is None and looks_local(source.name) and not source.hold_out:
+            raise DataError(
+                f"{models[0].name}: was tuned on all rows of {source.name}; name others with --data, "
+                "or tune with data.source.hold_out"
+            )
         return completed
 
     def check(self, options: SummarizationOptions) -> None:
@@ -65,7 +75,7 @@ class Summarization(Measurement[SummarizationOptions, SummarizationScores]):
         prompter = Prompter(data, model.tokenizer, model.window)
         table = find_table(data.source[0])
         counts = Counter[str]()
-        rows = table.read(prompter.task.columns, None)
+        rows = table.examples(prompter.task.columns, prompter.task.decisive_columns, held_out=True)
         examples = list(prompter.examples(rows, counts, options.limit))
         if not examples:
             raise DataError(f"{data.source[0].name}: {NO_EXAMPLE}")
@@ -122,7 +132,8 @@ def complete(options: SummarizationOptions, model: ModelSource) -> tuple[Summari
     measured on the same rows and prompts.
 
     Options that are not set are those that a run was tuned with, or those for GovReport. The default split of a hub
-    data set is `validation`. Raise RecipeError if keys conflict.
+    data set is `validation`, or `test` for a run tuned on that, or the split of which a part is held out. Raise
+    RecipeError if keys conflict.
     """
     default_data = model.recipe.data if model.recipe and model.recipe.data.has_examples else GOVREPORT
     defaults = {
@@ -130,16 +141,21 @@ def complete(options: SummarizationOptions, model: ModelSource) -> tuple[Summari
         "max_new_tokens": default_data.completion_tokens,
         "split": "validation",
     }
-    if options.data is None:
-        source = default_data.source[0]
-        defaults |= {"data": source.name, "subset": source.subset}
+    tuned_on = [source for source in default_data.source if options.data in (None, source.name)]
+    if tuned_on:
+        source = max(tuned_on, key=lambda source: source.hold_out or 0)
+        defaults |= {"data": source.name, "subset": source.subset, "revision": source.revision}
+        if source.split == "validation":
+            defaults["split"] = "test"
+        if source.hold_out and options.split in (None, source.split):
+            defaults |= {"split": source.split, "hold_out": source.hold_out}
     if options.template:
         defaults |= {"document": None, "summary": None}
     requested = options.model_dump(exclude_defaults=True)
     completed = options.changed(**{**defaults, **requested})
     data = GOVREPORT.changed(
         **completed.model_dump(include=PROMPT_KEYS),
-        source={"name": completed.data, "subset": completed.subset, "split": completed.split},
+        source={"name": completed.data, **completed.model_dump(include=SOURCE_KEYS, exclude_none=True)},
         completion_tokens=completed.max_new_tokens,
     )
     return completed, data

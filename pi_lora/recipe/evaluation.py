@@ -158,7 +158,11 @@ class SummarizationOptions(Sampling):
     subset: str | None = None
     """Subset of a hub data set that has several."""
     split: str | None = None
-    """Split of a hub data set. By default validation."""
+    """Split of a hub data set. By default validation, or that of the tuning if `hold_out` is set."""
+    revision: str | None = None
+    """Branch, tag or commit of a hub data set. By default that of the tuning."""
+    hold_out: float | None = Field(None, gt=0, lt=1)
+    """Measure only the share of the examples that a data source with the same `hold_out` keeps out of training."""
     document: str | None = None
     """Column of the document to summarize."""
     summary: str | None = None

@@ -107,7 +107,7 @@ class Source(Section):
     weight: PositiveFloat = 1.0
     """Share of the training sequences, relative to the other sources."""
     column: str = "text"
-    """Column of text in a hub data set, .jsonl, .parquet or .csv; or `messages` or `conversations` for chats."""
+    """Column of text in a hub data set or in a file of rows; or `messages` or `conversations` for chats."""
     subset: str | None = None
     """Subset of a hub data set that has several (`datasets` calls it `name`)."""
     split: str = "train"
@@ -117,7 +117,7 @@ class Source(Section):
     streaming: bool = False
     """Stream a hub data set instead of downloading it completely."""
     hold_out: float | None = Field(None, gt=0, lt=1)
-    """Share of the documents, or of a single text, kept out of training for `evaluation.perplexity`."""
+    """Share of the documents or examples, or of a single text, kept out of training to measure on."""
 
     @property
     def has_chats(self) -> bool:
@@ -194,8 +194,8 @@ class Data(Section):
             yield f"{', '.join(given)}: examples have {kinds}; give one of the two"
         if self.has_examples and self.positions == "pose":
             yield "positions: pose: is for packed text; examples need contiguous"
-        if any(source.hold_out and (self.has_examples or source.has_chats) for source in self.source):
-            yield "source: hold_out is for text; hold examples and chats out in a file of their own"
+        if any(source.hold_out and source.has_chats for source in self.source):
+            yield "source: hold_out is for text and examples; hold chats out in a file of their own"
         if self.keep_short and not self.has_chats:
             yield "keep_short: takes its sequences from chats; add a source with column: messages"
         if self.has_examples and any(source.weight != 1.0 for source in self.source):
@@ -353,11 +353,12 @@ class Recipe(Section):
             yield from self._context_parallel_conflicts()
         if self.context.theta is not None and self.scaling != "theta":
             yield f"context.theta: has no effect under scaling: {self.scaling}; use theta, or leave it out"
-        measured = self.evaluation.perplexity
-        if measured and any(
-            source.name == measured.data and source.hold_out != measured.hold_out for source in self.data.source
-        ):
-            yield "evaluation.perplexity.hold_out: data.source has another of the same text; make them equal"
+        for name in ("perplexity", "summarization"):
+            measured = getattr(self.evaluation, name)
+            if measured and any(
+                source.name == measured.data and source.hold_out != measured.hold_out for source in self.data.source
+            ):
+                yield f"evaluation.{name}.hold_out: data.source has another of the same text; make them equal"
         if self.scaling == "keep" and self.data.positions == "pose" and self.data.sequence_tokens is None:
             yield "data.positions: pose: with scaling: keep name the tokens of a sequence, sequence_tokens"
 

@@ -2,6 +2,7 @@
 
 import csv
 import json
+import re
 import zipfile
 from pathlib import Path
 from typing import Any
@@ -15,7 +16,7 @@ from hypothesis import strategies as st
 from pi_lora.data import sources
 from pi_lora.data.batches import training_data
 from pi_lora.data.examples import SUMMARIZE, Prompter, Task, data_problems
-from pi_lora.data.sources import find_table
+from pi_lora.data.sources import find_table, share_to_hold_out
 from pi_lora.errors import DataError
 from pi_lora.models.resolve import resolve_model
 from pi_lora.models.tokenizer import load_tokenizer
@@ -133,6 +134,35 @@ def test_truncated_and_skipped_rows_are_counted(tmp_path: Path, tokenizer: Any) 
     keys = {"template": "Say {text}:", "completion": "gist", "document": None, "summary": None, "completion_tokens": 8}
     found = training_data(data_of(file, **keys), training, tokenizer, 64, 90)
     assert found.messages[1:] == ["empty rows left out: 2", "rows too long for the window left out: 1"]
+
+
+@pytest.mark.parametrize("document", ["text", None])
+def test_rows_are_held_out_by_their_prompt_and_a_document_with_all_its_rows(
+    tmp_path: Path, tokenizer: Any, document: str | None
+) -> None:
+    rows = [{"q": f"question {n % 3}", "text": f"text {n // 3}", "a": f"{n}"} for n in range(300)]
+    file = write(tmp_path / "rows.jsonl", rows)
+    source = Source(name=str(file), hold_out=0.2)
+    data = Data(source=[source], template="{q} {text}", completion="a", document=document)
+    prompter = Prompter(data, tokenizer, 200)
+    table, task = find_table(source), prompter.task
+    trained, measured = (
+        [row for _, row in table.examples(task.columns, task.decisive_columns, held_out)] for held_out in (False, True)
+    )
+    assert sorted(int(row["a"]) for row in trained + measured) == list(range(300))
+    assert 30 <= len(measured) <= 90
+    texts_of_both = {row["text"] for row in trained} & {row["text"] for row in measured}
+    assert bool(texts_of_both) == (document is None)
+
+
+@pytest.mark.parametrize("column", ["text", "messages"])
+def test_a_source_without_rows_is_a_problem_before_training(tmp_path: Path, column: str) -> None:
+    (tmp_path / "rows.jsonl").write_text("\n")
+    (tmp_path / "rows.txt").write_text("")
+    [problem] = data_problems(Data.model_validate({"source": {"name": str(tmp_path / "rows.jsonl"), "column": column}}))
+    assert re.search("rows.jsonl: holds no (rows|text)", problem)
+    assert "holds no rows" in data_problems(data_of(tmp_path / "rows.jsonl"))[0]
+    assert share_to_hold_out(Source(name=str(tmp_path / "rows.txt")), 512) == 0.2
 
 
 def test_a_text_file_has_no_other_columns(tmp_path: Path) -> None:

@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 from conftest import run_captured
+from transformers import AutoTokenizer
 
 from pi_lora.api import load
 from pi_lora.evaluation import forward
@@ -163,3 +164,33 @@ def test_a_model_under_autocast_is_compared_with_its_base(here: Path) -> None:
     plain = measured(model, base="base").divergence
     autocast = replace(model, autocast=True)  # in name alone: the numbers stay
     assert measured(autocast, base="base").divergence == plain
+
+
+@pytest.mark.parametrize("other", ["tokens", "logits"])
+def test_a_base_with_another_vocabulary_is_refused_before_anything_is_measured(
+    here: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, other: str
+) -> None:
+    shutil.copytree(here / "base", here / "other")
+    if other == "tokens":
+        tokenizer = AutoTokenizer.from_pretrained(here / "other")
+        tokenizer.add_tokens(["<pause>"])
+        tokenizer.save_pretrained(here / "other")
+    else:
+        config = json.loads((here / "other" / "config.json").read_text())
+        config["vocab_size"] += 64
+        (here / "other" / "config.json").write_text(json.dumps(config))
+    arguments = ["eval", "chat", "run", "--data", "chats.jsonl", "--base", "other"]
+    status, out, err = run_captured(capsys, monkeypatch, *arguments)
+    assert (status, out) == (2, "")
+    assert "--base: other: has another vocabulary than run; name its own base" in err
+
+
+def test_turns_that_are_not_learned_are_not_measured(here: Path) -> None:
+    rows = [chat(TURNS[2]), chat(TURNS[1])]
+    rows[0]["messages"][1]["weight"] = 0
+    (here / "chats.jsonl").write_text("".join(f"{json.dumps(row)}\n" for row in rows))
+    model = load("base")
+    scores = measured(model)
+    answer = model.tokenizer("4 5 6</s>", add_special_tokens=False)["input_ids"]
+    assert scores.per_chat[0].tokens == len(answer)
+    assert (scores.chats, scores.left_out) == (2, 0)

@@ -12,7 +12,9 @@ from conftest import run_captured, small_recipe, train
 from rouge_score.rouge_scorer import RougeScorer
 
 from pi_lora.api import load
-from pi_lora.errors import Interrupted
+from pi_lora.data.batches import training_data
+from pi_lora.data.sources import hash_to_unit
+from pi_lora.errors import DataError, Interrupted
 from pi_lora.evaluation.generation import generate
 from pi_lora.evaluation.measurement import Session
 from pi_lora.evaluation.summarization import Summarization, complete
@@ -24,15 +26,26 @@ REPORTS = Path(__file__).parents[1] / "data" / "texts" / "gao_reports.jsonl"
 COLUMNS = {"document": "report", "summary": "summary"}
 
 
+def reports(held_out: bool) -> list[dict[str, str]]:
+    """The reports that `recipe_of` holds out, or trains on."""
+    rows = [json.loads(line) for line in REPORTS.read_text().splitlines()]
+    return [row for row in rows if (hash_to_unit(row["report"]) < 0.3) == held_out]
+
+
 def recipe_of(base: Path, source: Path) -> Recipe:
-    """Three steps round the reports, from an extended run."""
+    """Two steps round the reports, from an extended run."""
     return small_recipe(
         base,
         context={"target": 512},
         scaling="keep",
-        data={"source": str(source), **COLUMNS, "document_tokens": 100, "completion_tokens": 40},
+        data={
+            "source": {"name": str(source), "hold_out": 0.3},
+            **COLUMNS,
+            "document_tokens": 100,
+            "completion_tokens": 40,
+        },
         training={
-            "steps": 3,
+            "steps": 2,
             "learning_rate": 1e-3,
             "global_batch_size": 8,
             "per_device_batch_size": 4,
@@ -62,13 +75,9 @@ def test_an_interrupted_summarization_resumes_to_the_same_rouge(
 ) -> None:
     monkeypatch.setenv("PI_LORA_CACHE", str(tmp_path / "cache"))
     loaded = load(str(tuned))
-    asked, _ = complete(SummarizationOptions(), loaded.source)
-    assert (asked.data, asked.document, asked.max_new_tokens, asked.document_tokens) == (
-        str(REPORTS),
-        "report",
-        40,
-        100,
-    )
+    asked = Summarization().prepare(SummarizationOptions(), [loaded.source])
+    assert (asked.data, asked.document, asked.max_new_tokens) == (str(REPORTS), "report", 40)
+    assert (asked.document_tokens, asked.hold_out) == (100, 0.3)
     examples, texts = 6, list[str]()
 
     def recorded(*arguments: Any) -> list[str]:
@@ -98,7 +107,7 @@ def test_an_interrupted_summarization_resumes_to_the_same_rouge(
     assert scores.examples == examples
     assert (scores.window, scores.scale, scores.documents_cut) == (512, 2.0, examples)
     assert scores.left_out == {"empty": 0, "too_long": 0}
-    references = [json.loads(line)["summary"] for line in REPORTS.read_text().splitlines()]
+    references = [row["summary"] for row in reports(held_out=True)]
     scorer = RougeScorer(["rouge1", "rouge2", "rougeL"], use_stemmer=True)
     own = [scorer.score(reference, text) for reference, text in zip(references, texts[:examples], strict=False)]
     for name, metric in zip(("rouge1", "rouge2", "rougeL"), Summarization().metrics(scores), strict=True):
@@ -123,6 +132,38 @@ def test_sampling_is_seeded_and_a_greedy_batch_equals_single_prompts(tuned: Path
         assert text == loaded.tokenizer.decode(expected, skip_special_tokens=True).strip()
 
 
+def test_reports_that_are_measured_have_not_trained(tuned: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    loaded = load(str(tuned))
+    recipe = loaded.source.recipe
+    assert recipe
+    tokenizer = loaded.tokenizer
+    made = training_data(recipe.data, recipe.training, tokenizer, 256, 512)
+    trained = [tokenizer.decode(row["input_ids"]) for row in made.rows]
+    assert len(trained) == len(reports(held_out=False))
+    prompts = []
+
+    def recorded(_: Any, batch: list[list[int]], __: Any) -> list[str]:
+        prompts.extend(tokenizer.decode(ids) for ids in batch)
+        return [""] * len(batch)
+
+    monkeypatch.setattr("pi_lora.evaluation.summarization.generate", recorded)
+    # By default, and where the user names the same file.
+    for options in (SummarizationOptions(), SummarizationOptions(data=str(REPORTS))):
+        prompts.clear()
+        Summarization().run(loaded, options, Session())
+        assert len(prompts) == len(reports(held_out=True))
+        assert not [text for text in trained if text.startswith(tuple(prompts))]
+
+
+def test_a_run_tuned_on_all_rows_of_a_file_asks_for_others(extended: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    recipe = small_recipe(extended, scaling="keep", data={"source": str(REPORTS), **COLUMNS})
+    monkeypatch.setattr("pi_lora.run.Run.recipe", recipe)
+    source = resolve_model(str(extended))
+    with pytest.raises(DataError, match=r"was tuned on all rows of .*gao_reports\.jsonl; name others with --data"):
+        Summarization().prepare(SummarizationOptions(), [source])
+    assert Summarization().prepare(SummarizationOptions(data="others.jsonl"), [source]).document == "report"
+
+
 def test_a_run_without_a_task_is_measured_on_govreport(extended: Path) -> None:
     asked, data = complete(SummarizationOptions(), resolve_model(str(extended)))
     assert (asked.data, asked.subset, asked.split) == ("tau/scrolls", "gov_report", "validation")
@@ -141,6 +182,31 @@ def test_a_hub_data_set_is_measured_on_its_validation_split(extended: Path, monk
     asked, _ = complete(SummarizationOptions(), resolve_model(str(extended)))
     assert (asked.data, asked.split, asked.document) == ("me/reports", "validation", "report")
     assert complete(SummarizationOptions(split="test"), resolve_model(str(extended)))[0].split == "test"
+
+
+@pytest.mark.parametrize(
+    ("source", "asked", "split", "hold_out"),
+    [
+        ({"split": "train", "hold_out": 0.1}, {}, "train", 0.1),
+        ({"split": "train", "hold_out": 0.1}, {"split": "test"}, "test", None),
+        ({"split": "train", "hold_out": 0.1}, {"data": "me/reports"}, "train", 0.1),
+        ({"split": "validation"}, {}, "test", None),
+    ],
+)
+def test_of_a_hub_data_set_the_rows_that_trained_are_not_measured(
+    extended: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    source: dict[str, Any],
+    asked: dict[str, str],
+    split: str,
+    hold_out: float | None,
+) -> None:
+    data = {"source": {"name": "me/reports", "revision": "v1", **source}, **COLUMNS}
+    monkeypatch.setattr("pi_lora.run.Run.recipe", small_recipe(extended, scaling="keep", data=data))
+    options, measured = complete(SummarizationOptions.model_validate(asked), resolve_model(str(extended)))
+    [read] = measured.source
+    assert (read.name, read.split, read.hold_out, read.revision) == ("me/reports", split, hold_out, "v1")
+    assert complete(options, resolve_model("builtin:tiny")) == (options, measured)
 
 
 def test_eval_summarization_and_summarize_print_and_write_summaries(

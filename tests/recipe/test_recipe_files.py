@@ -200,6 +200,10 @@ def test_dump_then_load_is_the_same_recipe(
             "evaluation.perplexity.hold_out: data.source has another of the same text",
         ),
         (
+            ["data.source={name: books, hold_out: 0.1}", "evaluation.summarization={data: books, hold_out: 0.2}"],
+            "evaluation.summarization.hold_out: data.source has another of the same text",
+        ),
+        (
             ["data.positions=pose", "data.sequence_tokens=1025"],
             "data.sequence_tokens: 1025 is more than context.target",
         ),
