@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from pi_lora.errors import DataError, first_line
+from pi_lora.recipe.schema import CHAT_COLUMNS
 from pi_lora.types import Json
 
 PARQUET = ".parquet"
@@ -123,8 +124,8 @@ def _rows(file: File, columns: Sequence[str]) -> Iterator[Any]:
         import pyarrow.parquet  # takes a second, and journals import this file
 
         with pyarrow.parquet.ParquetFile(file) as table:
-            # If a column is missing, all columns are read, so that a message can name them.
-            has_columns = set(columns) <= set(table.schema_arrow.names)
+            # All columns are read of chats, and if one is missing, so that a message can name them.
+            has_columns = set(columns) <= set(table.schema_arrow.names).difference(CHAT_COLUMNS)
             columns_read = list(columns) if has_columns else None
             for batch in table.iter_batches(256, columns=columns_read):
                 yield from batch.to_pylist()

@@ -110,7 +110,9 @@ def hash_to_unit(text: str) -> float:
 
 
 def texts(rows: Iterable[NamedJson], columns: Sequence[str]) -> Iterator[NamedJson]:
-    """Yield the `columns` of rows, texts or chats; None becomes an empty value. Raise DataError if a row lacks one."""
+    """Yield the `columns` of rows, texts or chats; None becomes an empty value. The other columns of a chat follow it.
+    Raise DataError if a row lacks one of the `columns`.
+    """
     for row_name, row in rows:
         values = {}
         for column in columns:
@@ -122,6 +124,8 @@ def texts(rows: Iterable[NamedJson], columns: Sequence[str]) -> Iterator[NamedJs
                     f"{' or '.join(CHAT_COLUMNS)}, from its columns: {', '.join(row)}"
                 )
             values[column] = row[column] or kind()
+        if columns[0] in CHAT_COLUMNS:
+            values = values | row | values
         yield row_name, values
 
 

@@ -13,6 +13,7 @@ from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_
 from transformers import GenerationConfig, set_seed
 
 from pi_lora.data.batches import TrainingData, training_data
+from pi_lora.data.documents import looks_local
 from pi_lora.data.tokens import tokenizer_identity
 from pi_lora.distributed import (
     all_gather_objects,
@@ -311,6 +312,8 @@ def closing_lines(recipe: Recipe, run: Run) -> list[str]:
     command = ["pi-lora", "eval", "all", str(run.path)]
     if recipe.data.has_examples:
         command = ["pi-lora", "eval", "summarization", str(run.path)]
+        if all(looks_local(source.name) and not source.hold_out for source in recipe.data.source):
+            command += ["--data", "HELD_OUT_ROWS"]
     elif not requested_measurements(recipe.evaluation):
         command = ["pi-lora", "eval", "perplexity", str(run.path), "--data", "HELD_OUT_TEXT"]
     return [

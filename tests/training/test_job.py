@@ -13,8 +13,10 @@ from safetensors.torch import load_file
 
 from pi_lora.api import load
 from pi_lora.recipe.files import load_recipe
+from pi_lora.run import Run
 from pi_lora.scaling.config import scale_of, window_of
 from pi_lora.training.callbacks import LIBRARY_LOG, redirect_library_logs
+from pi_lora.training.job import closing_lines
 
 
 def weights(run: Path) -> dict[str, torch.Tensor]:
@@ -54,6 +56,22 @@ def test_the_log_has_one_line_for_each_step(lora_run: Path) -> None:
     assert [line["tokens"] for line in log] == [256, 512, 768, 1024]
     assert [line["learning_rate"] for line in log] == pytest.approx([1e-3, 5.5e-3, 1e-2, 1e-2])
     assert all(line["loss"] > 0 and line["tokens_per_second"] > 0 and line["peak_memory"] > 1e8 for line in log)
+
+
+@pytest.mark.parametrize(
+    ("source", "asked_for"),
+    [
+        ({"name": "rows.jsonl"}, " --data HELD_OUT_ROWS"),
+        ({"name": "rows.jsonl", "hold_out": 0.1}, ""),
+        ({"name": "you/rows"}, ""),
+    ],
+)
+def test_summaries_are_asked_for_of_rows_that_did_not_train(
+    lora_run: Path, small_model: Path, source: dict[str, object], asked_for: str
+) -> None:
+    recipe = small_recipe(small_model, data={"source": source, "document": "text", "summary": "gist"})
+    *_, command = closing_lines(recipe, Run(lora_run))
+    assert command == f"measure it with pi-lora eval summarization {lora_run}{asked_for}"
 
 
 def test_a_run_of_full_tuning_loads_as_a_model(full_run: Path, small_model: Path) -> None:
