@@ -1,6 +1,7 @@
 """Several processes: the same training as one, and what accelerate is asked for."""
 
 import json
+import logging
 import os
 import random
 import re
@@ -14,17 +15,22 @@ from pathlib import Path
 import psutil
 import pytest
 from accelerate.commands.launch import launch_command_parser
-from conftest import small_recipe, train
+from conftest import run_captured, small_recipe, train
 from processes import without_progress
+from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, ProcessFailure
 
 from pi_lora.distributed import (
+    FAILED_ENV,
+    STOP_SIGNALS,
     check_launched,
     is_launched,
     is_main_process,
+    is_to_report,
+    launch,
     launch_arguments,
     world_size,
 )
-from pi_lora.errors import RecipeError
+from pi_lora.errors import Diverged, Interrupted, RecipeError
 from pi_lora.recipe.evaluation import Evaluation
 from pi_lora.recipe.files import dump_recipe
 from pi_lora.recipe.schema import Recipe
@@ -232,3 +238,66 @@ def test_a_mistake_reported_by_workers_is_one_line(python: str, folder: Path) ->
     assert process.returncode == 2
     assert errors.count("\n") == 1, errors
     assert re.search(r"the loss of step \d+ became infinite or NaN at a rate of 1e\+12", errors), errors
+
+
+def test_the_first_launched_process_that_fails_reports_it_and_no_other(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The launcher ends the others, or they lose their connection: their errors only follow from the first."""
+    monkeypatch.setenv(FAILED_ENV, str(tmp_path / "failed"))
+    for name, value in {"WORLD_SIZE": "2", "RANK": "1", "LOCAL_RANK": "1"}.items():
+        monkeypatch.setenv(name, value)
+    status, _, errors = run_captured(capsys, monkeypatch, "train", "nowhere.yaml")
+    assert (status, errors) == (2, "nowhere.yaml: no such recipe; pi-lora recipes lists what is there\n")
+    assert run_captured(capsys, monkeypatch, "train", "nowhere.yaml") == (0, "", "")
+
+
+@pytest.mark.parametrize("error", [Interrupted("a signal"), Diverged("NaN")])
+def test_an_error_of_all_processes_is_reported_by_the_first_of_each_machine(
+    error: Exception, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv(FAILED_ENV, str(tmp_path / "failed"))
+    reports = []
+    for local_rank in ("1", "0", "0"):
+        monkeypatch.setenv("LOCAL_RANK", local_rank)
+        reports.append(is_to_report(error))
+    assert reports == [False, True, True]
+
+
+@pytest.mark.parametrize(
+    ("exit_codes", "status", "line"),
+    [
+        ({0: 1, 1: -9}, 1, "process 1: ended by SIGKILL; go on with --resume"),
+        ({0: -15, 1: 1, 2: -11}, 1, "process 2: ended by SIGSEGV; go on with --resume"),
+        ({0: -15, 1: -15}, 1, "process 0: ended by SIGTERM; go on with --resume"),
+        ({0: -15, 1: 2}, 2, ""),
+        ({0: 3, 1: -15}, 3, ""),
+        (None, 0, ""),
+    ],
+)
+def test_a_launch_ends_as_the_process_that_failed_first(
+    exit_codes: dict[int, int] | None,
+    status: int,
+    line: str,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """One that was killed makes others fail, and the launcher ends the rest by SIGTERM. Afterwards Ctrl-C, the log and
+    the environment of this process are its own again.
+    """
+    failed = []
+
+    def launch_command(arguments: object) -> None:
+        failed.append(os.environ[FAILED_ENV])
+        if exit_codes:
+            failures = {rank: ProcessFailure(rank, 1, code, "") for rank, code in exit_codes.items()}
+            raise ChildFailedError("pi_lora", failures)
+
+    monkeypatch.setattr("accelerate.commands.launch.launch_command", launch_command)
+    monkeypatch.setattr(logging.root.manager, "disable", 0)  # restored after the test
+    handlers = [signal.getsignal(number) for number in STOP_SIGNALS]
+    assert launch(launch_arguments(recipe_for("m", {"cpu_processes": 4}), ["train", "r.yaml"])) == status
+    assert capsys.readouterr().err == (f"{line}\n" if line else "")
+    assert [signal.getsignal(number) for number in STOP_SIGNALS] == handlers
+    assert FAILED_ENV not in os.environ
+    assert not Path(failed[0]).parent.exists()

@@ -1,15 +1,19 @@
+import importlib.util
 import json
 import shutil
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import architectures
 import pytest
 import torch
 from conftest import small_recipe
+from huggingface_hub.errors import NotASafetensorsRepoError
+from random_runs import put_on_hub
 
-from pi_lora import api
+from pi_lora import api, preflight
 from pi_lora.errors import ModelError, PiLoraError, RecipeError, RunExistsError
 from pi_lora.preflight import check, check_data
 
@@ -159,3 +163,92 @@ def test_an_output_where_no_folder_can_be_made_is_refused_first(small_model: Pat
         api.merge(lora_run, "/proc/nope")
     with refused:
         api.extend(str(small_model), "/proc/nope", target=128, scaling="pi")
+
+
+@pytest.mark.parametrize(
+    ("changes", "lines"),
+    [
+        ({"training": {"precision": "float16"}}, ["training.precision: float16: needs a GPU; leave it out"]),
+        (
+            {"training": {"optimizer": "paged_adamw_8bit"}},
+            ["training.optimizer: paged_adamw_8bit: needs a GPU; leave it out"],
+        ),
+        (
+            {"hardware": {"offload_activations": True}, "training": {}},
+            ["hardware.offload_activations: needs a GPU; leave it out"],
+        ),
+        (
+            {"model": {"name": "builtin:tiny", "kernels": "liger"}, "context": {"target": 512}},
+            ["model.kernels: liger: needs a GPU; leave it out"],
+        ),
+        (
+            {"model": {"name": "builtin:tiny", "attention": "flash_attention_3"}, "context": {"target": 512}},
+            ["model.attention: flash_attention_3: needs a GPU; leave it out"],
+        ),
+        (
+            {"hardware": {"gpus": 1}},
+            [
+                "hardware.gpus: 1 needed on each machine, 0 here; run it on such machines, or change hardware.gpus "
+                "(pi-lora plan shows what fits)"
+            ],
+        ),
+        (
+            {"hardware": {"cpu_processes": 2, "context_parallel": 2}},
+            ["hardware.context_parallel: needs hardware.gpus, and model.attention: sdpa"],
+        ),
+        (
+            {"tuning": {"method": "qlora"}},
+            ["tuning.method: qlora: needs the package bitsandbytes; pip install 'pi-lora[qlora]'"],
+        ),
+        (
+            {"evaluation": {"perplexity": {}}},
+            ["evaluation.perplexity.data: is missing; name a text that the model is not tuned on"],
+        ),
+    ],
+    ids=lambda value: str(value)[:40],
+)
+def test_what_a_recipe_lacks_here_is_a_line_before_anything_is_loaded(
+    changes: dict[str, Any], lines: list[str], small_model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """On a machine without a GPU and without bitsandbytes."""
+    found = importlib.util.find_spec
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 0)
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None if name == "bitsandbytes" else found(name))
+    check(small_recipe(small_model), tmp_path / "run")
+    with pytest.raises(RecipeError) as raised:
+        check(small_recipe(small_model, **changes), tmp_path / "run")
+    assert list(raised.value.problems) == lines
+
+
+def test_weights_of_the_hub_are_asked_for_before_a_training_only(
+    small_model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    put_on_hub(small_model, "someone/model", tmp_path / "hub", monkeypatch)
+    monkeypatch.setattr(preflight, "constants", SimpleNamespace(HF_HUB_OFFLINE=False))
+    asked = []
+
+    def metadata(name: str, revision: str) -> None:
+        asked.append((name, revision))
+        raise NotASafetensorsRepoError("'someone/model' is not a safetensors repo.")
+
+    monkeypatch.setattr(preflight, "get_safetensors_metadata", metadata)
+    recipe = small_recipe("someone/model")
+    check(recipe, tmp_path / "run")
+    assert asked == []
+    line = r"^someone/model: weights cannot be read \('someone/model' is not a safetensors repo.*\); name another base$"
+    with pytest.raises(ModelError, match=line):
+        check(recipe, tmp_path / "run", ask_hub=True)
+    assert asked == [("someone/model", "a" * 40)]
+
+
+def test_data_that_cannot_be_prepared_is_refused_in_a_line(small_model: Path, tmp_path: Path) -> None:
+    (tmp_path / "rows.jsonl").write_text('{"body": "a"}')
+    for source, line in {
+        "gone.txt": "data.source: gone.txt: no such file",
+        str(tmp_path / "rows.jsonl"): "data.source: .*rows.jsonl:1: has no text in column text; choose text, .*: body",
+    }.items():
+        with pytest.raises(RecipeError, match=f"^{line}") as raised:
+            check_data(small_recipe(small_model, data={"source": source}))
+        assert len(raised.value.problems) == 1
+    with pytest.raises(ModelError, match=r"^\./gone: no such model"):
+        check_data(small_recipe("./gone"))

@@ -6,6 +6,7 @@ import json
 import random
 import re
 import sysconfig
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
@@ -15,9 +16,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from pi_lora.data.batches import TrainingData, training_data
-from pi_lora.data.packing import pose_positions, wrapped
+from pi_lora.data.packing import OPEN_SEQUENCES, grouped, packed, pose_positions, wrapped
 from pi_lora.data.recall import WORDS
 from pi_lora.data.sources import RECALL, STDLIB
+from pi_lora.data.tokens import Labelled
 from pi_lora.errors import DataError
 from pi_lora.models.files import BUILTIN_FOLDER
 from pi_lora.models.tokenizer import load_tokenizer
@@ -202,3 +204,45 @@ def test_pose_skips_are_uniform() -> None:
     assert abs(sum(biases) / len(biases) - 50) < 1
     assert 150 < biases.count(0) < 250
     assert 150 < biases.count(100) < 250
+
+
+def chats_of(*lengths: int) -> list[Labelled]:
+    return [Labelled([0] * length, []) for length in lengths]
+
+
+def lengths_in(sequences: Iterable[list[Labelled]]) -> list[list[int]]:
+    return [[len(chat.ids) for chat in sequence] for sequence in sequences]
+
+
+def test_a_chat_fills_a_sequence_to_its_last_token() -> None:
+    assert lengths_in(packed(chats_of(5, 4, 6, 4, 9), 9)) == [[5, 4], [6], [4], [9]]
+    # The oldest sequence is closed for a further one, though there would be room for a short chat.
+    full = [8] * (OPEN_SEQUENCES + 1)
+    assert lengths_in(packed(chats_of(*full, 1), 9)) == [[8], [8, 1], *([[8]] * (OPEN_SEQUENCES - 1))]
+
+
+def test_chats_are_grouped_as_long_as_their_padding_has_room() -> None:
+    groups = lengths_in(grouped(iter(chats_of(3, 3, 2, 4)), 8, random.Random(0)))
+    assert sorted(groups) == [[2, 3], [3, 4]]
+    assert sorted(lengths_in(grouped(iter(chats_of(3, 3, 2, 4)), 9, random.Random(0)))) == [[2, 3, 3], [4]]
+
+
+def test_a_document_of_the_fewest_tokens_is_kept(tokenizer: Any, books: Path) -> None:
+    tokens = sorted(tokens_in(tokenizer, books))
+    for least, left_out in (
+        (tokens[0], []),
+        (tokens[0] + 1, [f"documents of under {tokens[0] + 1} tokens left out: 1"]),
+    ):
+        found = prepared(tokenizer, 128, sum(tokens) // 128 - 3, source=str(books), min_document_tokens=least)
+        assert found.messages[1:] == left_out
+
+
+def test_every_sequence_that_a_text_fills_can_be_trained_on(tokenizer: Any, books: Path) -> None:
+    """Sequences of which none begins with a document have BOS in addition; here there is one document."""
+    text = books / "11.txt"
+    tokens = len(tokenizer(text.read_text())["input_ids"]) + 1
+    # The first one has the document's own BOS, and each of the others one of its own.
+    most = 1 + (tokens - 32) // 31
+    assert len(sequences(tokenizer, 32, most, source=str(text))) == most
+    with pytest.raises(DataError, match=f"holds {most} sequences of 32 tokens .*; {most + 1} are needed"):
+        sequences(tokenizer, 32, most + 1, source=str(text))

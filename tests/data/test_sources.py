@@ -4,6 +4,7 @@ and the text that training leaves out.
 
 import bz2
 import gzip
+import hashlib
 import json
 import lzma
 from collections.abc import Callable, Iterator
@@ -24,9 +25,11 @@ from pi_lora.data.sources import (
     STDLIB,
     evaluation_documents,
     find_table,
+    hash_to_unit,
     held_out_text,
     hub_dataset,
     hub_file,
+    share_to_hold_out,
     shuffled,
     split_of,
 )
@@ -398,3 +401,43 @@ def test_splits_of_the_standard_library_are_disjoint_and_complete() -> None:
     # By the name alone. The settings of the demo were chosen by these, and by none of those.
     assert {split_of(f"{name}.py") for name in ("bz2", "calendar", "chunk")} == {"validation"}
     assert {split_of(f"{name}.py") for name in ("enum", "html/parser", "json/encoder")} == {"test"}
+
+
+@pytest.mark.parametrize(("kind", "share", "number"), [("files", 0.2, 8), ("files", 0.06, 2), ("two files", 0.1, 1)])
+def test_the_share_of_files_that_is_held_out_is_rounded(tmp_path: Path, kind: str, share: float, number: int) -> None:
+    """Of several files at least one is."""
+    write_texts(tmp_path, kind)
+    assert len(parts(Source(name=str(tmp_path), hold_out=share))[1]) == number
+
+
+def test_rows_are_held_out_by_their_digest(tmp_path: Path) -> None:
+    """A row of this digest is held out by any share above it, and by no other."""
+    written = write_texts(tmp_path, "rows")
+    digest = hash_to_unit(written[7])
+    assert digest == int(hashlib.sha256(written[7].encode()).hexdigest()[:16], 16) / 2**64
+    for share, place in ((digest, 0), (digest * 1.0001, 1)):
+        assert written[7] in parts(Source(name=str(tmp_path), hold_out=share))[place]
+
+
+def test_a_single_text_without_lines_is_cut_at_the_share(tmp_path: Path) -> None:
+    book = tmp_path / "book.txt"
+    for text, trained in (("x" * 1000, 750), ("x" * 749 + "\n" + "x" * 250, 750), ("x" * 750 + "\n" + "x" * 249, 750)):
+        book.write_text(text)
+        assert parts(Source(name=str(book), hold_out=0.25)) == ([text[:trained]], [text[trained:]])
+
+
+def test_the_share_to_hold_out_is_four_windows_and_ten_documents(tmp_path: Path) -> None:
+    """Four windows of four bytes a token; between a fiftieth and a fifth; of the hub, a hundredth."""
+    book, rows = tmp_path / "book.txt", tmp_path / "rows.jsonl"
+    shares = {}
+    for size in (2_000_000, 200_000, 20_000):
+        book.write_text("x" * size)
+        shares[size] = share_to_hold_out(Source(name=str(book)), 1000)
+    assert shares == {2_000_000: 0.02, 200_000: 0.08, 20_000: 0.2}
+    write_jsonl(rows, [{"text": "x" * 2000} for _ in range(100)])
+    assert share_to_hold_out(Source(name=str(rows)), 100) == 0.1
+    (tmp_path / "folder").mkdir()
+    for number in range(200):
+        (tmp_path / "folder" / f"{number}.txt").write_text("x" * 2000)
+    assert share_to_hold_out(Source(name=str(tmp_path / "folder")), 100) == 0.05
+    assert share_to_hold_out(Source(name="owner/books"), 100) == 0.01

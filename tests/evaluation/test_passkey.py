@@ -242,3 +242,18 @@ def test_the_command_measures_several_lengths(pi_lora: Run) -> None:
     status, _, errors = pi_lora(*words, "--targets", "no")
     assert (status, errors.count("\n")) == (2, 1)
     assert errors.startswith("--targets: input should be a valid integer")
+
+
+def test_a_prompt_is_never_longer_than_the_target() -> None:
+    """Of a tokenizer that splits the beginning of a line into more tokens, as some do."""
+
+    class Words:
+        is_fast, eos_token_id = False, None
+
+        def __call__(self, text: str, **options: bool) -> dict[str, list[int]]:
+            return {"input_ids": list(range(len(text.split()) + 5 * text.count("\n")))}
+
+    for target in range(90, 300):
+        for k in distances(target, 3):
+            trial = make_trial(Words(), target, k, "90817")
+            assert target - 2 * 19 < trial.length == len(trial.prompt) + len(trial.answer) <= target

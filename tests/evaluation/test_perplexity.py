@@ -17,10 +17,18 @@ from tokenizers.processors import TemplateProcessing
 
 from pi_lora.api import load
 from pi_lora.data.sources import PINNED
+from pi_lora.drawing import new_figure
 from pi_lora.errors import DataError, Interrupted, ModelError
 from pi_lora.evaluation import perplexity
 from pi_lora.evaluation.measurement import Session, as_json
-from pi_lora.evaluation.perplexity import Perplexity, choose_documents
+from pi_lora.evaluation.perplexity import (
+    LossByPosition,
+    Perplexity,
+    PerplexityScores,
+    PositionLoss,
+    WindowPerplexity,
+    choose_documents,
+)
 from pi_lora.models.loaded import LoadedModel
 from pi_lora.models.resolve import resolve_model
 from pi_lora.recipe.evaluation import PerplexityOptions
@@ -260,3 +268,30 @@ def test_an_eos_added_by_the_tokenizer_is_not_scored(loaded: LoadedModel, folder
     chosen, _ = choose_documents(loaded, options(folder), 64)
     assert [each.ids for each in chosen] == [each.ids for each in expected]
     assert loaded.tokenizer("a")["input_ids"][-1] == loaded.tokenizer.eos_token_id
+
+
+def test_perplexity_is_drawn_by_window_and_the_loss_by_position() -> None:
+    """The loss if all scores have it: those of older versions do not."""
+    about: dict[str, Any] = {"model": "m", "scale": 2.0, "dtype": "float32", "kernel": "sdpa", "window": 128}
+    windows = [WindowPerplexity(window=window, perplexity=512 / window, tokens=9) for window in (64, 128)]
+    bins = [PositionLoss(first=first, last=2 * first, loss=1 + 1 / first, tokens=9) for first in (32, 64)]
+    options = PerplexityOptions(data="text.txt")
+    old = PerplexityScores(**about, options=options, windows=windows)
+    new = old.model_copy(update={"by_position": LossByPosition(window=128, bins=bins)})
+    one = new.model_copy(update={"windows": windows[1:]})
+
+    def drawn(scores: dict[str, PerplexityScores]) -> list[tuple[str, list[tuple[str, list[float], list[float]]]]]:
+        found = []
+        for panel in Perplexity().panels(scores):
+            axes = new_figure(4, 3).subplots()
+            panel(axes)
+            curves = [(line.get_label(), [*line.get_xdata()], [*line.get_ydata()]) for line in axes.lines]
+            found.append((axes.get_ylabel(), curves))
+        return found
+
+    by_window = ("perplexity (lower is better)", [("a", [64, 128], [8.0, 4.0])])
+    by_position = ("loss (nats a token)", [("a", [32, 64], [1.03125, 1.015625])])
+    assert drawn({"a": new}) == [by_window, by_position]
+    assert drawn({"a": old}) == [by_window]
+    assert drawn({"a": one}) == [by_position]
+    assert [label for label, _ in drawn({"a": new, "b": old})] == ["perplexity (lower is better)"]

@@ -85,6 +85,16 @@ def set_nan(tensor: torch.Tensor) -> torch.Tensor:
     return tensor
 
 
+def add_to(tensor: torch.Tensor, place: tuple[int, int], number: float) -> torch.Tensor:
+    tensor[place] += number
+    return tensor
+
+
+def one_step_up(tensor: torch.Tensor, place: tuple[int, int]) -> torch.Tensor:
+    tensor.view(torch.int16)[place] += 1
+    return tensor
+
+
 def from_base(*files: str) -> Callable[[Path, Path], None]:
     def copy(folder: Path, run: Path) -> None:
         for path in (path for file in files for path in folder.glob(file)):
@@ -107,6 +117,9 @@ BROKEN: dict[str, Callable[[Path, Path], None]] = {
     "cut instead of rounded": lambda folder, run: one(
         UP, lambda t: (exact(run, UP).view(torch.int32) & -65536).view(torch.float32).to(t.dtype)
     )(folder, run),
+    # Of the other rows, one number by a twenty-fifth of the row; of the first row, by a single step of bfloat16.
+    "a number of a row changed": one(UP, lambda tensor: add_to(tensor, (1, 5), float(tensor[1].norm()) / 25)),
+    "a number rounded up": one(UP, lambda tensor: one_step_up(tensor, (0, 5))),
     "a copy that is not": one(NORM, lambda tensor: tensor.float().mul(1.01).to(tensor.dtype)),
     "NaN": one(UP, set_nan),
     "another dtype": one(NORM, lambda tensor: tensor.half()),
@@ -235,3 +248,21 @@ def test_a_model_with_its_own_code_is_merged_with_permission(
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path / "hub"))
     merged = merge(adapter, tmp_path / "merged", base="someone/own", permissions=Permissions(trust_remote_code=True))
     assert merged.lines[0].startswith("checked: 21 tensors")
+
+
+@pytest.mark.parametrize(("dtype", "most"), [("bfloat16", 10 * 2.0**-7), ("float16", 10 * 2.0**-10), ("float32", 1e-3)])
+def test_logits_may_differ_by_ten_roundings_of_the_dtype(
+    dtype: str, most: float, run: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Or, of float32, by a thousandth: the two models add in another order."""
+    logits = torch.randn(128, 50, generator=torch.Generator().manual_seed(0), dtype=torch.float64) + 7
+    spread = logits - logits.mean(dim=-1, keepdim=True)
+
+    def merged_with(difference: float) -> None:
+        found = iter([logits, logits + difference * spread])
+        monkeypatch.setattr(check, "_logits", lambda model, ids: next(found))
+        merge(run, tmp_path / f"merged {difference}", dtype=dtype, check="logits")
+
+    merged_with(0.98 * most)
+    with pytest.raises(ModelError, match=r"failed the check and are not kept: logits at 128 tokens differ by"):
+        merged_with(1.02 * most)

@@ -207,3 +207,27 @@ def test_a_push_after_resolving_does_not_mix_two_commits(
         assert each.base.fingerprint("0", "0").commit == "a" * 40
         for name, tensor in load_base(each, torch.float32).state_dict().items():
             assert torch.equal(tensor, weights[name])
+
+
+def test_only_the_recorded_commit_is_the_base_of_a_run_without_reading_weights(
+    lora_run: Path, small_model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Another model of the hub has a commit too. Weights of another commit may be the same."""
+    put_on_hub(small_model, "someone/model", tmp_path / "hub", monkeypatch)
+    other = Path(shutil.copytree(small_model, tmp_path / "other"))
+    weights = {name: tensor + 1 for name, tensor in load_file(other / "model.safetensors").items()}
+    save_file(weights, other / "model.safetensors", {"format": "pt"})
+    put_on_hub(other, "other/model", tmp_path / "hub", monkeypatch)
+    run = Path(shutil.copytree(lora_run, tmp_path / "run"))
+    content = json.loads((run / "run.json").read_text())
+    digest = content["origin"]["weights"]
+
+    def load_recorded(commit: str, weights: str, base: str) -> None:
+        origin = {**content["origin"], "path": None, "commit": commit, "weights": weights}
+        (run / "run.json").write_text(json.dumps({**content, "origin": origin}))
+        load(str(run), base=base)
+
+    load_recorded("a" * 40, "unread", "someone/model")
+    load_recorded("b" * 40, digest, "someone/model")
+    with pytest.raises(ModelError, match=r"other/model \(.*\) has other weights than those that it was tuned on"):
+        load_recorded("b" * 40, digest, "other/model")

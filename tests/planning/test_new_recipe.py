@@ -18,7 +18,7 @@ from pi_lora.errors import PiLoraError
 from pi_lora.models.resolve import resolve_model
 from pi_lora.planning import new_recipe as choosing
 from pi_lora.planning.advice import plan_lines
-from pi_lora.planning.gpus import CPU, GPUS, device_for, device_here, find_gpu
+from pi_lora.planning.gpus import CPU, GPUS, Gpu, device_for, device_here, find_gpu
 from pi_lora.planning.memory import MARGIN
 from pi_lora.planning.new_recipe import choose, first_plan
 from pi_lora.planning.training_plan import TrainingPlan, plan_recipe
@@ -101,7 +101,7 @@ def test_no_better_candidate_fits_memory_and_time(model: str, target: int, gpu: 
         if lever(each) == lever(plan):
             return
         too_much = each.memory.peak * MARGIN > plan.gpu.memory
-        assert too_much or (each.hours or 0) > choosing.MOST_HOURS, overrides
+        assert too_much or (each.hours or 0) > choosing.MAX_HOURS, overrides
     pytest.fail("what was taken is no candidate")
 
 
@@ -241,3 +241,22 @@ def test_a_data_name_without_a_file_is_reported_as_a_hub_id(tmp_path: Path, monk
         resolve_model("builtin:tiny"), 512, gpu=CPU, texts=texts, output=tmp_path / "mine.yaml"
     )
     assert notes == ["--data: owner/books: no such file or folder; it is taken for a data set on the hub"]
+
+
+@pytest.mark.parametrize(
+    ("model", "target", "gpu", "most"), [(LLAMA, 32768, "H100", 48), ("builtin:tiny", 1024, CPU, 12)]
+)
+def test_whole_sequences_may_take_two_days_on_a_gpu_and_half_a_day_on_a_cpu(
+    model: str, target: int, gpu: str, most: float
+) -> None:
+    """Compared by the fastest plan with memory to spare, on a device whose speed is chosen so that it takes so long."""
+    source = resolve_model(model, shipped=True)
+
+    def first_on(device: Gpu) -> TrainingPlan:
+        return first_plan(source, target, device, {})
+
+    plans = [plan for _, plan in choosing.replanned(first_on(GPUS[gpu]), choosing.candidates(first_on(GPUS[gpu])))]
+    fastest = min(plan.hours or 0 for plan in plans if plan.has_room() and levers(plan)[0] == "contiguous")
+    for share, positions in ((0.98, "contiguous"), (1.02, "pose")):
+        slow = replace(GPUS[gpu], peak=(GPUS[gpu].peak or 0) * fastest / (share * most))
+        assert choose(first_on(slow)).recipe.data.positions == positions

@@ -25,6 +25,7 @@ from pi_lora.models.shape import Shape, shape_of
 from pi_lora.planning.advice import advice, plan_lines
 from pi_lora.planning.flops import flops_of_training
 from pi_lora.planning.gpus import CPU, GIB, GPUS, MIB, device_for, find_gpu, gpu_of_device
+from pi_lora.planning.memory import layer_bytes
 from pi_lora.planning.training_plan import Target, TrainingPlan, plan_recipe
 from pi_lora.recipe.schema import Recipe, Training, Tuning
 
@@ -322,3 +323,38 @@ def test_a_recipe_with_a_shipped_shape_is_planned_without_torch(tmp_path: Path) 
     assert 0 < found["peak_bytes_per_gpu"] < GPUS["A100-80"].memory
     for words in ("on each of 128 x A100-80 (16 machines)", "each part: weights 5.4, ", "the paper has: table 1: "):
         assert words in answer.stdout
+
+
+@pytest.mark.parametrize(
+    ("gpu", "sections", "arithmetic"),
+    [
+        ("H200", {}, "bfloat16"),
+        ("H200", {"tuning": {"dropout": 0.1}}, "casts"),
+        ("H200", {"training": {"precision": "float32"}}, "casts"),
+        ("H200", {"model": {"name": LLAMA, "dtype": "float32"}}, "autocast"),
+        ("H200", {"tuning": {"method": "full"}}, "autocast"),
+        ("H200", {"tuning": {"method": "full"}, "training": {"precision": "float32"}}, "float32"),
+        ("H200", {"tuning": {"method": "full"}, "hardware": {"gpus": 2}}, "bfloat16"),
+        ("H200", {"tuning": {"dropout": 0.1}, "hardware": {"gpus": 2}}, "bfloat16"),
+        ("H200", {"tuning": {"method": "qlora", "dropout": 0.1}, "hardware": {"gpus": 2}}, "casts"),
+        ("T4", {}, "bfloat16"),
+        (CPU, {"hardware": {}}, "float32"),
+    ],
+    ids=str,
+)
+def test_a_plan_counts_the_arithmetic_of_the_step(gpu: str, sections: dict[str, Any], arithmetic: Any) -> None:
+    """Float32 weights compute under autocast on one GPU, where dropout instead keeps PEFT's casts of a bfloat16 base; a
+    sharded model has the dtype of the step. Kept layers show the tensors of each.
+    """
+    training = {"activation_checkpointing": False, **sections.get("training", {})}
+    asked = recipe(target=4096, **{"hardware": {"gpus": 1}, **sections, "training": training})
+    plan = plan_of(asked, gpu)
+    shape = plan.target.shape
+    kept, peak = layer_bytes(shape, asked.tuning, arithmetic)
+    assert plan.memory.components["activations"] == pytest.approx(4096 * ((shape.layers - 1) * kept + peak), abs=1)
+    if asked.hardware.processes == 1 and asked.tuning.method != "qlora":
+        number_bytes = 4 if arithmetic in ("autocast", "float32") else 2
+        adapter = 0 if asked.tuning.method == "full" else 4 * plan.trained
+        copies = 2 * shape.linear_weights if arithmetic == "autocast" else 0
+        weights = number_bytes * shape.parameters + adapter + copies
+        assert plan.memory.components["weights"] == pytest.approx(weights, abs=1)

@@ -1,17 +1,23 @@
 import importlib.metadata
 import json
 import logging
+import os
 import shutil
+import signal
 import warnings
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
+import transformers
 from conftest import small_recipe, train
 from peft.tuners.lora import LoraLayer
 from safetensors.torch import load_file
 
 from pi_lora.api import load
+from pi_lora.distributed import STOP_SIGNALS
+from pi_lora.errors import Diverged, Interrupted
 from pi_lora.recipe.files import load_recipe
 from pi_lora.run import Run
 from pi_lora.scaling.config import scale_of, window_of
@@ -166,16 +172,18 @@ def test_learning_rates_warm_up_from_a_tenth(
     assert rates == pytest.approx([0.1, 0.325, 0.55, 0.775, *after], abs=1e-4)
 
 
-def test_messages_of_libraries_are_logged_with_the_run(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+def test_messages_of_libraries_are_logged_with_each_run(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     before = logging.getLogger().handlers[:]
-    with warnings.catch_warnings(), redirect_library_logs(tmp_path):
-        warnings.simplefilter("always")
-        logging.getLogger("transformers.trainer").warning("of transformers")
-        logging.getLogger("trl.trainer").warning("of TRL")
-        logging.getLogger("trl.trainer").info("of no interest")
-        warnings.warn(" ".join(["of", "torch"]), stacklevel=1)
-    said = (tmp_path / LIBRARY_LOG).read_text()
-    assert [said.count(f"of {name}") for name in ("TRL", "torch", "no interest")] == [1, 1, 0]
+    for folder in (tmp_path / "first", tmp_path / "second"):
+        folder.mkdir()
+        with warnings.catch_warnings(), redirect_library_logs(folder):
+            warnings.simplefilter("always")
+            logging.getLogger("transformers.trainer").warning("of transformers")
+            logging.getLogger("trl.trainer").warning("of TRL")
+            logging.getLogger("trl.trainer").info("of no interest")
+            warnings.warn(" ".join(["of", "torch"]), stacklevel=1)
+        said = (folder / LIBRARY_LOG).read_text()
+        assert [said.count(f"of {name}") for name in ("TRL", "torch", "no interest")] == [1, 1, 0]
     assert capfd.readouterr() == ("", "")
     assert logging.getLogger().handlers == before
 
@@ -183,3 +191,39 @@ def test_messages_of_libraries_are_logged_with_the_run(tmp_path: Path, capfd: py
 def test_liger_has_the_table_of_supported_models() -> None:
     patches = pytest.importorskip("liger_kernel.transformers.monkey_patch", reason="pip install pi-lora[liger]")
     assert {"llama", "mistral", "qwen3"} < set(patches.MODEL_TYPE_TO_APPLY_LIGER_FN)
+
+
+def process_state() -> dict[str, Any]:
+    return {
+        "signals": [signal.getsignal(number) for number in STOP_SIGNALS],
+        "handlers": logging.getLogger().handlers[:],
+        "shown warnings": warnings.showwarning,
+        "verbosity": transformers.logging.get_verbosity(),
+        "gradients": torch.is_grad_enabled(),
+        "dtype": torch.get_default_dtype(),
+        "threads": torch.get_num_threads(),
+        "folder": os.getcwd(),
+    }
+
+
+@pytest.mark.parametrize("ends", ["finished", "interrupted", "diverged"])
+def test_a_notebook_goes_on_as_before_after_a_training(ends: str, small_model: Path, tmp_path: Path) -> None:
+    """Ctrl-C stops what runs next, and warnings are shown again, however the training ended."""
+    training = {**small_recipe(small_model).training.model_dump(), "steps": 3, "warmup_steps": 0}
+    if ends == "diverged":
+        training["learning_rate"] = 1e20
+    recipe = small_recipe(small_model, training=training)
+
+    def stop(done: int, total: int, note: str = "") -> None:
+        if ends == "interrupted" and done == 1:
+            signal.raise_signal(signal.SIGINT)
+
+    before = process_state()
+    if ends == "finished":
+        train(recipe, tmp_path / "run")
+    else:
+        with pytest.raises(Diverged if ends == "diverged" else Interrupted):
+            train(recipe, tmp_path / "run", progress=stop)
+    assert process_state() == before
+    with pytest.raises(KeyboardInterrupt):
+        signal.raise_signal(signal.SIGINT)

@@ -1,6 +1,7 @@
 """Batches of examples without a mask: padding on the right changes no loss and no gradient."""
 
 import json
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -10,8 +11,10 @@ import torch
 from conftest import small_recipe, train
 from transformers import masking_utils
 from transformers.models.llama import modeling_llama
+from transformers.models.mixtral import modeling_mixtral
 
 from pi_lora.data.batches import collate
+from pi_lora.models.loaded import LoadedModel
 from pi_lora.models.resolve import resolve_model
 from pi_lora.training.job import pack_data
 
@@ -40,17 +43,23 @@ def test_right_padding_without_a_mask_changes_no_logits(model_type: str) -> None
     torch.testing.assert_close(found[0], found[1], rtol=1e-6, atol=1e-12)
 
 
-@pytest.mark.parametrize("attention", ["auto", "sdpa", "eager"])
-def test_only_eager_gets_a_mask(
-    attention: str, lora_run: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+@pytest.fixture
+def examples(tmp_path: Path) -> dict[str, object]:
+    """Of lengths that differ in a batch."""
     rows = [{"text": "The cat sat on the mat. " * words, "gist": f"Cat {words}."} for words in (1, 2, 3, 4)]
     (tmp_path / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     source = {"source": str(tmp_path / "rows.jsonl"), "document": "text", "summary": "gist", "completion_tokens": 20}
+    return {**source, "epochs": 4}
+
+
+@pytest.mark.parametrize("attention", ["auto", "sdpa", "eager"])
+def test_only_eager_gets_a_mask(
+    attention: str, examples: dict[str, object], lora_run: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     recipe = small_recipe(
         lora_run,
         scaling="keep",
-        data={**source, "epochs": 4},
+        data=examples,
         model={"name": str(lora_run), "attention": attention},
     )
     masked = []
@@ -99,3 +108,52 @@ def test_jumps_of_pose_are_not_taken_for_packed_texts(
     train(recipe, tmp_path / "run")
     assert any((each is not None) and (each.diff() > 1).any() for each in positions)
     assert not looked
+
+
+def watched_masks(model: type, monkeypatch: pytest.MonkeyPatch) -> list[bool]:
+    """Whether the masks that a model gets mark padding."""
+    found = []
+    forward = model.forward
+
+    def watched(self: Any, *arguments: Any, **options: Any) -> Any:
+        found.append(not options["attention_mask"].all())
+        return forward(self, *arguments, **options)
+
+    monkeypatch.setattr(model, "forward", watched)
+    return found
+
+
+@pytest.mark.parametrize("kernel", ["flash_attention_2", "flash_attention_3", "flash_attention_4", "blockwise", "sdpa"])
+def test_flash_attention_is_told_the_padding(
+    kernel: str, examples: dict[str, object], small_model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It leaves padding out of its computation. There is none on this machine: only the name of the kernel is its."""
+    masked = watched_masks(modeling_llama.LlamaModel, monkeypatch)
+    monkeypatch.setattr(LoadedModel, "kernel", kernel)
+    train(
+        small_recipe(
+            small_model, data=examples, training={"steps": 2, "global_batch_size": 2, "per_device_batch_size": 2}
+        ),
+        tmp_path / "run",
+    )
+    assert set(masked) == {kernel.startswith("flash")}
+
+
+@pytest.mark.parametrize("balanced", [True, False])
+def test_the_loss_that_balances_experts_leaves_padding_out(
+    balanced: bool, examples: dict[str, object], small_model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    config = architectures.small_config("mixtral")
+    config.update({"vocab_size": 1024, "output_router_logits": balanced, "bos_token_id": 0, "eos_token_id": 1})
+    architectures.small_model(type(config), config.to_dict()).save_pretrained(tmp_path / "experts")
+    for tokenizer in small_model.glob("tokenizer*"):
+        shutil.copy(tokenizer, tmp_path / "experts")
+    masked = watched_masks(modeling_mixtral.MixtralModel, monkeypatch)
+    recipe = small_recipe(
+        tmp_path / "experts",
+        tuning={"rank": 2, "target_modules": "attention", "modules_to_save": "nothing"},
+        data=examples,
+        training={"steps": 2, "global_batch_size": 2, "per_device_batch_size": 2, "activation_checkpointing": False},
+    )
+    train(recipe, tmp_path / "run")
+    assert set(masked) == {balanced}

@@ -1,0 +1,102 @@
+"""Callbacks of a training: what the log and the line of progress say, number by number."""
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+from transformers import TrainerControl, TrainerState
+
+from pi_lora.run import TRAINING_LOG, Run
+from pi_lora.training import callbacks
+from pi_lora.training.callbacks import StepClock, TrainingLog
+from pi_lora.types import Json
+
+
+class Training:
+    """Steps of a training of three, with times and tokens that the test says."""
+
+    def __init__(self, run: Run, step: int = 0, tokens: int = 0) -> None:
+        self.state = TrainerState(global_step=step, max_steps=3, num_input_tokens_seen=tokens)
+        self.control = TrainerControl()
+        self.shown: list[tuple[int, int, str]] = []
+        self.saved: list[list[Json]] = []
+        self.clock = StepClock(run)
+        self.log = TrainingLog(run, self.clock, lambda *shown: self.shown.append(shown), self.saved.append)
+        for callback in (self.clock, self.log):
+            callback.on_train_begin(None, self.state, self.control)
+
+    def step(self, tokens: int, now: Callable[[float], None], begin: float, end: float) -> None:
+        now(begin)
+        self.clock.on_step_begin(None, self.state, self.control)
+        self.state.global_step += 1
+        self.state.num_input_tokens_seen += tokens
+        now(end)
+        self.clock.on_step_end(None, self.state, self.control)
+        self.log.on_step_end(None, self.state, self.control)
+
+    def logs(self, loss: float) -> None:
+        logs = {"loss": loss, "learning_rate": 0.1, "grad_norm": 3.5}
+        self.log.on_log(None, self.state, self.control, logs)
+
+
+@pytest.fixture
+def now(monkeypatch: pytest.MonkeyPatch) -> Callable[[float], None]:
+    """Set the time in seconds, and the peak memory of 1.5 GiB."""
+    seconds = [0.0]
+    monkeypatch.setattr(callbacks.time, "perf_counter", lambda: seconds[0])
+    monkeypatch.setattr(callbacks, "peak_memory", lambda: 3 * 2**29)
+    return lambda time: seconds.__setitem__(0, time)
+
+
+def test_the_log_has_the_speed_since_the_line_before_without_checkpoints(
+    tmp_path: Path, now: Callable[[float], None]
+) -> None:
+    """Each step takes two seconds or four; a minute between two steps is that of a checkpoint."""
+    training = Training(Run(tmp_path))
+    training.step(1000, now, begin=10, end=12)
+    training.logs(2.5)
+    training.step(4000, now, begin=72, end=76)
+    training.logs(1.25)
+    expected = {"learning_rate": 0.1, "gradient_norm": 3.5, "peak_memory": 3 * 2**29}
+    first = {"step": 1, "loss": 2.5, "tokens": 1000, "tokens_per_second": 500.0, "seconds": 2.0, **expected}
+    second = {"step": 2, "loss": 1.25, "tokens": 5000, "tokens_per_second": 1000.0, "seconds": 6.0, **expected}
+    assert [json.loads(line) for line in (tmp_path / TRAINING_LOG).read_text().splitlines()] == [first, second]
+    assert training.saved == []
+
+    # A resumption counts on from the checkpoint, in the time of another process, and the last line is saved whole.
+    resumed = Training(Run(tmp_path), step=2, tokens=5000)
+    resumed.step(3000, now, begin=1, end=3)
+    resumed.logs(1.0)
+    third = {"step": 3, "loss": 1.0, "tokens": 8000, "tokens_per_second": 1500.0, "seconds": 8.0, **expected}
+    assert resumed.saved == [[first, second, third]]
+    assert len((tmp_path / TRAINING_LOG).read_text().splitlines()) == 2
+
+
+def test_the_line_of_progress_has_loss_speed_and_memory(tmp_path: Path, now: Callable[[float], None]) -> None:
+    """Those of the last line of the log, which is written after the step is reported."""
+    training = Training(Run(tmp_path))
+    for step in range(3):
+        training.step(5000, now, begin=step, end=step + 0.5)
+        training.logs(2.0 + step / 8)
+    line = "loss {} 10,000 tokens/s 1.5 GiB"
+    assert training.shown == [(1, 3, ""), (2, 3, line.format("2.000")), (3, 3, line.format("2.125"))]
+
+
+def test_a_checkpoint_has_a_line_of_the_log_and_the_last_step_needs_none(
+    tmp_path: Path, now: Callable[[float], None]
+) -> None:
+    """Otherwise the seconds since the last line would be lost with a resumption."""
+    training = Training(Run(tmp_path))
+    asked = []
+    for saves in (False, True, True):
+        training.control = TrainerControl(should_save=saves)
+        training.step(1, now, begin=0, end=1)
+        asked.append((training.control.should_log, training.control.should_save))
+    assert asked == [(False, False), (True, True), (True, False)]
+
+
+def test_lines_without_a_loss_are_not_logged(tmp_path: Path, now: Callable[[float], None]) -> None:
+    training = Training(Run(tmp_path))
+    training.log.on_log(None, training.state, training.control, {"train_runtime": 3.0})
+    assert list(tmp_path.iterdir()) == []
