@@ -177,7 +177,7 @@ def chat_metrics() -> dict[str, dict[str, str]]:
             measurement = MEASUREMENTS[result["measurement"]]
             scores = measurement.scores.model_validate(result)
             for metric in measurement.metrics(scores):
-                if not metric.is_detail:
+                if metric.hub_name:
                     texts.setdefault(metric.heading, {})[result["model"]] = metric.text
     return texts
 

@@ -87,10 +87,9 @@ def all_gather_objects(items: Sequence[T]) -> list[T]:
     return [item for part in gathered for item in part]
 
 
-def any_process(*flags: bool) -> list[bool]:
-    """Return for every flag whether any process has set it, so that all processes decide alike."""
-    flags_of_all = all_gather_objects([flags])
-    return [any(values) for values in zip(*flags_of_all, strict=True)]
+def any_process(flag: bool) -> bool:
+    """Return whether any process has set a flag, so that all processes decide alike."""
+    return any(all_gather_objects([flag]))
 
 
 # The environment variable with the path of a file that the first failing process creates, or the launcher after a

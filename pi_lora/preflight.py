@@ -145,11 +145,7 @@ def _evaluation_problems(recipe: Recipe, ask_hub: bool) -> Iterator[str]:
         return
     during_training = recipe.evaluation.in_short().perplexity or perplexity
     for options in (perplexity, during_training):
-        if options.windows is not None:
-            continue
-        too_long_stride = options.stride is not None and options.stride > target
-        too_short_text = options.truncate is not None and options.truncate < target
-        if too_long_stride or too_short_text:
+        if options.windows is None and not (options.stride or target) <= target <= (options.truncate or target):
             yield f"evaluation: the target window is {target}; lower stride to it, or raise truncate to it"
             break
     if perplexity.data is None and not recipe.model.name.startswith(BUILTIN):
@@ -184,7 +180,7 @@ def _machine_problems(recipe: Recipe) -> Iterator[str]:
                 yield f"{key}: needs a GPU; leave it out"
     if hardware.context_parallel > 1 and (not hardware.gpus or kernel not in ("auto", "sdpa")):
         yield "hardware.context_parallel: needs hardware.gpus, and model.attention: sdpa"
-    if paged and recipe.sharded and hardware.processes > 1:
+    if paged and recipe.shards > 1:
         # bitsandbytes 0.50 does not take the local part of a sharded tensor (DTensor).
         yield "training.optimizer: paged_adamw_8bit cannot train weights that are sharded over GPUs; use adamw"
     if recipe.tuning.method == "qlora" and importlib.util.find_spec("bitsandbytes") is None:

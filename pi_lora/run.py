@@ -30,8 +30,8 @@ from pi_lora.types import Json, Permissions
 RUN_FILE, TRAINING_LOG, SCORES = "run.json", "training.jsonl", "scores"
 CHECKPOINTS, COMPLETE = "checkpoints", "complete"
 BASE, STEP_0, TUNED = "base", "step 0", "tuned"
-# The ending of the name of a file of scores of an earlier stage.
-STAGE_SUFFIX = re.compile(r"-(base|step-\d+)$")
+# The name of a file of scores: the measurement, and an earlier stage.
+SCORES_NAME = re.compile(r"(.+?)(?:-(base|step-\d+))?")
 # Keys that a resumed run may change: they affect speed, memory, the machine and the log, not what is computed.
 RESUMABLE_CHANGES = (
     "hardware.",
@@ -140,10 +140,9 @@ class Run:
         """Return stage, measurement and file of all scores, the stages in order: base, step 0, 200, ..., tuned."""
         files = []
         for file in (self.path / SCORES).glob("*.json"):
-            suffix = STAGE_SUFFIX.search(file.stem)
-            stage = suffix[1].replace("-", " ") if suffix else TUNED
-            name = STAGE_SUFFIX.sub("", file.stem)
-            files.append((stage, name, file))
+            if parts := SCORES_NAME.fullmatch(file.stem):
+                name, stage = parts.groups(TUNED)
+                files.append((stage.replace("-", " "), name, file))
 
         def order(scores: tuple[str, str, Path]) -> tuple[bool, int, tuple[str, str, Path]]:
             stage, _, _ = scores
@@ -268,7 +267,7 @@ class Run:
                 problems.append(
                     f"{key}: {now} given, but the interrupted run began with {before}; use that, or start a new run"
                 )
-        if len({each.sharded and each.hardware.processes > 1 for each in (begun.recipe, recipe)}) > 1:
+        if (begun.recipe.shards > 1) != (recipe.shards > 1):
             # Checkpoints of shards are other files.
             problems.append(
                 "hardware: weights are sharded before or now, but not both; use one GPU, or several, as before"
@@ -324,7 +323,7 @@ def check_output(output: Path, *, resume: bool = False) -> None:
     It exists, cannot be written, is being made by another process, or holds an interrupted run that is neither resumed
     nor removed.
     """
-    target = _resolved(output)
+    target = output.resolve()
     if target == Path.cwd() or not _is_free(target):
         raise RunExistsError(f"{output}: already exists and is not overwritten; choose another --output or remove it")
     nearest_parent = next(parent for parent in target.parents if parent.exists())
@@ -346,7 +345,7 @@ def check_output(output: Path, *, resume: bool = False) -> None:
 
 def staging_path(output: Path) -> Path:
     """Return the folder in which a run is made: next to `output`, or next to its target if it is a link."""
-    target = _resolved(output)
+    target = output.resolve()
     return target.with_name(f".{target.name}.partial")
 
 
@@ -358,7 +357,7 @@ def staged(output: Path, *, resume: bool = False) -> Iterator[Path]:
     checkpoint to resume from.
     """
     check_output(output, resume=resume)
-    target = _resolved(output)
+    target = output.resolve()
     staging = staging_path(output)
     with _locked(output):
         if not resume:
@@ -378,10 +377,6 @@ def staged(output: Path, *, resume: bool = False) -> Iterator[Path]:
                 f"{output}: was created meanwhile and is not overwritten; move the result from {staging}"
             )
         os.replace(staging, target)  # replaces an empty folder
-
-
-def _resolved(output: Path) -> Path:
-    return Path(os.path.realpath(output))
 
 
 def _is_free(path: Path) -> bool:

@@ -9,9 +9,9 @@ import time
 from collections.abc import Iterator
 from datetime import timedelta
 from textwrap import fill
+from typing import Any
 
 from rich.console import Console
-from rich.table import Table
 from rich.text import Text
 from rich.theme import Theme
 
@@ -20,12 +20,17 @@ from pi_lora.types import LIBRARIES, UI, Progress, silent
 
 
 class Terminal(Console):
-    """A console that prints names, texts and messages as they are: no markup, no colours."""
+    """The console of the main process, which prints names, texts and messages as they are: no markup, no colours."""
 
     def __init__(self, stderr: bool = False) -> None:
         # Captions name the text and the settings; the dim italics of rich are hard to read.
         theme = Theme({"table.caption": "none"})
         super().__init__(stderr=stderr, markup=False, emoji=False, highlight=False, theme=theme)
+
+    def print(self, *objects: Any, **options: Any) -> None:
+        """Print in the main process only, so that a line appears once however many processes there are."""
+        if is_main_process():
+            super().print(*objects, **options)
 
     def wrapped(self, line: object) -> str:
         """Return a line, on a terminal wrapped between words."""
@@ -52,12 +57,6 @@ LINE_INTERVAL = 60.0
 _last_line = time.monotonic()
 # Seconds after which `working` prints a line without a terminal.
 LONG = 10.0
-
-
-def say(line: str) -> None:
-    """Print a line on stderr, in the main process only."""
-    if is_main_process():
-        err.lines(line)
 
 
 @contextlib.contextmanager
@@ -151,22 +150,11 @@ def _work_begins() -> None:
         signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
-def show(line: str) -> None:
-    """Print a line of the result on stdout, once however many processes there are."""
-    if is_main_process():
-        out.lines(line)
-
-
-def copy(line: str) -> None:
-    """Print a line to be copied on stdout, unbroken."""
-    if is_main_process():
-        out.commands(line)
-
-
-def show_table(table: Table) -> None:
-    """Print a table on stdout."""
-    if is_main_process():
-        out.print(table)
-
-
-TERMINAL = UI(show=show, copy=copy, show_table=show_table, say=say, working=working, progress=progress_bar)
+TERMINAL = UI(
+    show=out.lines,
+    copy=out.commands,
+    show_table=out.print,
+    say=err.lines,
+    working=working,
+    progress=progress_bar,
+)

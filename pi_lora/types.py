@@ -61,14 +61,3 @@ class UI:
 
 
 SILENT = UI()
-
-
-@dataclass(frozen=True)
-class MeasureOptions:
-    """Options of every measurement: measure again what has scores; the dtype of the weights."""
-
-    again: bool = False
-    dtype: str | None = None
-
-
-MEASURE_ONCE = MeasureOptions()

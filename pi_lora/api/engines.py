@@ -235,12 +235,11 @@ def check_server(
     check_can_write(file)
     with ui.progress("checking") as note:
         compute = None
+        server = check.Server(url, served)
         if reference:
-            server = check.Server(url, served)
             known = read_json(path_of(reference), Reference, "write it again with --write-reference")
         else:
             computer = _reference_computer(model, text, dtype=dtype, base=base, permissions=permissions, progress=note)
-            server = check.Server(url, served)
             known, compute = computer.reference, computer.compute
         verdicts = check.check_server(server, known, compute=compute, tolerance=tolerance, progress=note)
     if file:

@@ -16,7 +16,7 @@ from pi_lora.api.inputs import (
     ui_of,
 )
 from pi_lora.errors import PiLoraError
-from pi_lora.types import LIBRARIES, NO_PERMISSIONS, UI, MeasureOptions, Permissions, Progress
+from pi_lora.types import LIBRARIES, NO_PERMISSIONS, UI, Permissions, Progress
 
 if TYPE_CHECKING:
     from pi_lora.evaluation.measurement import Scores
@@ -241,8 +241,7 @@ def evaluate_run(
         return source
 
     requested = requested_of_run(folder, data)
-    options = MeasureOptions(again=again, dtype=dtype_of(dtype))
-    scores = scores_of(folder, TUNED, requested, resolve_run, options=options, ui=ui)
+    scores = scores_of(folder, TUNED, requested, resolve_run, again=again, dtype=dtype_of(dtype), ui=ui)
     for each in scores.values():
         ui.show_table(scores_table([each]))
     ui.say(f"{folder.path}: its scores are kept; to put them into its card: pi-lora report {folder.path}")
@@ -347,7 +346,8 @@ def compare(
         {"chat": ChatOptions(data=chat, base=name_of(base))} if chat else {},
         data=data,
         another=another,
-        options=MeasureOptions(again=again, dtype=dtype_of(dtype)),
+        again=again,
+        dtype=dtype_of(dtype),
         ui=ui,
     )
     ui.show_table(comparison_table(comparison))

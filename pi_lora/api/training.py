@@ -299,8 +299,8 @@ def new(
             probed = read_probe(path_of(probe)).at(target).to_tune()
         else:
             kept = kept_probe(source.base, target)
-            if kept and kept.at(target).text.data in (data or [STDLIB]):
-                probed = kept.at(target).best, kept.at(target).summary
+            if kept and kept.text.data in (data or [STDLIB]):
+                probed = kept.best, kept.summary
         file, planned, notes = new_recipe(
             source,
             target,

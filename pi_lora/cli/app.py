@@ -4,7 +4,7 @@ import importlib.metadata
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, Literal, TypedDict
+from typing import Annotated, Literal
 
 from cyclopts import App, Group, Parameter, Token
 
@@ -64,26 +64,13 @@ Scaling = Annotated[Method | None, Parameter(help="Scaling of a plain base; pi b
 Probe = Annotated[Path | None, Parameter(help="What pi-lora probe wrote with --json.")]
 
 
-class LoadingKeywords(TypedDict):
-    """The options of `Loading` as arguments of the functions of `pi_lora.api`."""
-
-    permissions: Permissions
-    dtype: str | None
-    base: str | None
-
-
 @dataclass(frozen=True)
 class Loading:
-    """Options of commands that load models."""
+    """Options of commands that load models, by the names of the arguments of `pi_lora.api`."""
 
     permissions: Permitted = NO_PERMISSIONS
     dtype: Dtype = None
     base: Annotated[str | None, Parameter(help="Where the base of a run is now, if it moved.")] = None
-
-    @property
-    def keywords(self) -> LoadingKeywords:
-        """The options as keyword arguments."""
-        return {"permissions": self.permissions, "dtype": self.dtype, "base": self.base}
 
 
 Loaded = Annotated[Loading, GROUP]

@@ -80,7 +80,7 @@ def merge(
         check=check,
         sibling=sibling,
         reference=reference,
-        **loading.keywords,
+        **vars(loading),
         progress=TERMINAL,
     )
 
@@ -155,7 +155,7 @@ def check_server(
             write_reference,
             reference,
             text=text,
-            **loading.keywords,
+            **vars(loading),
             progress=TERMINAL,
         )
         out.lines(f"{reference}: written; pi-lora check-server URL --reference {reference} needs no weights")
@@ -171,7 +171,7 @@ def check_server(
         text=text,
         served=served,
         tolerance=tolerance,
-        **loading.keywords,
+        **vars(loading),
         json=json,
         progress=TERMINAL,
     )

@@ -75,7 +75,7 @@ def _measure(name: str, models: list[str], options: Any, measuring: Measuring, t
         options,
         extension=extension,
         json=measuring.json,
-        **measuring.loading.keywords,
+        **vars(measuring.loading),
         progress=TERMINAL,
     )
 
@@ -164,7 +164,7 @@ def everything(
         run,
         data=data,
         again=again,
-        **loading.keywords,
+        **vars(loading),
         progress=TERMINAL,
     )
 
@@ -262,7 +262,7 @@ def generate(
         temperature=temperature,
         seed=seed,
         stream=True,
-        **loading.keywords,
+        **vars(loading),
         progress=TERMINAL,
     )
 
@@ -283,7 +283,7 @@ def summarize(
     api.summarize(
         model,
         file,
-        **loading.keywords,
+        **vars(loading),
         progress=TERMINAL,
         **sampling.model_dump(exclude_defaults=True),
     )

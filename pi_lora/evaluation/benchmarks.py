@@ -2,7 +2,7 @@
 metrics of lm-eval.
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 
 from pi_lora.evaluation.measurement import Measurement, Metric, Result, Scores, Session, Value, header_of, proportion
 from pi_lora.models.loaded import LoadedModel
@@ -68,12 +68,11 @@ class Benchmarks(Measurement[BenchmarksOptions, BenchmarkScores]):
             )
         return BenchmarkScores(**header_of(model, window), options=options, lm_eval=VERSION, tasks=tasks)
 
-    def metrics(self, scores: BenchmarkScores) -> list[Metric]:
-        """Return the accuracy of each task."""
-        metrics = []
+    def metrics(self, scores: BenchmarkScores) -> Iterator[Metric]:
+        """Yield the accuracy of each task."""
         for task, score in scores.tasks.items():
             values = [Value(f"{task} {number}", outcome) for number, outcome in enumerate(score.outcomes or ())]
-            accuracy = proportion(
+            yield proportion(
                 label=f"{task} ({score.shots or 0}-shot)",
                 mean=score.acc,
                 samples=score.examples,
@@ -81,5 +80,3 @@ class Benchmarks(Measurement[BenchmarksOptions, BenchmarkScores]):
                 dataset=task,
                 hub_name="accuracy",
             )
-            metrics.append(accuracy)
-        return metrics

@@ -10,6 +10,7 @@ from typing import Any, NamedTuple
 import torch
 from torch.distributed.fsdp import FSDPModule
 from torch.nn.functional import cross_entropy
+from torch.nn.utils.rnn import pad_sequence
 from transformers import PreTrainedModel
 from transformers.cache_utils import DynamicCache, DynamicLayer
 
@@ -56,12 +57,7 @@ def is_sharded(model: Any) -> bool:
 
 def pad_rows(model: Any, rows: Sequence[Sequence[int]]) -> torch.Tensor:
     """Return token ids (rows, longest) padded on the right, where causal attention needs no mask."""
-    width = max(map(len, rows))
-    padded = []
-    for row in rows:
-        padding = [0] * (width - len(row))
-        padded.append([*row, *padding])
-    return torch.tensor(padded, device=model.device)
+    return pad_sequence([torch.tensor(row) for row in rows], batch_first=True).to(model.device)
 
 
 @torch.no_grad()

@@ -4,6 +4,7 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch
+from torch.nn.utils.rnn import pad_sequence
 from transformers import GenerationConfig, TextStreamer
 
 from pi_lora.errors import DataError
@@ -37,12 +38,9 @@ def generate_ids(
     config = GenerationConfig(max_new_tokens=sampling.max_new_tokens, eos_token_id=eos_ids or None)
     if sampling.temperature:
         config.update(do_sample=True, temperature=sampling.temperature, top_p=sampling.top_p, top_k=0)
-    longest = max(map(len, prompts))
-    rows = []
-    for prompt in prompts:
-        padding = [-1] * (longest - len(prompt))  # -1 is masked
-        rows.append([*padding, *prompt])
-    ids = torch.tensor(rows, device=model.device)
+    rows = [torch.tensor(prompt) for prompt in prompts]
+    # Padding is -1, which is masked.
+    ids = pad_sequence(rows, batch_first=True, padding_value=-1, padding_side="left").to(model.device)
     streamer = TextStreamer(loaded.tokenizer, skip_prompt=True, skip_special_tokens=True) if stream else None
     torch.manual_seed(sampling.seed)
     # Set on the model: options that a config argument of `generate` leaves out are taken from the model's config.
@@ -56,7 +54,7 @@ def generate_ids(
             )
     finally:
         model.generation_config = model_config
-    return output[:, longest:]
+    return output[:, ids.shape[1] :]
 
 
 def answer(

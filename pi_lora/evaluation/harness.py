@@ -264,15 +264,12 @@ def ruler_task(name: str, options: RulerOptions, lm: RankedLM, tokenizer_folder:
     for request in task.instances:
         prompt, generation = request.args
         longest = max(longest, len(lm.tok_encode(prompt)) + generation["max_gen_toks"])
+        answers = request.doc["outputs"]
+        contains_answers = name in QUESTIONS or all(str(answer) in prompt for answer in answers)
+        if not answers or not contains_answers:
+            raise unsuitable("a prompt lacks its answer")
     if not window / 2 <= longest <= window:
         raise unsuitable(f"the longest prompt and its answer take {longest}")
-    for request in task.instances:
-        prompt = request.args[0]
-        answers = request.doc["outputs"]
-        if not answers:
-            raise unsuitable("a prompt lacks its answer")
-        if name not in QUESTIONS and not all(str(answer) in prompt for answer in answers):
-            raise unsuitable("a prompt lacks its answer")
     return task, longest
 
 

@@ -8,7 +8,7 @@ import json
 import math
 import os
 import shutil
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from itertools import takewhile
@@ -76,11 +76,6 @@ class Metric:
     is_ratio: bool = False
     dataset: str = ""
     hub_name: str = ""
-
-    @property
-    def is_detail(self) -> bool:
-        """Whether the metric is left out of cards and comparisons."""
-        return not self.hub_name
 
     @property
     def heading(self) -> str:
@@ -226,23 +221,20 @@ class Session:
     Attributes:
         progress: Called after each result.
         say: Prints messages to the user.
-        shared: Whether the processes of this run divide the work and keep a journal.
-        journalled: Whether a shared session keeps a journal. A model that trains has none: no file tells its steps
-            apart.
+        journalled: Whether the session keeps a journal. A model that trains has none: no file tells its steps apart.
         folders: The journals of this session.
     """
 
     progress: Progress = silent
     say: Callable[[str], object] = str
-    shared: bool = False
-    journalled: bool = True
+    journalled: bool = False
     folders: list[Path] = field(default_factory=list)
 
     def journal(self, loaded: LoadedModel, decided_by: Mapping[str, Any]) -> Path | None:
         """Return the folder of the journal for the results that a model and `decided_by`, JSON, determine; None without
         a journal.
         """
-        if not (self.shared and self.journalled):
+        if not self.journalled:
             return None
         key = json.dumps({**decided_by, "model": identity_of(loaded)}, sort_keys=True)
         folder = cache_folder() / "evaluations" / hashlib.sha256(key.encode()).hexdigest()
@@ -265,7 +257,7 @@ class Session:
         """
         folder = self.journal(loaded, decided_by)
         results = dict(read_journal(folder)) if folder else {}
-        is_divided = self.shared and not is_sharded(loaded.module)
+        is_divided = not is_sharded(loaded.module)
         items_of_rank = shard(items) if is_divided else items
         for done, item in enumerate(items_of_rank, 1):
             if item not in results:
@@ -369,10 +361,10 @@ class Measurement(Protocol[OptionsT, ScoresT]):
     def measure(self, model: LoadedModel, options: OptionsT, session: Session) -> ScoresT:
         """Return the scores of a model, measured with prepared options."""
 
-    def metrics(self, scores: ScoresT) -> list[Metric]:
+    def metrics(self, scores: ScoresT) -> Iterable[Metric]:
         """Return the metrics in the order of the table."""
 
-    def panels(self, scores: Mapping[str, ScoresT]) -> list[Panel]:
+    def panels(self, scores: Mapping[str, ScoresT]) -> Iterable[Panel]:
         """Return functions that draw the scores of several models by label, one matplotlib axes each."""
         return []
 

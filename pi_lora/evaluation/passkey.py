@@ -3,7 +3,7 @@ pass each, typed scores, metrics and picture.
 """
 
 import random
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from functools import cached_property, partial
 from statistics import fmean
 from typing import Any, NamedTuple
@@ -99,8 +99,8 @@ class Passkey(Measurement[PasskeyOptions, PasskeyScores]):
         return options.changed(target=max(model.window for model in models))
 
     def measure(self, model: LoadedModel, options: PasskeyOptions, session: Session) -> PasskeyScores:
-        """Measure one or several lengths of context. If the session is shared, each process measures a share of the
-        depths, and an interrupted evaluation continues with the next call.
+        """Measure one or several lengths of context. Each process measures a share of the depths, and an interrupted
+        evaluation continues with the next call.
         """
         targets = sorted(options.targets or [options.target or 0])
         lengths = [self._measure_length(model, target, options, session) for target in targets]
@@ -128,12 +128,11 @@ class Passkey(Measurement[PasskeyOptions, PasskeyScores]):
         depths = [PasskeyDepth.model_validate(result) for result in results]
         return PasskeyLength(target=target, k_max=k_max(depths), depths=depths)
 
-    def metrics(self, scores: PasskeyScores) -> list[Metric]:
-        """Return k_max and the share of keys that were retrieved, by length of context."""
-        metrics = []
+    def metrics(self, scores: PasskeyScores) -> Iterator[Metric]:
+        """Yield k_max and the share of keys that were retrieved, by length of context."""
         for length in scores.by_length:
             dataset = f"passkey retrieval in {length.target} tokens"
-            reach = Metric(
+            yield Metric(
                 label="k_max",
                 value=length.k_max,
                 unit="tokens",
@@ -141,14 +140,13 @@ class Passkey(Measurement[PasskeyOptions, PasskeyScores]):
                 dataset=dataset,
                 hub_name="k_max",
             )
-            metrics.append(reach)
             trials = [
                 Value(f"key {scores.seed}/{trial} at {depth.k} of {length.target}", float(outcome))
                 for depth in length.depths
                 for trial, outcome in enumerate(depth.outcomes or ())
             ]
             if trials:
-                retrieved = proportion(
+                yield proportion(
                     label="passkeys retrieved",
                     mean=fmean(trial.value for trial in trials),
                     samples=len(trials),
@@ -157,8 +155,6 @@ class Passkey(Measurement[PasskeyOptions, PasskeyScores]):
                     dataset=dataset,
                     hub_name="accuracy",
                 )
-                metrics.append(retrieved)
-        return metrics
 
     def panels(self, scores: Mapping[str, PasskeyScores]) -> list[Panel]:
         """Return success by distance, and for a model in several lengths depth against length."""

@@ -141,8 +141,8 @@ class Perplexity(Measurement[PerplexityOptions, PerplexityScores]):
         return options.changed(**default | requested)
 
     def measure(self, model: LoadedModel, options: PerplexityOptions, session: Session) -> PerplexityScores:
-        """Measure the documents that the options choose, at least as long as the longest window. The processes of a
-        shared session divide the forward passes.
+        """Measure the documents that the options choose, at least as long as the longest window. The processes
+        divide the forward passes.
         """
         windows, stride = options.sweep(model.window)
         sweep = Sweep(windows, stride, bins=min(BINS, max(windows) - 1))
@@ -170,9 +170,8 @@ class Perplexity(Measurement[PerplexityOptions, PerplexityScores]):
             by_position=_by_position(all_sums, sweep),
         )
 
-    def metrics(self, scores: PerplexityScores) -> list[Metric]:
-        """Return the perplexity by window, with the values of the documents."""
-        metrics = []
+    def metrics(self, scores: PerplexityScores) -> Iterator[Metric]:
+        """Yield the perplexity by window, with the values of the documents."""
         # Values with and without BOS in a window are no pairs.
         bos = ", BOS in each window" if scores.bos == "each window" else ""
         for row in scores.windows:
@@ -182,7 +181,7 @@ class Perplexity(Measurement[PerplexityOptions, PerplexityScores]):
                 for score in document.windows
                 if score.window == row.window
             ]
-            perplexity = Metric(
+            yield Metric(
                 label="perplexity",
                 value=row.perplexity,
                 higher_is_better=False,
@@ -193,24 +192,19 @@ class Perplexity(Measurement[PerplexityOptions, PerplexityScores]):
                 dataset=scores.data,
                 hub_name="perplexity",
             )
-            metrics.append(perplexity)
-        return metrics
 
-    def panels(self, scores: Mapping[str, PerplexityScores]) -> list[Panel]:
-        """Return perplexity by window if there are several, and the loss by position if all scores have it."""
+    def panels(self, scores: Mapping[str, PerplexityScores]) -> Iterator[Panel]:
+        """Yield perplexity by window if there are several, and the loss by position if all scores have it."""
         sweeps = {}
         losses = {}
         for label, result in scores.items():
             sweeps[label] = [(row.window, row.perplexity) for row in result.windows]
             if result.by_position:
                 losses[label] = [(part.first, part.loss) for part in result.by_position.bins]
-        panels: list[Panel] = []
         if any(len(points) > 1 for points in sweeps.values()):
-            panels.append(partial(draw_by_window, sweeps, "perplexity (lower is better)"))
+            yield partial(draw_by_window, sweeps, "perplexity (lower is better)")
         if len(losses) == len(scores):
-            panel = partial(draw_curves, losses, xlabel="tokens before, in the window", ylabel="loss (nats a token)")
-            panels.append(panel)
-        return panels
+            yield partial(draw_curves, losses, xlabel="tokens before, in the window", ylabel="loss (nats a token)")
 
 
 class TokenizedDocument(NamedTuple):

@@ -155,10 +155,10 @@ def probe(
         raise ModelError(f"{base.name}: brings its own scaling; probe its base, {base.base.name}")
     check_can_write(json)
     dtype = dtype or ("bfloat16" if has_fast_bfloat16() else None)
-    with Session(say=ui.say, shared=True) as session:
+    with Session(say=ui.say, journalled=True) as session:
 
-        def measure(name: str, model: ModelSource, title: str, requested: Any) -> Any:
-            with ui.progress(f"{title}, {name}") as session.progress:
+        def measure(name: str, model: ModelSource, scaling: str, target: int, requested: Any) -> Any:
+            with ui.progress(f"{scaling} at {target:,}, {name}") as session.progress:
                 return MEASUREMENTS[name].run(load_model(model, dtype), requested, session)
 
         results = [_probe_target(base, target, options=options, measure=measure) for target in sorted(options.target)]
@@ -207,14 +207,13 @@ def _probe_target(base: ModelSource, target: int, options: ProbeOptions, measure
     )
     scalings: dict[Method, Probed] = {}
     for name, model in models.items():
-        perplexity = measure("perplexity", model, title=f"{name} at {target:,}", requested=perplexity_options)
+        perplexity = measure("perplexity", model, scaling=name, target=target, requested=perplexity_options)
         scalings[name] = Probed(perplexity=perplexity)
     lowest = min(probed.windows[1].value for probed in scalings.values())
     promising_ratio = PROMISING_RATIO if trials > 1 else 1.0
     for name, probed in scalings.items():
         if probed.windows[1].value <= promising_ratio * lowest:
-            title = f"{name} at {target:,}"
-            probed.passkey = measure("passkey", models[name], title=title, requested=passkey_options)
+            probed.passkey = measure("passkey", models[name], scaling=name, target=target, requested=passkey_options)
     return choose_best(target, scalings)
 
 
@@ -294,7 +293,7 @@ def next_command(probed: Probe, result: TargetResult, json: Path | None) -> str:
     return shlex.join(["pi-lora", "extend", *arguments, "--scaling", result.best, "--output", folder])
 
 
-def kept_probe(base: Base, target: int) -> Probe | None:
+def kept_probe(base: Base, target: int) -> TargetResult | None:
     """Return the last probe of these weights at a target, from the cache; None without one that recommends a scaling
     to tune from.
     """
@@ -302,17 +301,17 @@ def kept_probe(base: Base, target: int) -> Probe | None:
     if not file.is_file():
         return None
     probed = read_probe(file)
-    if probed.weights != base.weights_digest or probed.at(target).best in FOR_COMPARISON:
+    result = probed.at(target)
+    if probed.weights != base.weights_digest or result.best in FOR_COMPARISON:
         return None
-    return probed
+    return result
 
 
 def better_scaling(base: Base, target: int, scaling: str) -> list[str]:
     """Return a line if the last probe of these weights found another scaling better than the one of a recipe."""
-    probed = kept_probe(base, target)
-    if probed is None or probed.at(target).best == scaling:
+    result = kept_probe(base, target)
+    if result is None or result.best == scaling:
         return []
-    result = probed.at(target)
     return [f"scaling: {scaling}: in a probe, {result.summary}; scaling={result.best} tunes from there"]
 
 

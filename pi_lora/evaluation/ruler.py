@@ -2,7 +2,7 @@
 variables, frequent words and questions in windows of several lengths are answered with a KV cache.
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from statistics import fmean
 from tempfile import TemporaryDirectory
 
@@ -127,9 +127,8 @@ class Ruler(Measurement[RulerOptions, RulerScores]):
         mean = fmean(task.score for task in tasks.values())
         return RulerWindow(window=window, score=mean, tasks=tasks)
 
-    def metrics(self, scores: RulerScores) -> list[Metric]:
-        """Return the mean of the tasks and each task by window, and the effective length."""
-        means = []
+    def metrics(self, scores: RulerScores) -> Iterator[Metric]:
+        """Yield the mean of the tasks and each task by window, and the effective length."""
         details = []
         for length in scores.lengths:
             values: list[Value] = []
@@ -137,7 +136,7 @@ class Ruler(Measurement[RulerOptions, RulerScores]):
                 prompts = f"{name} {scores.options.seed} of {task.length} tokens"
                 values += [Value(f"{prompts}: {i}", outcome, group=name) for i, outcome in enumerate(task.outcomes)]
                 details.append(proportion(name, task.score, task.samples, at=length.window))
-            mean = proportion(
+            yield proportion(
                 label="RULER",
                 mean=length.score,
                 samples=sum(task.samples for task in length.tasks.values()),
@@ -146,12 +145,11 @@ class Ruler(Measurement[RulerOptions, RulerScores]):
                 dataset=f"RULER, {len(length.tasks)} tasks at {length.window} tokens",
                 hub_name="score",
             )
-            means.append(mean)
-        effective_length = Metric(
+        yield from details
+        yield Metric(
             label=f"effective length ({PAPERS_THRESHOLD:.1%}, {len(scores.lengths[0].tasks)} of {ALL_TASKS} tasks)",
             value=scores.effective_length,
             unit="tokens",
             dataset="RULER",
             hub_name="effective length",
         )
-        return [*means, *details, effective_length]

@@ -24,7 +24,7 @@ from pi_lora.recipe.evaluation import Evaluation, PasskeyOptions, PerplexityOpti
 from pi_lora.recipe.section import Section
 from pi_lora.run import BASE, Run, check_tuned
 from pi_lora.storage import check_can_write, first_problem, read_json, write_json
-from pi_lora.types import MEASURE_ONCE, SILENT, UI, MeasureOptions, Progress, silent
+from pi_lora.types import SILENT, UI, Progress, silent
 
 # By the names of the sections of a recipe's `evaluation` and of the files in a run's scores, the paper's first.
 MEASUREMENTS: Mapping[str, Measurement[Any, Any]] = {
@@ -67,7 +67,7 @@ def evaluate(
     scores: dict[str, list[Scores]] = {name: [] for name in requested}
     loaded: LoadedModel | None = None
     for name, options in prepared.items():
-        with Session(say=ui.say, shared=True, journalled=journalled) as session:
+        with Session(say=ui.say, journalled=journalled) as session:
             for model in models:
                 if isinstance(model, LoadedModel):
                     loaded = model
@@ -89,31 +89,32 @@ def scores_of(
     requested: Requested,
     resolve: Callable[[], ModelSource],
     *,
-    options: MeasureOptions = MEASURE_ONCE,
+    again: bool = False,
+    dtype: str | None = None,
     ui: UI = SILENT,
 ) -> dict[str, Scores]:
     """Return scores of a run, or of the base of a run, by the names of the score files.
 
     Files are read if they were measured with the `requested` options, those of the run itself also if they hold more.
-    The others are measured, on the model that `resolve` returns; with `options.again`, all of them. They are written
+    The others are measured, on the model that `resolve` returns; with `again`, all of them. They are written
     unless the file holds more.
     """
     files = {name: run.scores_file(name, stage) for name in requested}
     scores_by_name: dict[str, Scores] = {}
     for name, section in requested.items():
-        scores = _scores_in(files[name], or_none=options.again)
+        scores = _scores_in(files[name], or_none=again)
         if scores is None:
             continue
         # Options that are not requested may differ in scores of the run itself.
         differing = set(differences(section, scores, exclude_defaults=stage != BASE))
         smaller = smaller_amounts(section, scores)
-        if not options.again and (not differing or (stage != BASE and differing <= smaller)):
+        if not again and (not differing or (stage != BASE and differing <= smaller)):
             scores_by_name[name] = scores
         elif smaller:
             ui.say(f"{files.pop(name)}: holds a larger measurement and is kept; remove it to replace it")
     missing = {name: section for name, section in requested.items() if name not in scores_by_name}
     if missing:
-        measured = evaluate([resolve()], missing, files, dtype=options.dtype, ui=ui)
+        measured = evaluate([resolve()], missing, files, dtype=dtype, ui=ui)
         for name, [scores] in measured.items():
             scores_by_name[name] = scores
     return {name: scores_by_name[name] for name in requested}
@@ -134,14 +135,13 @@ def measure(loaded: LoadedModel, evaluation: Evaluation, progress: Progress = si
     document or prompt, and may raise an exception to stop.
     """
     requested = requested_measurements(evaluation.in_short())
-    with Session(progress, shared=True, journalled=False) as session:
+    with Session(progress) as session:
         return {name: MEASUREMENTS[name].run(loaded, options, session) for name, options in requested.items()}
 
 
 def requested_measurements(evaluation: Evaluation) -> dict[str, Any]:
     """Return the options of the measurements that a recipe requests, by measurement."""
-    options_by_name = {name: getattr(evaluation, name) for name in MEASUREMENTS}
-    return {name: options for name, options in options_by_name.items() if options}
+    return {name: options for name, options in evaluation if name in MEASUREMENTS and options}
 
 
 def requested_of_run(run: Run, data: str | None = None) -> dict[str, Any]:
@@ -171,7 +171,7 @@ def requested_of_run(run: Run, data: str | None = None) -> dict[str, Any]:
 
 def metrics_of(scores: Scores) -> list[Metric]:
     """Return the metrics of any scores."""
-    return MEASUREMENTS[scores.measurement].metrics(scores)
+    return list(MEASUREMENTS[scores.measurement].metrics(scores))
 
 
 def setting_of(scores: Scores) -> str:

@@ -143,13 +143,12 @@ def _step(shape: Shape, recipe: Recipe, original: int, gpu: Gpu) -> _Step:
     float32_weights = recipe.dtype_of_base(on_cpu, gpu.bfloat16) == "float32"
     arithmetic = _arithmetic(recipe, gpu, float32_weights)
     states = _states(shape, recipe, FLOAT32 if float32_weights else BFLOAT16)
-    overhead = _overhead(shape, tokens, arithmetic, on_cpu)
     before_loss, last_layer, first_layer = _moments_of_step(shape, recipe, states, tokens, arithmetic, on_cpu)
     return _Step(
         tokens=tokens,
         arithmetic=arithmetic,
         states=states,
-        overhead=overhead,
+        overhead=_overhead(shape, tokens, arithmetic, on_cpu),
         before_loss=before_loss,
         last_layer=last_layer,
         first_layer=first_layer,
@@ -216,19 +215,15 @@ def _moments_of_step(
         activations=kept,
         logits=0,
     )
-    last_layer = Moment(
+    last_layer = before_loss._replace(
         weights=states.weights + kept_casts,
-        gradients=accumulated or _head_gradient(shape, recipe.tuning) // _shards(recipe),
-        optimizer=states.optimizer,
+        gradients=accumulated or _head_gradient(shape, recipe.tuning) // recipe.shards,
         activations=kept + working,
-        logits=0,
     )
-    first_layer = Moment(
+    first_layer = before_loss._replace(
         weights=states.weights,
         gradients=states.gradients,
-        optimizer=states.optimizer,
         activations=working + kept // shape.layers,
-        logits=0,
     )
     return before_loss, last_layer, first_layer
 
@@ -260,11 +255,6 @@ def measuring_bytes(shape: Shape, arithmetic: Arithmetic) -> int:
     return max(mlp, attention)
 
 
-def _shards(recipe: Recipe) -> int:
-    """Return the devices that share the weights. FSDP2 shards full and LoRA runs; NF4 weights and CPUs hold copies."""
-    return recipe.hardware.processes if recipe.sharded else 1
-
-
 def _head_gradient(shape: Shape, tuning: Tuning) -> int:
     """Return bytes of the gradient of the head, which is 0 if the head does not train."""
     if tuning.method == "full" or (shape.tied and tuning.with_embeddings):
@@ -275,7 +265,7 @@ def _head_gradient(shape: Shape, tuning: Tuning) -> int:
 def _arithmetic(recipe: Recipe, gpu: Gpu, float32_weights: bool) -> Arithmetic:
     """Return how a step computes. Weights that FSDP2 gathers have the dtype of the computation."""
     in_bfloat16 = recipe.computes_in(gpu.name == CPU, gpu.bfloat16) != "float32"
-    if _shards(recipe) > 1:
+    if recipe.shards > 1:
         return "bfloat16" if in_bfloat16 else "float32"
     if float32_weights:
         return "autocast" if in_bfloat16 else "float32"
@@ -309,7 +299,7 @@ def _autocast_copies(shape: Shape, recipe: Recipe, arithmetic: Arithmetic) -> tu
 def _states(shape: Shape, recipe: Recipe, weight_bytes: int) -> States:
     """Return the states of a step. A weight of the base that is not quantized takes `weight_bytes`."""
     tuning = recipe.tuning
-    shards = _shards(recipe)
+    shards = recipe.shards
     full = tuning.method == "full"
     # NF4 quantizes linear layers only, without head or biases.
     quantized = shape.linear_weights if tuning.method == "qlora" else 0
@@ -350,7 +340,7 @@ def loss_bytes(shape: Shape, tokens: int, arithmetic: Arithmetic, on_cpu: bool) 
     The plain loss has all logits, the loss in chunks a tile of them. In chunks, gradients of the hidden states are also
     summed in float32.
     """
-    logit_bytes = FLOAT32 if arithmetic == "float32" else BFLOAT16
+    logit_bytes = _product_bytes(arithmetic)
     if on_cpu:
         logit_bytes += LOSS_TILE_UNFUSED
     tile = min(tokens, LOSS_TILE_TOKENS) * min(shape.vocabulary, LOSS_TILE_VOCABULARY) * logit_bytes

@@ -108,21 +108,19 @@ def new_recipe(
     text = recipe_text(plan, file, reason)
     with file.open("x", encoding="utf-8") as recipe_file:
         recipe_file.write(text)
-    return file, plan, _notes(source.name, texts, plan)
+    return file, plan, list(_notes(source.name, texts, plan))
 
 
-def _notes(model: str, texts: Sequence[str], plan: TrainingPlan) -> list[str]:
-    """Return notes for the user on the data of a new recipe."""
-    notes = []
+def _notes(model: str, texts: Sequence[str], plan: TrainingPlan) -> Iterator[str]:
+    """Yield notes for the user on the data of a new recipe."""
     for name in texts:
         if not looks_local(name):
-            notes.append(f"--data: {name}: no such file or folder; it is taken for a data set on the hub")
+            yield f"--data: {name}: no such file or folder; it is taken for a data set on the hub"
     if not texts:
         names = " and ".join(source.name for source in plan.recipe.data.source)
-        notes.append(f"--data: not given; the recipe reads {names}")
+        yield f"--data: not given; the recipe reads {names}"
     if has_chat_template(model) and not plan.recipe.data.has_chats:
-        notes.append(f"data: {NO_CHATS_WARNING}")
-    return notes
+        yield f"data: {NO_CHATS_WARNING}"
 
 
 def sections_of_texts(names: Sequence[str], target: int, column: str) -> Json:
@@ -215,15 +213,14 @@ def candidates(first: TrainingPlan) -> Iterator[Changes]:
         yield COMPARED_SIZE | sequence | tuning | saved
 
 
-def _sequence_changes(original: int) -> list[Changes]:
-    """Return the kinds of sequences, the best first: contiguous ones, and those of PoSE from the original window on."""
-    changes: list[Changes] = [{"data.positions": "contiguous", "data.sequence_tokens": None}]
+def _sequence_changes(original: int) -> Iterator[Changes]:
+    """Yield the kinds of sequences, the best first: contiguous ones, and those of PoSE from the original window on."""
+    yield {"data.positions": "contiguous", "data.sequence_tokens": None}
     length = original
     shortest = min(original, MIN_SEQUENCE_TOKENS)
     while length >= shortest:
-        changes.append({"data.positions": "pose", "data.sequence_tokens": length})
+        yield {"data.positions": "pose", "data.sequence_tokens": length}
         length //= 2
-    return changes
 
 
 def _share_of_max_hours(plan: TrainingPlan) -> float:

@@ -307,6 +307,11 @@ class Recipe(Section):
         return self.hardware.gpus is not None and self.tuning.method != "qlora"
 
     @property
+    def shards(self) -> int:
+        """Devices that share the weights; 1 if every device holds all of them."""
+        return self.hardware.processes if self.sharded else 1
+
+    @property
     def sequences_at_once(self) -> int:
         """Sequences of one forward pass, over all processes."""
         return self.training.per_device_batch_size * self.hardware.data_parallel
@@ -314,7 +319,7 @@ class Recipe(Section):
     @property
     def _takes_float16(self) -> bool:
         """Whether gradients can be scaled, as float16 needs. accelerate 1.15 cannot scale those of sharded weights."""
-        return self.tuning.method != "full" and not (self.sharded and self.hardware.processes > 1)
+        return self.tuning.method != "full" and self.shards == 1
 
     def computes_in(self, on_cpu: bool, has_bfloat16: bool) -> str:
         """Return the dtype in which a training step computes. Weights that train are float32 in any case."""

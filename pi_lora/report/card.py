@@ -13,7 +13,7 @@ from urllib.parse import quote
 
 from huggingface_hub import ModelCard, ModelCardData
 
-from pi_lora.drawing import VERMILION, figure_of, save
+from pi_lora.drawing import VERMILION, Panel, figure_of, save
 from pi_lora.errors import ModelError
 from pi_lora.evaluation.measurement import Scores
 from pi_lora.evaluation.suite import MEASUREMENTS
@@ -171,7 +171,7 @@ def draw_run(run: MeasuredRun) -> Iterator[Path]:
         # Scores with other options are not drawn on the same axis.
         alike, _ = run.side_by_side(name)
         *_, last = alike.values()
-        panels = MEASUREMENTS[last.measurement].panels(alike)
+        panels = list(MEASUREMENTS[last.measurement].panels(alike))
         if panels:
             figure = figure_of(*panels, title=public_setting(last), window=run.metadata.original)
             yield save(figure, run.path / PICTURES / f"{name}.png")
@@ -183,7 +183,7 @@ def draw_run(run: MeasuredRun) -> Iterator[Path]:
 
 def comparison_picture(measurements: Sequence[Mapping[str, Scores]], original: int, file: Path) -> None:
     """Draw the scores of several models: a panel or more for every measurement."""
-    panels = []
+    panels: list[Panel] = []
     for scores in measurements:
         first = next(iter(scores.values()))
         panels += MEASUREMENTS[first.measurement].panels(scores)

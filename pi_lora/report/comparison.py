@@ -23,7 +23,7 @@ from pi_lora.models.resolve import run_folder
 from pi_lora.models.source import ModelSource
 from pi_lora.report.scores import MeasuredRun, shown_metrics
 from pi_lora.run import BASE, TUNED
-from pi_lora.types import MEASURE_ONCE, SILENT, UI, MeasureOptions
+from pi_lora.types import SILENT, UI
 
 # Formats of values by unit; other values have three decimals.
 VALUE_FORMATS = {"tokens": "{:,.0f}", "points": "{:.1f} %"}
@@ -55,7 +55,8 @@ def compare_run(
     *,
     data: str | None = None,
     another: bool = False,
-    options: MeasureOptions = MEASURE_ONCE,
+    again: bool = False,
+    dtype: str | None = None,
     ui: UI = SILENT,
 ) -> Comparison:
     """Compare a run with its base in the scores of the run, the measurements of its recipe, and `requested` ones.
@@ -70,7 +71,8 @@ def compare_run(
         requested: Further measurements, with options.
         data: Another text for perplexity than the run's.
         another: Allow a `base` that the run was not tuned from.
-        options: Whether to measure again, and the dtype.
+        again: Measure again what has scores.
+        dtype: The dtype of the weights.
         ui: Shows the work.
 
     Raises:
@@ -84,14 +86,14 @@ def compare_run(
         raise ModelError(
             f"{run}: was tuned from other weights ({folder.base.name}) than {base.name}; name its own, or add --another"
         )
-    run_scores = scores_of(folder, TUNED, all_requested, lambda: resolve(run), options=options, ui=ui)
+    run_scores = scores_of(folder, TUNED, all_requested, lambda: resolve(run), again=again, dtype=dtype, ui=ui)
     used_options = {name: scores.options for name, scores in run_scores.items()}
     base_name = base.name
     if is_base:
-        base_scores = scores_of(folder, BASE, used_options, lambda: base, options=options, ui=ui)
+        base_scores = scores_of(folder, BASE, used_options, lambda: base, again=again, dtype=dtype, ui=ui)
     else:
         base_name += " (another model)"
-        measured = evaluate([base], used_options, {}, dtype=options.dtype, ui=ui)
+        measured = evaluate([base], used_options, {}, dtype=dtype, ui=ui)
         base_scores = {name: scores[0] for name, scores in measured.items()}
     comparison = Comparison(base=base_name, run=run, original=folder.metadata.original)
     for name, scores in run_scores.items():

@@ -90,7 +90,7 @@ class MeasuredRun(Run):
 
 def shown_metrics(scores: Scores) -> dict[str, Metric]:
     """Return the metrics that cards and comparisons show, by heading."""
-    return {metric.heading: metric for metric in metrics_of(scores) if not metric.is_detail}
+    return {metric.heading: metric for metric in metrics_of(scores) if metric.hub_name}
 
 
 def scores_sections(run: MeasuredRun) -> Iterator[str]:

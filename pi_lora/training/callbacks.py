@@ -9,6 +9,7 @@ import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -36,13 +37,13 @@ from pi_lora.types import Json, Progress
 LIBRARY_LOG = "libraries.log"
 
 
+@dataclass
 class StepClock(TrainerCallback):
     """The seconds that steps take, without those of checkpoints and measurements."""
 
-    def __init__(self, run: Run) -> None:
-        self.run = run
-        self.seconds = 0.0
-        self.step_started = 0.0
+    run: Run
+    seconds: float = 0.0
+    step_started: float = 0.0
 
     def on_train_begin(self, args: Any, state: TrainerState, control: TrainerControl, **_: Any) -> None:
         """Continue from the seconds of the log, which ends with the checkpoint."""
@@ -58,28 +59,28 @@ class StepClock(TrainerCallback):
         self.seconds += time.perf_counter() - self.step_started
 
 
+@dataclass
 class StopOnSignal(TrainerCallback):
     """End the training after the step in which any process received a signal, with a checkpoint."""
 
-    def __init__(self, signals: Sequence[int]) -> None:
-        self.signals = signals
-        self.stopped = False
+    signals: Sequence[int]
+    stopped: bool = False
 
     def on_step_end(self, args: Any, state: TrainerState, control: TrainerControl, **_: Any) -> None:
         """Stop after a checkpoint. A signal in the last step is too late: the finished run is saved next."""
         # All processes act on this answer; a signal that comes later counts from the next step on.
-        [received] = any_process(bool(self.signals))
+        received = any_process(bool(self.signals))
         if received and state.global_step < state.max_steps:
             self.stopped = True
             control.should_save = True
             control.should_training_stop = True
 
 
+@dataclass
 class CheckpointMarker(TrainerCallback):
     """Mark a checkpoint as complete when every process has written its part."""
 
-    def __init__(self, run: Run) -> None:
-        self.run = run
+    run: Run
 
     def on_save(self, args: Any, state: TrainerState, control: TrainerControl, **_: Any) -> None:
         """Mark the newest checkpoint."""
@@ -89,16 +90,16 @@ class CheckpointMarker(TrainerCallback):
         wait_for_all_processes()
 
 
+@dataclass
 class ScheduledMeasurements(TrainerCallback):
     """Measure the model at step 0, every `evaluation.every` steps and the last (tables 3 and 4 of the paper), into
     `scores/NAME-step-N.json`, after a checkpoint was written. Each process measures its part; the first one writes.
     """
 
-    def __init__(self, evaluation: Evaluation, model: LoadedModel, run: Run, stop: StopOnSignal) -> None:
-        self.evaluation = evaluation
-        self.model = model
-        self.run = run
-        self.stop = stop
+    evaluation: Evaluation
+    model: LoadedModel
+    run: Run
+    stop: StopOnSignal
 
     def on_train_begin(self, args: Any, state: TrainerState, control: TrainerControl, **_: Any) -> None:
         """Measure step 0, extended but not tuned, or the step of a checkpoint whose measuring was interrupted."""
@@ -107,7 +108,7 @@ class ScheduledMeasurements(TrainerCallback):
         stage = f"step {state.global_step}"
         names = requested_measurements(self.evaluation.in_short())
         is_missing = not all(self.run.scores_file(name, stage).is_file() for name in names)
-        [must_measure] = any_process(is_main_process() and is_missing)
+        must_measure = any_process(is_main_process() and is_missing)
         if must_measure:
             self.measure(self.run, state.global_step)
 
@@ -150,12 +151,12 @@ class ScheduledMeasurements(TrainerCallback):
         return every is not None and state.global_step % every == 0 and state.global_step < state.max_steps
 
 
+@dataclass
 class StopOnDivergence(TrainerCallback):
     """End the training when the loss, or weights that are about to be saved, become infinite or NaN."""
 
-    def __init__(self, run: Run) -> None:
-        self.run = run
-        self.losses_are_finite: torch.Tensor | bool = True
+    run: Run
+    losses_are_finite: torch.Tensor | bool = True
 
     def record_loss(self, loss: torch.Tensor) -> None:
         """Record whether a loss is finite, without waiting for the device."""
@@ -163,12 +164,12 @@ class StopOnDivergence(TrainerCallback):
 
     def on_step_end(self, args: Any, state: TrainerState, control: TrainerControl, model: Any = None, **_: Any) -> None:
         """Raise Diverged in all processes if any has numbers that are not finite."""
-        [diverged] = any_process(not self.losses_are_finite)
+        diverged = any_process(not self.losses_are_finite)
         if diverged:
             raise self._diverged("loss", state.global_step, args.learning_rate)
         if control.should_save or state.global_step == state.max_steps:
             # The loss of a step says nothing of the weights after it.
-            [diverged] = any_process(not _trained_weights_are_finite(model))
+            diverged = any_process(not _trained_weights_are_finite(model))
             if diverged:
                 raise self._diverged("weights", state.global_step, args.learning_rate)
 
@@ -181,19 +182,19 @@ class StopOnDivergence(TrainerCallback):
         )
 
 
+@dataclass
 class TrainingLog(TrainerCallback):
     """Write training.jsonl, and report the progress. With the last line the weights are saved, before another write
     fails.
     """
 
-    def __init__(self, run: Run, clock: StepClock, progress: Progress, save: Callable[[list[Json]], object]) -> None:
-        self.run = run
-        self.clock = clock
-        self.progress = progress
-        self.save = save
-        self.note = ""
-        self.logged_seconds = 0.0
-        self.logged_tokens = 0
+    run: Run
+    clock: StepClock
+    progress: Progress
+    save: Callable[[list[Json]], object]
+    note: str = ""
+    logged_seconds: float = 0.0
+    logged_tokens: int = 0
 
     def on_train_begin(self, args: Any, state: TrainerState, control: TrainerControl, **_: Any) -> None:
         """Continue from the numbers of the checkpoint."""

@@ -54,10 +54,6 @@ from pi_lora.training.trainer import Trainer
 from pi_lora.types import Json, Progress, silent
 
 
-def no_card(_: Path) -> None:
-    """Write no model card."""
-
-
 @dataclass(frozen=True)
 class TrainingJob:
     """A training of `recipe` on this machine, resolved: nothing is resolved a second time.
@@ -94,9 +90,7 @@ class TrainingJob:
         """Return the data of the recipe, as `pack_data` does."""
         return pack_data(self.recipe, self.source, progress)
 
-    def run(
-        self, data: TrainingData, *, progress: Progress = silent, write_card: Callable[[Path], object] = no_card
-    ) -> Run:
+    def run(self, data: TrainingData, *, progress: Progress = silent, write_card: Callable[[Path], object]) -> Run:
         """Tune the model, and save the run whole or not at all.
 
         Args:
@@ -113,8 +107,7 @@ class TrainingJob:
             stop = StopOnSignal(signals)
             tuned = None
             with self.create_run(data) as run, redirect_library_logs(run.path):
-                [is_trained] = any_process(run.is_trained)
-                if not is_trained:
+                if not any_process(run.is_trained):
                     tuned = self._train(data, run, stop, progress)
                 if is_main_process():
                     complete(self.recipe, self.source, run)
@@ -140,6 +133,10 @@ class TrainingJob:
             autocast=devices.measured_under_autocast(recipe),
             run_name=str(self.output),
         )
+
+        def save(log: list[Json]) -> None:
+            save_weights(recipe, trainer, log, run)
+
         clock = StepClock(run)
         divergence = StopOnDivergence(run)
         # Checkpoints are marked before a measurement; the log follows all that ask for a checkpoint.
@@ -149,7 +146,7 @@ class TrainingJob:
             CheckpointMarker(run),
             ScheduledMeasurements(recipe.evaluation, tuned, run, stop),
             divergence,
-            TrainingLog(run, clock, progress, lambda log: save_weights(recipe, trainer, log, run)),
+            TrainingLog(run, clock, progress, save),
         ]
         trainer = Trainer(
             recipe=recipe,

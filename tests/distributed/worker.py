@@ -125,7 +125,7 @@ def run(job: dict[str, Any]) -> dict[str, Any]:
         resume = job.get("resume", False)
         model = preflight.check(recipe, output, resume=resume) if is_main_process() else resolve_for_training(recipe)
         training = TrainingJob(recipe, model, output, resume)
-        training.run(training.pack())
+        training.run(training.pack(), write_card=id)
     return {
         "unsharded": watched.unsharded,
         "read": watched.read,

@@ -90,7 +90,7 @@ def options(files: dict[str, str], *names: str, **others: Any) -> BenchmarksOpti
 
 
 def measured(model: LoadedModel, asked: BenchmarksOptions) -> BenchmarkScores:
-    with Session(shared=True) as session:
+    with Session(journalled=True) as session:
         return Benchmarks().run(model, asked, session)
 
 
@@ -172,7 +172,7 @@ def test_an_interrupted_benchmark_reuses_its_answers(
     with pytest.raises(Interrupted, match="interrupted; what was measured is kept"):
         measured(tiny, asked)
     at: list[tuple[int, int, str]] = []
-    with Session(lambda done, total, note="": at.append((done, total, note)), shared=True) as session:
+    with Session(lambda done, total, note="": at.append((done, total, note)), journalled=True) as session:
         again = Benchmarks().run(tiny, asked, session)
     assert again == whole
     assert len(calls) == needed + needed + 1

@@ -203,15 +203,15 @@ def test_an_interrupted_evaluation_resumes_from_its_journal(
     cache = tmp_path_factory.mktemp("cache")
     monkeypatch.setenv("PI_LORA_CACHE", str(cache))
 
-    def measure(stride: int = 32, shared: bool = True) -> tuple[Any, int]:
+    def measure(stride: int = 32, journalled: bool = True) -> tuple[Any, int]:
         interrupted[3:] = []
-        with Session(shared=shared) as session:
+        with Session(journalled=journalled) as session:
             asked = options(folder, 32, 64, stride=stride)
             return Perplexity().run(loaded, asked, session), len(interrupted) - 3
 
     with pytest.raises(Interrupted, match="what was measured is kept, the same command goes on"):
         measure()
-    whole, passes = measure(shared=False)
+    whole, passes = measure(journalled=False)
     _, others = measure(stride=16)
     assert others >= passes, "another stride is another measurement"
     assert measure() == (whole, passes - 2)
@@ -224,7 +224,7 @@ def test_changed_weights_invalidate_the_journal_and_a_changed_card_does_not(
 ) -> None:
     def measure() -> int:
         interrupted[3:] = []
-        with Session(shared=True) as session:
+        with Session(journalled=True) as session:
             Perplexity().run(loaded, options(folder), session)
         return len(interrupted) - 3
 

@@ -24,6 +24,7 @@ from pi_lora.evaluation.perplexity import (
     pass_losses,
     window_scores,
 )
+from pi_lora.evaluation.suite import metrics_of
 from pi_lora.recipe.evaluation import PerplexityOptions
 from pi_lora.scaling.config import Extension
 
@@ -157,7 +158,7 @@ def test_a_tokenizer_without_bos_measures_alike_with_both_options(small_model: A
         scores.append(Perplexity().run(model, options, Session()))
     assert [result.bos for result in scores] == ["none", "none"]
     assert scores[0].windows == scores[1].windows
-    names = [[value.name for value in Perplexity().metrics(result)[0].values] for result in scores]
+    names = [[value.name for value in metrics_of(result)[0].values] for result in scores]
     assert names[0] == names[1]
 
 

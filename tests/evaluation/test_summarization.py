@@ -97,10 +97,10 @@ def test_an_interrupted_summarization_resumes_to_the_same_rouge(
         return write(**inputs)
 
     monkeypatch.setattr(loaded.module, "generate", interrupted)
-    with pytest.raises(Interrupted, match="what was measured is kept"), Session(shared=True) as session:
+    with pytest.raises(Interrupted, match="what was measured is kept"), Session(journalled=True) as session:
         Summarization().run(loaded, options, session)
     at: list[tuple[int, int]] = []
-    with Session(lambda done, total, note="": at.append((done, total)), shared=True) as session:
+    with Session(lambda done, total, note="": at.append((done, total)), journalled=True) as session:
         scores = Summarization().run(loaded, options, session)
     assert (scores, texts[examples:], at) == (whole, texts[:examples], [(2, 3), (3, 3)])
 
