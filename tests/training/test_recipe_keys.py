@@ -30,6 +30,7 @@ from pi_lora.planning.training_plan import plan_training
 from pi_lora.recipe.evaluation import Evaluation
 from pi_lora.recipe.schema import Recipe
 from pi_lora.recipe.section import Section, sections_in
+from pi_lora.report.card import write_card
 from pi_lora.training import trainer as trainers
 from pi_lora.training.callbacks import ScheduledMeasurements
 from pi_lora.training.job import TrainingJob
@@ -262,7 +263,7 @@ def facts_of(recipe: Recipe, monkeypatch: pytest.MonkeyPatch) -> Facts:
         except DataError as error:
             return {"refused": str(error)}
         with pytest.raises(Trained):
-            job.run(data)
+            job.run(data, write_card=write_card)
     arguments = launch_arguments(recipe, ["train"], address="10.0.0.1")
     plan = plan_training(recipe, source, device_for(recipe) if recipe.hardware.gpu else GPUS["4090"])
     return {
