@@ -6,7 +6,7 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING, Any, Literal
 
-from pi_lora.api.inputs import AnyModel, FilePath, dtype_of, name_of, path_of, resolve, ui_of
+from pi_lora.api.inputs import AnyModel, FilePath, dtype_of, name_of, optional_path, path_of, resolve, ui_of
 from pi_lora.errors import ModelError, PiLoraError
 from pi_lora.types import LIBRARIES, NO_PERMISSIONS, UI, Permissions, Progress
 
@@ -180,7 +180,7 @@ def export_gguf(
     source = resolve(model)
     name = Path(source.name).resolve().name.rpartition(":")[2]  # builtin:tiny is tiny
     file = path_of(output) if output else Path("models") / f"{name.removesuffix('.gguf')}.gguf"
-    script = find_converter(source, file, path_of(converter) if converter else None)
+    script = find_converter(source, file, optional_path(converter))
     file.parent.mkdir(parents=True, exist_ok=True)
     with ui.progress("exporting") as done, TemporaryDirectory(prefix=f".{name}.", dir=file.parent) as temporary:
         full = resolve(merge(source, Path(temporary, name), progress=done).folder) if source.adapter else source
@@ -224,14 +224,16 @@ def check_server(
         PiLoraError: The server cannot be reached, or the model or reference cannot be read.
     """
     ui = ui_of(progress)
-    if (model is None) == (reference is None):
-        raise PiLoraError("check-server: takes a model or a reference; give one of the two")
+    if not url or (model is None) == (reference is None):
+        raise PiLoraError(
+            "check-server: takes URL MODEL, URL --reference FILE, or --write-reference MODEL --reference FILE"
+        )
     with ui.working(LIBRARIES):
         from pi_lora.serving import check
         from pi_lora.serving.reference import RIGHT, Reference
         from pi_lora.storage import check_can_write, read_json, write_json
 
-    file = path_of(json) if json else None
+    file = optional_path(json)
     check_can_write(file)
     with ui.progress("checking") as note:
         compute = None

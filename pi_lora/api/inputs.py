@@ -119,6 +119,11 @@ def path_of(file: FilePath) -> Path:
     return Path(file).expanduser()
 
 
+def optional_path(file: FilePath | None) -> Path | None:
+    """Return a path, or None without a file."""
+    return path_of(file) if file else None
+
+
 def name_of(model: AnyModel) -> str:
     """Return a model as a user names it, with the home folder spelled out."""
     if not isinstance(model, str | os.PathLike):

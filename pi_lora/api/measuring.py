@@ -9,6 +9,7 @@ from pi_lora.api.inputs import (
     dtype_of,
     join_launched_processes,
     name_of,
+    optional_path,
     path_of,
     refuse_options,
     resolve,
@@ -283,7 +284,7 @@ def probe(
         section = section_of(ProbeOptions, values)
         source = resolve(model, permissions=permissions)
         join_launched_processes()
-    file = path_of(json) if json else None
+    file = optional_path(json)
     probed = probe(source, section, json=file, dtype=dtype_of(dtype), ui=ui)
     for result in probed.targets:
         ui.show_table(probe_table(probed, result))
@@ -337,7 +338,7 @@ def compare(
         join_launched_processes()
         return source
 
-    file = path_of(json) if json else None
+    file = optional_path(json)
     check_can_write(file)
     comparison = compare_run(
         resolve_named(name_of(base)),

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from pi_lora.api.inputs import AnyModel, FilePath, Override, as_words, name_of, path_of, ui_of
+from pi_lora.api.inputs import AnyModel, FilePath, Override, as_words, name_of, optional_path, path_of, ui_of
 from pi_lora.errors import RecipeError
 from pi_lora.types import LIBRARIES, NO_PERMISSIONS, UI, Permissions, Progress
 
@@ -91,7 +91,7 @@ def resolve_training(
     from pi_lora.run import resolve_run
 
     ui = ui_of(progress)
-    resolved, output = resolve_run(path_of(recipe), as_words(overrides), path_of(output) if output else None, resume)
+    resolved, output = resolve_run(path_of(recipe), as_words(overrides), optional_path(output), resume)
     processes = resolved.hardware.processes
     if processes > 1 and not launches and not is_launched():
         raise RecipeError([f"hardware: asks for {processes} processes; start them with pi-lora train {recipe}"])
@@ -308,7 +308,7 @@ def new(
             texts=data,
             column=column,
             probed=probed,
-            output=path_of(output) if output else None,
+            output=optional_path(output),
         )
     for line in plan_lines(planned):
         ui.show(line)

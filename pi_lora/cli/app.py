@@ -4,12 +4,12 @@ import importlib.metadata
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import Annotated
 
 from cyclopts import App, Group, Parameter, Token
 
+from pi_lora.recipe.schema import Dtype
 from pi_lora.recipe.section import as_tokens
-from pi_lora.scaling.config import Method
 from pi_lora.types import NO_PERMISSIONS, Permissions
 
 
@@ -41,7 +41,6 @@ RecipeFile = Annotated[Path, Parameter(name="RECIPE", help="A file, or the name 
 Override = Annotated[str, Parameter(name="KEY=VALUE", help="Keys of the recipe to change.")]
 ModelName = Annotated[str, Parameter(name="MODEL", help="Hub id, folder, run or builtin:tiny.")]
 JsonFile = Annotated[Path | None, Parameter(help="Also write the result to this file.")]
-Dtype = Annotated[Literal["float32", "bfloat16", "float16"] | None, Parameter(help="Data type of the weights.")]
 Permitted = Annotated[Permissions, GROUP]
 
 
@@ -60,7 +59,6 @@ Original = Annotated[
 Target = Annotated[
     int | None, Parameter(converter=read_length, help="Window to extend a plain base to, without tuning.")
 ]
-Scaling = Annotated[Method | None, Parameter(help="Scaling of a plain base; pi by default.")]
 Probe = Annotated[Path | None, Parameter(help="What pi-lora probe wrote with --json.")]
 
 
@@ -69,7 +67,7 @@ class Loading:
     """Options of commands that load models, by the names of the arguments of `pi_lora.api`."""
 
     permissions: Permitted = NO_PERMISSIONS
-    dtype: Dtype = None
+    dtype: Annotated[Dtype | None, Parameter(help="Data type of the weights.")] = None
     base: Annotated[str | None, Parameter(help="Where the base of a run is now, if it moved.")] = None
 
 

@@ -22,7 +22,6 @@ from pi_lora.cli.app import (
     RecipeFile,
     app,
 )
-from pi_lora.errors import PiLoraError
 from pi_lora.scaling.config import Method
 from pi_lora.terminal import TERMINAL, out
 from pi_lora.types import NO_PERMISSIONS
@@ -160,12 +159,8 @@ def check_server(
         )
         out.lines(f"{reference}: written; pi-lora check-server URL --reference {reference} needs no weights")
         return
-    if url is None or (model is None) == (reference is None):
-        raise PiLoraError(
-            "check-server: takes URL MODEL, URL --reference FILE, or --write-reference MODEL --reference FILE"
-        )
     verdicts = api.check_server(
-        url,
+        url or "",
         model,
         reference=reference,
         text=text,

@@ -16,7 +16,6 @@ from pi_lora.cli.app import (
     Loading,
     ModelName,
     Original,
-    Scaling,
     Target,
     app,
 )
@@ -31,7 +30,7 @@ from pi_lora.recipe.evaluation import (
     Sampling,
     SummarizationOptions,
 )
-from pi_lora.scaling.config import Extension
+from pi_lora.scaling.config import Extension, Method
 from pi_lora.terminal import TERMINAL, out, working
 
 Models = Annotated[list[str], Parameter(name="MODEL", help="Hub ids, folders, runs or builtin:tiny.")]
@@ -48,20 +47,11 @@ class Measuring:
 
     loading: Loaded = Loading()
     original: Original = None
-    scaling: Scaling = None
+    scaling: Annotated[Method | None, Parameter(help="Scaling of a plain base; pi by default.")] = None
     json: JsonFile = None
 
 
-@dataclass(frozen=True)
-class Extending:
-    """Options of a measurement of models that `target` extends."""
-
-    measuring: Annotated[Measuring, GROUP] = Measuring()
-    target: Target = None
-
-
 Measured = Annotated[Measuring, GROUP]
-Extended = Annotated[Extending, GROUP]
 
 
 def _measure(name: str, models: list[str], options: Any, measuring: Measuring, target: int | None) -> None:
@@ -86,10 +76,11 @@ def perplexity(
     /,
     *,
     options: Annotated[PerplexityOptions, GROUP] = PerplexityOptions(),
-    how: Extended = Extending(),
+    measuring: Measured = Measuring(),
+    target: Target = None,
 ) -> None:
     """Sliding-window perplexity (paper, section 3.2) of several models side by side."""
-    _measure("perplexity", models, options, how.measuring, how.target)
+    _measure("perplexity", models, options, measuring, target)
 
 
 @eval_app.command
@@ -114,10 +105,11 @@ def benchmarks(
     /,
     *,
     options: Annotated[BenchmarksOptions, GROUP] = BenchmarksOptions(),
-    how: Extended = Extending(),
+    measuring: Measured = Measuring(),
+    target: Target = None,
 ) -> None:
     """Short-context benchmarks (paper, table 5) through lm-eval, of several models side by side."""
-    _measure("benchmarks", models, options, how.measuring, how.target)
+    _measure("benchmarks", models, options, measuring, target)
 
 
 @eval_app.command
@@ -126,10 +118,11 @@ def ruler(
     /,
     *,
     options: Annotated[RulerOptions, GROUP] = RulerOptions(),
-    how: Extended = Extending(),
+    measuring: Measured = Measuring(),
+    target: Target = None,
 ) -> None:
     """RULER and the effective length (Hsieh et al. 2024) through lm-eval, of several models side by side."""
-    _measure("ruler", models, options, how.measuring, how.target)
+    _measure("ruler", models, options, measuring, target)
 
 
 @eval_app.command
@@ -138,16 +131,24 @@ def summarization(
     /,
     *,
     options: Annotated[SummarizationOptions, GROUP] = SummarizationOptions(),
-    how: Extended = Extending(),
+    measuring: Measured = Measuring(),
+    target: Target = None,
 ) -> None:
     """Summaries of long documents, scored by ROUGE (paper, section 3.5): GovReport's, or as a run was tuned."""
-    _measure("summarization", models, options, how.measuring, how.target)
+    _measure("summarization", models, options, measuring, target)
 
 
 @eval_app.command
-def chat(models: Models, /, *, options: Annotated[ChatOptions, GROUP], how: Extended = Extending()) -> None:
+def chat(
+    models: Models,
+    /,
+    *,
+    options: Annotated[ChatOptions, GROUP],
+    measuring: Measured = Measuring(),
+    target: Target = None,
+) -> None:
     """Perplexity of the assistant's turns in chats; against the base, KL divergence and the share of equal answers."""
-    _measure("chat", models, options, how.measuring, how.target)
+    _measure("chat", models, options, measuring, target)
 
 
 @eval_app.command(name="all")

@@ -145,15 +145,17 @@ def shared_prefix(model: Any, ids: Sequence[int], length: int) -> SharedPrefix |
 
 
 def _cache_of(model: Any, ids: Sequence[int]) -> DynamicCache | None:
-    """Return the cache after `ids`; None unless all layers keep the keys and values of all tokens. Sliding windows and
-    state spaces do not.
-    """
+    """Return the cache after `ids`; None unless it keeps all tokens."""
     tokens = torch.tensor([ids], device=model.device)
     cache = model(input_ids=tokens, use_cache=True, logits_to_keep=1).past_key_values
+    return cache if keeps_all_tokens(cache) else None
+
+
+def keeps_all_tokens(cache: Any) -> bool:
+    """Whether all layers keep the keys and values of all tokens; sliding windows and state spaces do not."""
     if type(cache) is not DynamicCache:
-        return None
-    keeps_all = all(type(layer) is DynamicLayer and layer.is_initialized for layer in cache.layers)
-    return cache if keeps_all else None
+        return False
+    return all(type(layer) is DynamicLayer and layer.is_initialized for layer in cache.layers)
 
 
 @torch.no_grad()

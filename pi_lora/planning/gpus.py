@@ -31,31 +31,31 @@ class Gpu:
     host: int | None = None
 
 
-# Memory is what nvidia-smi reports; peaks are from NVIDIA's data sheets, half of a figure with sparsity, and of GeForce
-# and RTX cards from the architecture whitepapers (Ampere GA102, Ada, RTX Blackwell).
-GPUS = {
-    gpu.name: gpu
-    for gpu in (
-        Gpu("T4", 15360 * MIB, 65e12, bfloat16=False),
-        Gpu("A10G", 23028 * MIB, 70e12),
-        Gpu("L4", 23034 * MIB, 121e12),
-        Gpu("4090", 24564 * MIB, 165.2e12),
-        Gpu("3090", 24576 * MIB, 71e12),
-        Gpu("5090", 32607 * MIB, 209.5e12),
-        Gpu("A100-40", 40960 * MIB, 312e12),
-        Gpu("L40S", 46068 * MIB, 362e12),
-        Gpu("A6000", 49140 * MIB, 154.8e12),
-        Gpu("6000-Ada", 49140 * MIB, 364.2e12),
-        Gpu("H100", 81559 * MIB, 989.4e12),  # SXM
-        Gpu("H100-PCIe", 81559 * MIB, 756e12),
-        Gpu("A100-80", 81920 * MIB, 312e12),
-        Gpu("H200", 143771 * MIB, 989.4e12),  # SXM
-        Gpu("B200", 183359 * MIB, 2250e12),  # one of the eight of an HGX
-        # A modest machine instead of this one, so that a plan is the same everywhere: two cores at 3 GHz with 64
-        # float32 operations per cycle (AVX-512).
-        Gpu(CPU, 16 * GIB, 0.384e12, bfloat16=False),
-    )
-}
+# Names, memory in MiB, and peaks. Memory is what nvidia-smi reports; peaks are from NVIDIA's data sheets, half of a
+# figure with sparsity, and of GeForce and RTX cards from the architecture whitepapers (Ampere GA102, Ada, RTX
+# Blackwell).
+DEVICES = (
+    ("T4", 15360, 65e12),
+    ("A10G", 23028, 70e12),
+    ("L4", 23034, 121e12),
+    ("4090", 24564, 165.2e12),
+    ("3090", 24576, 71e12),
+    ("5090", 32607, 209.5e12),
+    ("A100-40", 40960, 312e12),
+    ("L40S", 46068, 362e12),
+    ("A6000", 49140, 154.8e12),
+    ("6000-Ada", 49140, 364.2e12),
+    ("H100", 81559, 989.4e12),  # SXM
+    ("H100-PCIe", 81559, 756e12),
+    ("A100-80", 81920, 312e12),
+    ("H200", 143771, 989.4e12),  # SXM
+    ("B200", 183359, 2250e12),  # one of the eight of an HGX
+    # A modest machine instead of this one, so that a plan is the same everywhere: 16 GiB, two cores at 3 GHz with 64
+    # float32 operations per cycle (AVX-512).
+    (CPU, 16384, 0.384e12),
+)
+WITHOUT_BFLOAT16 = ("T4", CPU)
+GPUS = {name: Gpu(name, memory * MIB, peak, name not in WITHOUT_BFLOAT16) for name, memory, peak in DEVICES}
 
 
 def find_gpu(name: str, where: str = "--gpu") -> Gpu:

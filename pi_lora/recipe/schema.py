@@ -10,10 +10,6 @@ from pi_lora.recipe.evaluation import Evaluation
 from pi_lora.recipe.section import LIST, Section, Seed, Texts, Tokens
 
 Dtype = Literal["float32", "bfloat16", "float16"]
-# fmt: off
-Schedule = Literal["constant", "linear", "cosine", "cosine_with_restarts", "cosine_with_min_lr", "polynomial",
-                   "inverse_sqrt", "warmup_stable_decay"]
-# fmt: on
 Method = Literal["lora", "qlora", "full"]
 Scaling = Literal["pi", "yarn", "theta", "llama3", "dynamic", "direct", "keep"]
 
@@ -213,7 +209,16 @@ class Training(Section):
     """Sequences per optimizer step, over all processes."""
     per_device_batch_size: PositiveInt = 1
     """Sequences per forward pass of a process."""
-    schedule: Schedule = "constant"
+    schedule: Literal[
+        "constant",
+        "linear",
+        "cosine",
+        "cosine_with_restarts",
+        "cosine_with_min_lr",
+        "polynomial",
+        "inverse_sqrt",
+        "warmup_stable_decay",
+    ] = "constant"
     """Learning rate schedule after the warm-up, by the names of transformers."""
     schedule_options: dict[str, float | int] = Field({})
     """Options of the schedule, for example min_lr_rate or num_decay_steps."""

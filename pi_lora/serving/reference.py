@@ -5,7 +5,8 @@ cannot answer as the model does.
 """
 
 import random
-from dataclasses import replace
+from dataclasses import dataclass, replace
+from functools import cached_property
 from itertools import takewhile
 from operator import eq
 from pathlib import Path
@@ -13,10 +14,10 @@ from typing import Any
 
 import torch
 from pydantic import BaseModel
-from transformers.cache_utils import DynamicLayer
 
 from pi_lora.data.recall import sentences
 from pi_lora.errors import DataError
+from pi_lora.evaluation.forward import keeps_all_tokens
 from pi_lora.models.loaded import LoadedModel, load_model
 from pi_lora.models.source import ModelSource
 from pi_lora.scaling.config import depends_on_length, full_attention_rope, with_full_rope, with_legacy_rope_keys
@@ -107,36 +108,41 @@ class Reference(BaseModel):
         return "".join(parts).strip()
 
 
+@dataclass
 class ReferenceComputer:
-    """Computes a reference from a model, on demand.
+    """Computes a reference from a model, on demand. The codes stand in `text`, or in made-up sentences."""
 
-    Attributes:
-        reference: The prompts, with their answers once these were computed.
-    """
+    model: ModelSource
+    text: str = ""
+    dtype: str | None = None
+    progress: Progress = silent
 
-    def __init__(
-        self, model: ModelSource, *, text: str = "", dtype: str | None = None, progress: Progress = silent
-    ) -> None:
-        self.model = model
-        self.dtype = dtype
-        self.progress = progress
-        self.reference = Reference(model=model.name, original=model.original, target=model.window, own_text=text)
-        filler = text or sentences(random.Random(0), model.window)
+    @cached_property
+    def reference(self) -> Reference:
+        """The prompts, with their answers once these were computed."""
+        model = self.model
+        filler = self.text or sentences(random.Random(0), model.window)
         encoded = model.tokenizer(filler, return_offsets_mapping=True, verbose=False)
         starts = [start for start, _ in encoded["offset_mapping"]]
-        for asked in range(len(DEPTHS)):
-            prompt = self._prompt(starts, model.window * 9 // 10, len(DEPTHS))
-            prompt.asked = asked
-            self.reference.prompts.append(prompt)
-        self.reference.own_text = text[: prompt.characters]
-        self.reference.prompts.append(self._prompt(starts, model.original // 2, 1))
-        for prompt in self.reference.prompts:
-            prompt.tokens = self._count(self.reference.text(prompt))
+        prompts = [
+            self._prompt(starts, model.window * 9 // 10, num_codes=len(DEPTHS), asked=asked)
+            for asked in range(len(DEPTHS))
+        ]
+        reference = Reference(
+            model=model.name,
+            original=model.original,
+            target=model.window,
+            own_text=self.text[: prompts[0].characters],
+            prompts=[*prompts, self._prompt(starts, model.original // 2, num_codes=1)],
+        )
+        for prompt in reference.prompts:
+            prompt.tokens = self._count(reference.text(prompt))
+        return reference
 
     def _count(self, text: str) -> int:
         return len(self.model.tokenizer(text, verbose=False)["input_ids"])
 
-    def _prompt(self, starts: list[int], tokens: int, num_codes: int) -> Prompt:
+    def _prompt(self, starts: list[int], tokens: int, *, num_codes: int, asked: int = 0) -> Prompt:
         """Return a prompt of about `tokens` tokens, whose text has tokens that start at the characters `starts`."""
         statement_tokens = self._count(STATEMENT.format(NAMES[0], CODES[0]))
         question_tokens = self._count(QUESTION.format(NAMES[0]))
@@ -148,7 +154,7 @@ class ReferenceComputer:
             # The middle of a statement stands at its depth.
             text_before = tokens * DEPTHS[index] // 100 - round((index + 0.5) * statement_tokens)
             code_starts.append(starts[min(max(0, text_before), text_tokens)])
-        return Prompt(characters=starts[text_tokens], code_starts=code_starts)
+        return Prompt(characters=starts[text_tokens], code_starts=code_starts, asked=asked)
 
     def compute(self) -> None:
         """Answer all prompts in every reading."""
@@ -229,9 +235,7 @@ class Reader:
 
     def _crop(self, shared: int) -> int:
         """Reduce the cache to the first `shared` tokens, or to none if it cannot be cropped; return how many remain."""
-        layers = getattr(self.cache, "layers", [])
-        keeps_all = layers and all(type(layer) is DynamicLayer for layer in layers)
-        if keeps_all and not depends_on_length(self.loaded.source.config):
+        if keeps_all_tokens(self.cache) and not depends_on_length(self.loaded.source.config):
             self.cache.crop(shared - len(self.ids))
             return shared
         self.cache = None

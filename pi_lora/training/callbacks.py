@@ -31,7 +31,7 @@ from pi_lora.models.loaded import LoadedModel
 from pi_lora.models.quiet import quiet_loading
 from pi_lora.models.weights import finite
 from pi_lora.recipe.evaluation import Evaluation
-from pi_lora.run import CHECKPOINTS, TRAINING_LOG, Run
+from pi_lora.run import TRAINING_LOG, Run
 from pi_lora.types import Json, Progress
 
 LIBRARY_LOG = "libraries.log"
@@ -86,7 +86,7 @@ class CheckpointMarker(TrainerCallback):
         """Mark the newest checkpoint."""
         wait_for_all_processes()
         if is_main_process():
-            self.run.mark_complete(self.run.path / CHECKPOINTS / f"checkpoint-{state.global_step}")
+            self.run.mark_complete(self.run.checkpoints[0])
         wait_for_all_processes()
 
 
