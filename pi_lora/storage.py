@@ -47,10 +47,10 @@ def problem_text(problem: Mapping[str, Any]) -> str:
     return f"{message}, not {written:.60}"
 
 
-def write_json(file: Path, content: Any) -> None:
+def write_json(file: Path, content: Any, *, sort_keys: bool = False) -> None:
     """Write a JSON file atomically. Create the folder if it does not exist."""
     file.parent.mkdir(parents=True, exist_ok=True)
-    write_whole(file, json.dumps(content, indent=2) + "\n")
+    write_whole(file, json.dumps(content, indent=2, sort_keys=sort_keys) + "\n")
 
 
 def check_can_write(*files: Path | None) -> None:

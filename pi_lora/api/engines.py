@@ -126,7 +126,7 @@ def extend(
     with ui.working(LIBRARIES):
         from pi_lora.evaluation.probe import read_probe
         from pi_lora.evaluation.suite import write_scores
-        from pi_lora.models.saving import link_weights, save_without_weights, weight_files
+        from pi_lora.models.saving import copy_generation_config, link_weights, save_without_weights, weight_files
         from pi_lora.report.card import CARD, card_of
         from pi_lora.report.scores import MeasuredRun
         from pi_lora.run import staged
@@ -142,6 +142,7 @@ def extend(
     with staged(folder) as staging, ui.progress("linking weights") as linked:
         run = MeasuredRun(staging, untuned=True, base_name=source.base.name)
         save_without_weights(source, source.config, staging)
+        copy_generation_config(source.base, staging)
         for stage, measured in scores.items():
             for each in measured:
                 write_scores([each], run.scores_file(each.measurement, stage))

@@ -12,7 +12,7 @@ from pi_lora.merging.deltas import OutputTensor, match_tensors, write_tensors
 from pi_lora.models.files import public_name
 from pi_lora.models.quiet import quiet_loading
 from pi_lora.models.resolve import base_of_adapter, require_adapter
-from pi_lora.models.saving import save_without_weights
+from pi_lora.models.saving import copy_generation_config, save_without_weights
 from pi_lora.models.source import ModelSource
 from pi_lora.models.weights import read_weights
 from pi_lora.scaling.config import ORIGINAL_WINDOW, Config, with_legacy_rope_keys
@@ -53,6 +53,7 @@ class Merge:
     def write_small_files(self, folder: Path) -> None:
         """Write config and tokenizer; raise ModelError if that config does not make the model of the run."""
         save_without_weights(self.source, self.config, folder)
+        copy_generation_config(self.source.base, folder)
         check_model(self.source, self.expected, self.tensors, folder)
 
     def write_weights(self, folder: Path, check: Check, progress: Progress) -> None:
@@ -119,7 +120,7 @@ def plan_merge(run: ModelSource, *, dtype: str | None = None, sibling: bool = Fa
         )
     assert base.config_class, "a shipped config is for plans"
     with quiet_loading():
-        expected = build_on_meta(base.config_class, source.config, source.permissions.trust_remote_code)
+        expected = build_on_meta(base.config_class, source.config)
     base_tensors = read_weights(base.name, base.file)
     tensors = match_tensors(expected, base_tensors, adapter, dtype=dtype, before=before)
     largest = max(tensors, key=lambda tensor: tensor.size)

@@ -1,6 +1,5 @@
 """Trainable parameters, and adapter folders; the only module that uses PEFT."""
 
-import json
 import math
 import shlex
 import warnings
@@ -24,7 +23,8 @@ from pi_lora.errors import ModelError
 from pi_lora.models import files
 from pi_lora.models.weights import check_finite, read_tensors
 from pi_lora.recipe.schema import Tuning
-from pi_lora.storage import write_whole
+from pi_lora.storage import read_json, write_json
+from pi_lora.types import Json
 
 
 def prepare_for_tuning(
@@ -142,13 +142,12 @@ def mark_adapter_extended(folder: Path) -> None:
     it does not know (see `WARNING`). `AutoModelForCausalLM` of transformers fails because there are no full weights.
     """
     file = folder / files.ADAPTER_CONFIG_FILE
-    settings = json.loads(file.read_text(encoding="utf-8"))
+    settings = read_json(file, Json, "")
     # Without a task PEFT takes the class from the mapping.
     settings["task_type"] = None
     settings["auto_mapping"] = {"base_model_class": "load", "parent_library": "pi_lora"}
     settings[files.WARNING] = True
-    text = json.dumps(settings, indent=2, sort_keys=True) + "\n"
-    write_whole(file, text)
+    write_json(file, settings, sort_keys=True)
 
 
 def save_full(model: PreTrainedModel, folder: Path, weights: Mapping[str, torch.Tensor] | None = None) -> None:

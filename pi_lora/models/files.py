@@ -3,7 +3,6 @@
 This module does not import torch.
 """
 
-import json
 import math
 import os
 import re
@@ -19,7 +18,7 @@ from pydantic import AfterValidator, BaseModel, ConfigDict, Field
 
 from pi_lora.errors import ModelError, first_line
 from pi_lora.scaling.config import Config, with_legacy_rope_keys
-from pi_lora.storage import read_json
+from pi_lora.storage import read_json, write_json
 from pi_lora.types import Json
 
 CONFIG_FILE = "config.json"
@@ -122,12 +121,6 @@ def readable(name: str | Path, what: str) -> Iterator[None]:
         raise ModelError(f"{name}: {problem}") from None
 
 
-class _Stored(BaseModel):
-    """Fields that are read here; there are others."""
-
-    model_config = ConfigDict(strict=True, extra="allow", frozen=True)
-
-
 def read_config(folder: Path) -> Json:
     """Read the config in a run or model folder; raise ModelError if it is missing or wrong."""
     return read_json(folder / CONFIG_FILE, Json, "copy it from the model that was tuned: the base or what extend wrote")
@@ -135,15 +128,16 @@ def read_config(folder: Path) -> Json:
 
 def save_config(config: Config, folder: Path) -> None:
     """Write `config.json` in both dialects."""
-    text = json.dumps(with_legacy_rope_keys(config), indent=2, sort_keys=True) + "\n"
-    (folder / CONFIG_FILE).write_text(text, encoding="utf-8")
+    write_json(folder / CONFIG_FILE, with_legacy_rope_keys(config), sort_keys=True)
 
 
-class AdapterSettings(_Stored):
-    """The settings of an adapter that are used here; PEFT reads the file again.
+class AdapterSettings(BaseModel):
+    """The settings of an adapter that are used here; there are others, and PEFT reads the file again.
 
     The name of the base is without `EXTENDED`.
     """
+
+    model_config = ConfigDict(strict=True, extra="allow", frozen=True)
 
     peft_type: str
     base_model_name_or_path: Annotated[str, AfterValidator(lambda name: name.removesuffix(EXTENDED))] | None = None

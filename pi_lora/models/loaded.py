@@ -135,14 +135,9 @@ def load_base(
         ModelError: The weights cannot be read, are not exactly those of the config, or are infinite or NaN.
     """
     base = source.base
-    trust_remote_code = source.permissions.trust_remote_code
+    kernel = None if attention == "auto" else attention
     if placement == "empty":
-        return empty_module(
-            source.typed_config,
-            dtype,
-            attention=attention,
-            trust_remote_code=trust_remote_code,
-        )
+        return empty_module(source.typed_config, dtype, kernel)
     options = _placement_options(placement, dtype)
     with quiet_loading():
         try:
@@ -150,18 +145,17 @@ def load_base(
                 base.path,
                 config=source.typed_config,
                 dtype=QUANTIZED_FROM if placement == "quantized" else dtype,
-                attn_implementation=None if attention == "auto" else attention,
+                attn_implementation=kernel,
                 use_safetensors=True,
                 # Reported below, with the names.
                 ignore_mismatched_sizes=True,
                 output_loading_info=True,
                 revision=base.revision,
-                trust_remote_code=trust_remote_code,
                 **options,
             )
         except (ImportError, OSError, ValueError, RuntimeError, SafetensorError) as error:
             raise ModelError(f"{base.name}: its weights cannot be loaded ({first_line(error)})") from error
-        if attention == "auto":
+        if kernel is None:
             use_blockwise(module)
     if depends_on_length(source.config):
         module.get_decoder().register_forward_pre_hook(_reset_dynamic_rope, with_kwargs=True)
@@ -208,7 +202,7 @@ def _reset_dynamic_rope(decoder: Any, _: Any, options: dict[str, Any]) -> None:
         type(decoder).forward(decoder, input_ids=single_token, use_cache=False)
 
 
-def empty_module(config: PreTrainedConfig, dtype: torch.dtype, attention: str, trust_remote_code: bool) -> Any:
+def empty_module(config: PreTrainedConfig, dtype: torch.dtype, kernel: str | None) -> Any:
     """Build the model of `config` with buffers, but with weights in memory that is reserved and never touched.
 
     The weights need addresses: the optimizer is made before FSDP, and accelerate 1.15 tells parameters apart by them.
@@ -216,11 +210,10 @@ def empty_module(config: PreTrainedConfig, dtype: torch.dtype, attention: str, t
     with quiet_loading(), init_empty_weights():
         model: PreTrainedModel = AutoModelForCausalLM.from_config(
             config,
-            trust_remote_code=trust_remote_code,
             dtype=dtype,
-            attn_implementation=None if attention == "auto" else attention,
+            attn_implementation=kernel,
         )
-        if attention == "auto":
+        if kernel is None:
             use_blockwise(model)
     for module in model.modules():
         for name, weight in list(module.named_parameters(recurse=False)):

@@ -1,6 +1,5 @@
 """The models that users name, resolved: hub ids, folders, built-in models, runs and adapters."""
 
-import json
 import os
 from contextlib import suppress
 from dataclasses import replace
@@ -48,12 +47,13 @@ from pi_lora.types import NO_PERMISSIONS, Json, Permissions
 if TYPE_CHECKING:
     from transformers import PreTrainedConfig
 
-FILES_OF_RUNS = ["*.json", "*.yaml", ADAPTER_WEIGHTS_FILE, *TOKENIZER_FILES]
+FILES_OF_RUNS = ["*.json", "*.yaml", "*.py", ADAPTER_WEIGHTS_FILE, *TOKENIZER_FILES]
 # Config and shape of the hub models that the recipes name, so that these are planned offline and without torch.
 SHIPPED_CONFIGS = Path(__file__).parent / "configs"
 SHAPE_FILE = "shape.json"
-# Config entries that say how weights are stored: an adapter has those of its base, whatever it was trained on.
-STORED_ENTRIES = ("dtype", "torch_dtype", "quantization_config", "tie_word_embeddings")
+# Config entries that say how weights are stored, and which code computes with them: an adapter has those of its base,
+# whatever it was trained on.
+STORED_ENTRIES = ("dtype", "torch_dtype", "quantization_config", "tie_word_embeddings", "auto_map")
 # Config entries that an adapter and its base have in common.
 COMMON_ENTRIES = ("model_type", "hidden_size", "num_hidden_layers", "num_attention_heads", "vocab_size")
 
@@ -84,10 +84,7 @@ def resolve_model(
         ScalingError: The model cannot be extended.
     """
     shipped_base = _shipped_base(name, revision) if shipped else None
-    if shipped_base:
-        source = ModelSource(name, shipped_base, shipped_base.config)
-        return source.extended(extension) if extension else source
-    folder = adapter_folder(name, revision)
+    folder = None if shipped_base else adapter_folder(name, revision)
     if folder:
         if extension is not None:
             raise ModelError(
@@ -96,7 +93,7 @@ def resolve_model(
             )
         resolved_base = base_of_adapter(folder, base, permissions, commit)
         return _resolve_adapter(name, folder, resolved_base)
-    resolved_base = _resolve_base(name, commit or revision, permissions)
+    resolved_base = shipped_base or _resolve_base(name, commit or revision, permissions)
     source = ModelSource(name, resolved_base, with_legacy_rope_keys(resolved_base.config))
     return source.extended(extension) if extension else source
 
@@ -190,7 +187,7 @@ def base_of_adapter(
     return _resolve_base(name, commit or revision, permissions)
 
 
-def own_entries(config: "PreTrainedConfig") -> Config:
+def own_entries(config: "PreTrainedConfig") -> Json:
     """Return a config as a dictionary, without common defaults and the path it was read from."""
     from transformers import PreTrainedConfig
 
@@ -211,15 +208,13 @@ def _shipped_base(name: str, revision: str) -> Base | None:
     folder = shipped_folder(name)
     if revision != "main" or os.path.isdir(name) or not (folder / SHAPE_FILE).is_file():
         return None
-    config = json.loads((folder / CONFIG_FILE).read_bytes())
-    shape = Shape(**json.loads((folder / SHAPE_FILE).read_bytes()))
     return Base(
         name=name,
         path=str(folder),
         revision=revision,
         permissions=NO_PERMISSIONS,
-        config=config,
-        shipped_shape=shape,
+        config=read_config(folder),
+        shipped_shape=read_json(folder / SHAPE_FILE, Shape, "install pi-lora again"),
     )
 
 
@@ -254,6 +249,7 @@ def _common_entries(config: Config) -> Json:
 def _resolve_base(name: str, revision: str, permissions: Permissions) -> Base:
     from transformers import AutoConfig
 
+    from pi_lora.models.code import MODEL, load_classes, name_of, register
     from pi_lora.models.quiet import quiet_loading
 
     path = locate(name)
@@ -263,24 +259,27 @@ def _resolve_base(name: str, revision: str, permissions: Permissions) -> Base:
             revision = config_file.parent.name  # the commit: a push between two reads changes nothing
     with readable(name, CONFIG_FILE), quiet_loading():
         config = AutoConfig.from_pretrained(path, revision=revision, trust_remote_code=permissions.trust_remote_code)
-    own = own_entries(config)
-    for kind, code in own.get("auto_map", {}).items():
-        if isinstance(code, str) and "--" not in code:
-            # As transformers marks code on the hub: the classes of this config are loaded from there.
-            own["auto_map"][kind] = f"{Path(path).resolve()}--{code}"
+        own = own_entries(config)
+        config_class = type(config)
+        auto_map = own.pop("auto_map", {})
+        code = load_classes(auto_map, path, revision) if permissions.trust_remote_code else {}
+        if MODEL in code:
+            config_class = register(code[MODEL], config_class)
+            own["auto_map"] = {key: name_of(kind) for key, kind in code.items()}
     if full_attention_rope(own).get("rope_type") == "linear":
         settings_file = find_file(path, SETTINGS_FILE, revision)
         settings = read_json(settings_file, Json, "download it again") if settings_file else {}
         own = normalize_max_positions(own, settings.get("model_max_length"))
     if own.get("tie_word_embeddings") and _stores_another_head(path, revision):
-        own = {**own, "tie_word_embeddings": False}
+        own["tie_word_embeddings"] = False
     return Base(
         name=name,
         path=path,
         revision=revision,
         permissions=permissions,
         config=own,
-        config_class=type(config),
+        config_class=config_class,
+        code=code,
     )
 
 

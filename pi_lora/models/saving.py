@@ -4,6 +4,7 @@ import os
 import shutil
 from pathlib import Path
 
+from transformers.dynamic_module_utils import custom_object_save
 from transformers.utils import GENERATION_CONFIG_NAME, SAFE_WEIGHTS_INDEX_NAME
 
 from pi_lora.models.files import save_config
@@ -15,11 +16,14 @@ from pi_lora.types import Progress
 
 
 def save_without_weights(source: ModelSource, config: Config, folder: Path) -> None:
-    """Write all files of a model but the weights and the card, under `config`; the model may have no tokenizer."""
+    """Write `config` with the Python code that it names, and the tokenizer if the model has one. Code and tokenizer are
+    written although the base has them: another machine may not have the base.
+    """
     save_config(config, folder)
+    for kind in source.base.code.values():
+        custom_object_save(kind, folder)
     if source.tokenizer_files:
         save_tokenizer(source.tokenizer, folder, source.tokenizer_files)
-    copy_generation_config(source.base, folder)
 
 
 def copy_generation_config(base: Base, folder: Path) -> None:

@@ -5,7 +5,8 @@ transformers are imported where they are used: a plan of a shipped model does wi
 """
 
 import os
-from dataclasses import dataclass, replace
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -26,7 +27,6 @@ from pi_lora.run import Fingerprint, Run
 from pi_lora.scaling.config import (
     Config,
     Extension,
-    check_extendable,
     extend_config,
     read_rope,
     scale_of,
@@ -49,6 +49,7 @@ class Base:
         permissions: Whether code of the model may run.
         config: The config as transformers completes it.
         config_class: The class of the config in transformers; None of a shipped config, which only plans read.
+        code: The classes of the model's own Python code, if they may run, by their keys in `auto_map`.
         shipped_shape: The shape that is shipped with the config.
     """
 
@@ -58,6 +59,7 @@ class Base:
     permissions: Permissions
     config: Config
     config_class: "type[PreTrainedConfig] | None" = None
+    code: Mapping[str, type] = field(default_factory=dict)
     shipped_shape: Shape | None = None
 
     def file(self, name: str) -> Path | None:
@@ -84,7 +86,7 @@ class Base:
 
         assert self.config_class, "shipped configs are for plans"
         with quiet_loading():
-            return build_on_meta(self.config_class, self.config, self.permissions.trust_remote_code)
+            return build_on_meta(self.config_class, self.config)
 
     @cached_property
     def shape(self) -> Shape:
@@ -227,17 +229,13 @@ class ModelSource:
 
     def extended(self, extension: Extension) -> "ModelSource":
         """Return this base extended; raise ScalingError if that is impossible, or transformers does not apply it."""
-        if self.base.config_class is None:
-            check_extendable(self.base.config, extension)
-            return replace(self, config=extend_config(self.base.config, extension), extension=extension)
-        from pi_lora.models.quiet import quiet_loading
-        from pi_lora.scaling.verify import check_scaling
-
         config = extend_config(self.base.config, extension)
-        if extension.scaling != "direct":
+        if self.base.config_class and extension.scaling != "direct":
+            from pi_lora.models.quiet import quiet_loading
+            from pi_lora.scaling.verify import check_scaling
+
             with quiet_loading():
-                trust = self.permissions.trust_remote_code
-                check_scaling(self.base.meta_model, self.base.config, extension, trust)
+                check_scaling(self.base.meta_model, self.base.config, extension)
         return replace(self, config=config, extension=extension)
 
     def check_base_fingerprint(self) -> None:

@@ -41,6 +41,10 @@ UPLOADED_PATTERNS = [
     "recipe.yaml",
     "training.jsonl",
     "pictures/*.png",
+    # A model's own code, under the names that transformers asks for.
+    "configuration_*.py",
+    "modeling_*.py",
+    "tokenization_*.py",
 ]
 
 

@@ -199,7 +199,7 @@ def _window_factor(config: Config, rope: Config) -> float:
     return 1.0
 
 
-def normalize_max_positions(config: Config, longest_input: float | None) -> Config:
+def normalize_max_positions(config: dict[str, Any], longest_input: float | None) -> dict[str, Any]:
     """Return a config whose `linear` rope multiplies `max_position_embeddings`, as transformers documents it.
 
     Some published configs (DeepSeek-Coder, Chinese-Alpaca-2-16k) declare the extended window there instead. No key

@@ -18,19 +18,15 @@ def config_of(kind: type[PreTrainedConfig], config: Config) -> PreTrainedConfig:
     return kind.from_dict(deepcopy(dict(config)))
 
 
-def build_on_meta(
-    kind: type[PreTrainedConfig], config: Config, trust_remote_code: bool = False, dtype: torch.dtype | None = None
-) -> PreTrainedModel:
+def build_on_meta(kind: type[PreTrainedConfig], config: Config) -> PreTrainedModel:
     """Build the model of `config` on the meta device: every module with its shape, no memory for weights."""
     with _building(kind), torch.device("meta"):
         typed = config_of(kind, config)
-        model: PreTrainedModel = AutoModelForCausalLM.from_config(
-            typed, trust_remote_code=trust_remote_code, dtype=dtype
-        )
+        model: PreTrainedModel = AutoModelForCausalLM.from_config(typed)
     return model
 
 
-def check_scaling(plain: PreTrainedModel, config: Config, extension: Extension, trust: bool = False) -> None:
+def check_scaling(plain: PreTrainedModel, config: Config, extension: Extension) -> None:
     """Raise ScalingError if the model of `config` under `extension` does not have the expected rotary frequencies.
     `plain` is the unextended model on the meta device.
 
@@ -44,7 +40,7 @@ def check_scaling(plain: PreTrainedModel, config: Config, extension: Extension, 
         checked = replace(extension, scaling="pi")
     kind = type(plain.config)
     plain_frequencies = rotary_frequencies(plain)
-    extended_frequencies = _scaled_frequencies(plain, extend_config(config, checked), trust)
+    extended_frequencies = _scaled_frequencies(plain, extend_config(config, checked))
     if not plain_frequencies:
         raise ScalingError(f"model of type {kind.model_type}: is built without rotary embeddings; choose another")
     if not _follows(plain_frequencies, extended_frequencies, checked.scaling, scale=checked.scale_of(config)):
@@ -54,13 +50,13 @@ def check_scaling(plain: PreTrainedModel, config: Config, extension: Extension, 
         )
 
 
-def _scaled_frequencies(plain: PreTrainedModel, config: Config, trust: bool) -> dict[str, torch.Tensor]:
+def _scaled_frequencies(plain: PreTrainedModel, config: Config) -> dict[str, torch.Tensor]:
     """Return the frequencies of the model of `config`, which is `plain` with another rope. Where every rotary module
     reads the config of the model itself, those modules are enough; else the whole model is built.
     """
     kind = type(plain.config)
     if any(module.config is not plain.config for _, module in _rotary_modules(plain)):
-        return rotary_frequencies(build_on_meta(kind, config, trust))
+        return rotary_frequencies(build_on_meta(kind, config))
     with _building(kind):
         extended = config_of(kind, config)
     return rotary_frequencies(plain, extended)

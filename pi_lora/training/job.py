@@ -27,12 +27,10 @@ from pi_lora.errors import Interrupted, ModelError
 from pi_lora.evaluation.suite import requested_measurements
 from pi_lora.models import adapter as adapters
 from pi_lora.models import device as devices
-from pi_lora.models.files import save_config
 from pi_lora.models.loaded import LoadedModel, Placement, load_base, load_model
 from pi_lora.models.resolve import resolve_model
-from pi_lora.models.saving import copy_generation_config
+from pi_lora.models.saving import copy_generation_config, save_without_weights
 from pi_lora.models.source import ModelSource
-from pi_lora.models.tokenizer import save_tokenizer
 from pi_lora.planning.gpus import device_here
 from pi_lora.planning.memory import LossKernel, choose_loss
 from pi_lora.planning.training_plan import TrainingPlan, hours_in_words, plan_training
@@ -292,8 +290,7 @@ def complete(recipe: Recipe, source: ModelSource, run: Run) -> None:
         copy_generation_config(source.base, run.path)
     elif source.needs_own_config:
         adapters.mark_adapter_extended(run.path)
-    save_config(config, run.path)
-    save_tokenizer(source.tokenizer, run.path, source.tokenizer_files)
+    save_without_weights(source, config, run.path)
     # The processes before a resume had another peak.
     log = run.log
     run.record({**log[-1], "peak_memory": max(line["peak_memory"] for line in log)})

@@ -127,6 +127,7 @@ def test_push_uploads_exactly_the_files_of_the_run(
     run: str, hub: Hub, small_model: Path, tmp_path: Path, request: pytest.FixtureRequest
 ) -> None:
     folder = shutil.copytree(request.getfixturevalue(run), tmp_path / "run")
+    (folder / "modeling_own.py").write_text("the code of the model")
     wanted = contents(folder, small_model)
     (folder / "checkpoint-10").mkdir()
     for name in (
@@ -135,6 +136,7 @@ def test_push_uploads_exactly_the_files_of_the_run(
         "optimizer.safetensors",
         "checkpoint-10/model.safetensors",
         ".env",
+        "script.py",
     ):
         (folder / name).write_bytes(b"secret")
     assert push(folder, "me/model") == f"{hub.url}/me/model"

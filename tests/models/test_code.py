@@ -1,0 +1,180 @@
+"""Models with Python code of their own: which code runs, and that what is written brings it."""
+
+import hashlib
+import json
+import shutil
+import sys
+from pathlib import Path
+
+import pytest
+from conftest import small_recipe, train
+from transformers import AutoModel, AutoModelForCausalLM, LlamaForCausalLM
+
+from pi_lora.api import extend, load, merge
+from pi_lora.errors import ModelError
+from pi_lora.models.files import read_config, save_config
+from pi_lora.models.resolve import resolve_model
+from pi_lora.scaling.config import Extension, window_of
+from pi_lora.types import Permissions
+
+TRUST = Permissions(trust_remote_code=True)
+FILES = {
+    "configuration_lamp.py": """
+from transformers import LlamaConfig
+
+class LampConfig(LlamaConfig):
+    model_type = "lamp"
+""",
+    "modeling_lamp.py": """
+from transformers import LlamaForCausalLM, LlamaModel
+from .configuration_lamp import LampConfig
+from .wick import NUMBER
+
+class LampModel(LlamaModel):
+    config_class = LampConfig
+
+class LampForCausalLM(LlamaForCausalLM):
+    config_class = LampConfig
+    number = NUMBER
+""",
+}
+CLASSES = {
+    "AutoConfig": "configuration_lamp.LampConfig",
+    "AutoModel": "modeling_lamp.LampModel",
+    "AutoModelForCausalLM": "modeling_lamp.LampForCausalLM",
+}
+
+
+def number_of(model: object) -> object:
+    """The number in the module that the code of a model imports; None of a model without code of its own."""
+    return getattr(type(model), "number", None)
+
+
+def configured(folder: Path, **entries: object) -> None:
+    """Change entries of the config of a folder."""
+    file = folder / "config.json"
+    file.write_text(json.dumps({**json.loads(file.read_text()), **entries}))
+
+
+def with_code(small_model: Path, folder: Path, number: int = 1) -> Path:
+    """A copy of the small model with code of its own, in three modules."""
+    shutil.copytree(small_model, folder)
+    for name, text in FILES.items():
+        (folder / name).write_text(text)
+    (folder / "wick.py").write_text(f"NUMBER = {number}\n")
+    configured(folder, model_type="lamp", auto_map=CLASSES)
+    return folder
+
+
+@pytest.fixture
+def base(small_model: Path, tmp_path: Path) -> Path:
+    return with_code(small_model, tmp_path / "base")
+
+
+@pytest.fixture
+def commits(small_model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """The commits of `acme/lamp` on the hub, the newest with other code: in the cache, where a download leaves them."""
+    kept = tmp_path / "hub" / "models--acme--lamp"
+    commits = []
+    for number in (1, 2):
+        # Loaded modules are kept by commit.
+        commit = hashlib.sha1(f"{FILES} {number}".encode()).hexdigest()
+        folder = with_code(small_model, kept / "snapshots" / commit, number)
+        # As transformers 4 writes it.
+        configured(folder, auto_map={key: f"acme/lamp--{name}" for key, name in CLASSES.items()})
+        commits.append(commit)
+    (kept / "refs").mkdir()
+    (kept / "refs" / "main").write_text(commits[-1])
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path / "hub"))
+    return commits
+
+
+def check_self_contained(folder: Path, number: int) -> None:
+    """Check that plain transformers loads a folder with the code that it was made with, from that folder alone."""
+    assert read_config(folder)["auto_map"] == CLASSES
+    code = {file.name for file in folder.glob("*.py")}
+    assert code == {*FILES, "wick.py"}
+    model = AutoModelForCausalLM.from_pretrained(folder, trust_remote_code=True)
+    assert number_of(model) == number
+    assert window_of(read_config(folder)) == 128
+    assert type(AutoModel.from_pretrained(folder, trust_remote_code=True)).__name__ == "LampModel"
+
+
+def test_code_is_that_of_the_pinned_revision(commits: list[str]) -> None:
+    for revision, number in ((commits[0], 1), ("main", 2), (commits[0], 1)):
+        source = resolve_model("acme/lamp", permissions=TRUST, revision=revision)
+        extended = source.extended(Extension(128, 64))
+        assert number_of(source.base.meta_model) == number
+        assert number_of(load(extended).module) == number
+
+
+def test_a_run_of_a_hub_model_runs_and_writes_the_code_of_its_commit(commits: list[str], tmp_path: Path) -> None:
+    recipe = small_recipe("", model={"name": "acme/lamp", "revision": commits[0]})
+    run = train(recipe, tmp_path / "run", permissions=TRUST)
+    assert number_of(load(run, permissions=TRUST).module.get_base_model()) == 1
+    merged = merge(run, tmp_path / "merged", permissions=TRUST, check="logits").folder
+    check_self_contained(merged, 1)
+    check_self_contained(extend("acme/lamp", tmp_path / "new", target=128, scaling="yarn", permissions=TRUST), 2)
+    # The card loads the base under the config of the run.
+    assert {file.name for file in run.glob("*.py")} == {*FILES, "wick.py"}
+    assert "trust_remote_code=True" in (run / "README.md").read_text()
+
+
+def test_what_a_folder_with_code_becomes_needs_neither_that_folder_nor_this_machine(base: Path, tmp_path: Path) -> None:
+    run = train(small_recipe(base), tmp_path / "run", permissions=TRUST)
+    full = train(small_recipe(base, tuning={"method": "full"}), tmp_path / "full", permissions=TRUST)
+    made = [full]
+    made.append(merge(run, tmp_path / "merged", permissions=TRUST).folder)
+    made.append(extend(base, tmp_path / "extended", target=128, scaling="yarn", permissions=TRUST))
+    moved = base.rename(tmp_path / "moved")
+    for folder in made:
+        assert str(base) not in (folder / "config.json").read_text()
+        check_self_contained(folder, 1)
+        assert number_of(load(folder, permissions=TRUST).module) == 1
+        assert "trust_remote_code=True" in (folder / "README.md").read_text()
+    with pytest.raises(ModelError, match=f"its base is no longer in {base}; say where it is with --base MODEL"):
+        resolve_model(str(run), permissions=TRUST)
+    assert number_of(load(run, base=str(moved), permissions=TRUST).module.get_base_model()) == 1
+    check_self_contained(merge(run, tmp_path / "again", base=str(moved), permissions=TRUST).folder, 1)
+
+
+def test_a_class_of_config_that_transformers_has_gets_the_models_code_for_this_model_alone(
+    base: Path, small_model: Path
+) -> None:
+    code = (base / "modeling_lamp.py").read_text().replace("LampConfig", "LlamaConfig")
+    code = code.replace("from .configuration_lamp", "from transformers")
+    (base / "modeling_lamp.py").write_text(code)
+    configured(base, model_type="llama", auto_map={"AutoModelForCausalLM": CLASSES["AutoModelForCausalLM"]})
+    with_permission = load(base, permissions=TRUST, extension=Extension(128, 64)).module
+    assert number_of(with_permission) == 1
+    assert type(load(small_model, permissions=TRUST).module) is LlamaForCausalLM
+    # transformers has a class for such a model: without permission it is that.
+    without = resolve_model(str(base))
+    assert type(load(without).module) is LlamaForCausalLM
+    assert "auto_map" not in without.config
+
+
+def test_an_adapter_names_no_code(base: Path, tmp_path: Path) -> None:
+    run = train(small_recipe(base), tmp_path / "run", permissions=TRUST)
+    strange = {key: f"stranger/model--{name}" for key, name in CLASSES.items()}
+    save_config({**read_config(run), "auto_map": strange}, run)
+    assert resolve_model(str(run), permissions=TRUST).config["auto_map"] == CLASSES
+    configured(base, model_type="llama", auto_map={})
+    configured(run, model_type="llama")
+    assert "auto_map" not in resolve_model(str(run), permissions=TRUST).config
+
+
+def test_two_folders_of_one_name_run_their_own_code(small_model: Path, tmp_path: Path) -> None:
+    sources = []
+    for number in (1, 2):
+        folder = with_code(small_model, tmp_path / str(number) / "model", number)
+        sources.append(resolve_model(str(folder), permissions=TRUST))
+    assert [number_of(load(source).module) for source in sources] == [1, 2]
+
+
+def test_a_library_that_the_code_imports_is_named(base: Path) -> None:
+    file = base / "modeling_lamp.py"
+    file.write_text("import lampblack\n" + file.read_text())
+    with pytest.raises(ModelError, match=r"packages that were not found in your environment: lampblack"):
+        resolve_model(str(base), permissions=TRUST)
+    assert "lampblack" not in sys.modules
