@@ -9,7 +9,7 @@ import shlex
 import shutil
 import subprocess
 import sys
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cached_property
@@ -276,9 +276,7 @@ class Run:
             raise RecipeError(problems)
 
 
-def resolve_run(
-    name: Path, overrides: Sequence[str] = (), output: Path | None = None, resume: bool = False
-) -> tuple[Recipe, Path]:
+def resolve_run(name: Path, overrides: Iterable[str], output: Path | None, resume: bool) -> tuple[Recipe, Path]:
     """Return the resolved recipe and the folder of a run.
 
     The recipe is that of the name, or with `resume` that of the interrupted run of the name.

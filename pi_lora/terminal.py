@@ -45,8 +45,7 @@ class Terminal(Console):
 
     def commands(self, *commands: str) -> None:
         """Print lines that users copy, so long lines are not wrapped."""
-        if commands:
-            self.print(*commands, sep="\n", soft_wrap=True)
+        self.print(*commands, sep="\n", soft_wrap=True)
 
 
 out = Terminal()

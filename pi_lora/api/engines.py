@@ -244,7 +244,7 @@ def check_server(
         else:
             computer = _reference_computer(model, text, dtype=dtype, base=base, permissions=permissions, progress=note)
             known, compute = computer.reference, computer.compute
-        verdicts = check.check_server(server, known, compute=compute, tolerance=tolerance, progress=note)
+        verdicts = list(check.check_server(server, known, compute=compute, tolerance=tolerance, progress=note))
     if file:
         right = all(verdict.verdict == RIGHT for verdict in verdicts)
         rows = [verdict.model_dump() for verdict in verdicts]

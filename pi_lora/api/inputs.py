@@ -2,7 +2,7 @@
 
 import json
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import nullcontext
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeAlias, TypeVar, Union
@@ -128,8 +128,7 @@ def name_of(model: AnyModel) -> str:
     """Return a model as a user names it, with the home folder spelled out."""
     if not isinstance(model, str | os.PathLike):
         return model.name
-    name = os.fspath(model)
-    return os.path.expanduser(name) if name.startswith("~") else name
+    return os.path.expanduser(os.fspath(model))
 
 
 def dtype_of(dtype: str | None) -> str | None:
@@ -156,19 +155,18 @@ def section_of(kind: type[SectionT], values: Mapping[str, Any]) -> SectionT:
         raise PiLoraError(first_problem(error)) from None
 
 
-def as_words(overrides: Sequence[Override]) -> list[str]:
-    """Return overrides as on the command line; JSON is YAML.
+def as_words(overrides: Sequence[Override]) -> Iterator[str]:
+    """Yield overrides as on the command line; JSON is YAML.
 
-    >>> as_words(["scaling=pi", {"training.steps": 100}])
+    >>> list(as_words(["scaling=pi", {"training.steps": 100}]))
     ['scaling=pi', 'training.steps=100']
     """
-    words: list[str] = []
     for override in overrides:
         if isinstance(override, str):
-            words.append(override)
+            yield override
         else:
-            words += [f"{key}={json.dumps(value)}" for key, value in override.items()]
-    return words
+            for key, value in override.items():
+                yield f"{key}={json.dumps(value)}"
 
 
 def join_launched_processes() -> None:

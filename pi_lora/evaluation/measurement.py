@@ -18,7 +18,7 @@ from typing import Any, ClassVar, NamedTuple, Protocol, Self, TypedDict, TypeVar
 from pydantic import BaseModel, ConfigDict
 
 from pi_lora.data.documents import fingerprint
-from pi_lora.distributed import all_gather_objects, is_main_process, shard, wait_for_all_processes
+from pi_lora.distributed import all_gather_objects, is_main_process, rank, shard, wait_for_all_processes
 from pi_lora.drawing import Panel
 from pi_lora.errors import Interrupted
 from pi_lora.evaluation.forward import is_sharded
@@ -295,8 +295,7 @@ def append_journal(item: str | int, result: Any, folder: Path) -> None:
     """Write a result to a journal; a full disk ends no measurement."""
     with suppress(OSError):
         folder.mkdir(parents=True, exist_ok=True)
-        rank = os.environ.get("RANK", "0")
-        path = folder / f"{rank}-{os.getpid()}.jsonl"
+        path = folder / f"{rank()}-{os.getpid()}.jsonl"
         with path.open("a", encoding="utf-8") as file:
             file.write(json.dumps([item, result]) + "\n")
 

@@ -283,7 +283,7 @@ class Sweep:
         bounds = [math.ceil(longest * index / self.bins) for index in range(self.bins + 1)]
         return [max(1, bound) for bound in bounds]
 
-    def passes(self, length: int, tokens: int = 1) -> Iterator[list[Piece]]:
+    def passes(self, length: int, tokens: int) -> Iterator[list[Piece]]:
         """Yield the pieces of a document of `length` tokens in groups that go through the model together. A group of
         several has at most `tokens` tokens. Pieces that need all losses have groups of their own.
         """

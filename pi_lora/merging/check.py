@@ -97,9 +97,7 @@ def check_tensors(run: Path, tensors: Sequence[OutputTensor], folder: Path, prog
 
 def _is_written(tensor: OutputTensor, stored: StoredTensor | None) -> bool:
     """Whether a tensor was written as a copy, or as `W + scaling B A`, added in float32 and rounded once."""
-    if stored is None:
-        return False
-    if stored.dtype != tensor.dtype or stored.shape != tensor.source.shape:
+    if stored is None or stored.dtype != tensor.dtype or stored.shape != tensor.source.shape:
         return False
     if isinstance(tensor.delta, LowRank):
         return _is_sum(tensor.source, tensor.delta, stored)

@@ -151,8 +151,8 @@ def match_tensors(
     model: PreTrainedModel,
     base: Mapping[str, StoredTensor],
     run: Path,
-    dtype: str | None = None,
-    before: Mapping[str, StoredTensor] | None = None,
+    dtype: str | None,
+    before: Mapping[str, StoredTensor] | None,
 ) -> list[OutputTensor]:
     """Match the changes of an adapter with the tensors of the base, by name, and return the tensors to write.
 

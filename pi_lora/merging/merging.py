@@ -1,6 +1,6 @@
 """Base + adapter as full weights that every engine loads: planned by name, written a few rows at a time, checked."""
 
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Literal
 
@@ -43,7 +43,7 @@ class Merge:
     expected: PreTrainedModel
     tensors: list[OutputTensor]
     config: Config
-    lines: list[str] = field(default_factory=list)
+    lines: list[str]
 
     @property
     def typed_config(self) -> PreTrainedConfig:
@@ -89,7 +89,7 @@ class Merged:
         return str(self.folder)
 
 
-def plan_merge(run: ModelSource, *, dtype: str | None = None, sibling: bool = False) -> Merge:
+def plan_merge(run: ModelSource, *, dtype: str | None, sibling: bool) -> Merge:
     """Match the tensors of an adapter with those of the base, and check that they belong together.
 
     Args:

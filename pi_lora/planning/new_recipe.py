@@ -69,10 +69,10 @@ def new_recipe(
     source: ModelSource,
     target: int,
     *,
-    gpu: str | None = None,
-    texts: Sequence[str] = (),
+    gpu: str | None,
+    texts: Sequence[str],
     probed: tuple[str, str] | None = None,
-    output: Path | None = None,
+    output: Path | None,
     column: str = "text",
 ) -> tuple[Path, TrainingPlan, list[str]]:
     """Write a recipe that extends a model to a target window, and return the file, the plan and notes for the user.

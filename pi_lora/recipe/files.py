@@ -4,7 +4,7 @@ together.
 
 import difflib
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -48,7 +48,7 @@ class ResolvedRecipe(NamedTuple):
     origins: Mapping[str, str]
 
 
-def load_recipe(path: Path, overrides: Sequence[str] = ()) -> ResolvedRecipe:
+def load_recipe(path: Path, overrides: Iterable[str] = ()) -> ResolvedRecipe:
     """Read the recipe `path`, or the shipped recipe of that name, and apply `key=value` overrides. Raise RecipeError
     with all mistakes.
     """

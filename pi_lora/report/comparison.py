@@ -23,7 +23,7 @@ from pi_lora.models.resolve import run_folder
 from pi_lora.models.source import ModelSource
 from pi_lora.report.scores import MeasuredRun, shown_metrics
 from pi_lora.run import BASE, TUNED
-from pi_lora.types import SILENT, UI
+from pi_lora.types import UI
 
 # Formats of values by unit; other values have three decimals.
 VALUE_FORMATS = {"tokens": "{:,.0f}", "points": "{:.1f} %"}
@@ -53,11 +53,11 @@ def compare_run(
     resolve: Callable[[str], ModelSource],
     requested: Requested,
     *,
-    data: str | None = None,
-    another: bool = False,
-    again: bool = False,
-    dtype: str | None = None,
-    ui: UI = SILENT,
+    data: str | None,
+    another: bool,
+    again: bool,
+    dtype: str | None,
+    ui: UI,
 ) -> Comparison:
     """Compare a run with its base in the scores of the run, the measurements of its recipe, and `requested` ones.
 

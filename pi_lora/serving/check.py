@@ -5,7 +5,7 @@ The answers of the server to long prompts are compared with those computed here.
 
 import json
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from math import inf, isfinite
 from statistics import fmean
@@ -149,26 +149,23 @@ def check_server(
     server: Server,
     reference: Reference,
     *,
-    compute: Callable[[], None] | None = None,
-    tolerance: float = 0.1,
+    compute: Callable[[], None] | None,
+    tolerance: float,
     progress: Progress = silent,
-) -> list[Verdict]:
-    """Send the prompts of a reference to a server, and compare the answers with those of the reference.
+) -> Iterator[Verdict]:
+    """Send the prompts of a reference to a server, and yield how the answers compare with those of the reference.
 
     A reference without answers is filled in by `compute`. Log probabilities may differ by `tolerance` nats on average.
     """
-    verdicts = []
     for prompt in reference.prompts:
         progress(0, 0, f"asking the server about {prompt.tokens:,} tokens")
         completion = server.complete(reference.text(prompt))
         if isinstance(completion, str):
-            verdict = Verdict(tokens=prompt.tokens, depth=prompt.depth, verdict=REFUSED, detail=completion)
+            yield Verdict(tokens=prompt.tokens, depth=prompt.depth, verdict=REFUSED, detail=completion)
         else:
             if compute and not prompt.answers:
                 compute()
-            verdict = _judge(reference, prompt, completion, tolerance)
-        verdicts.append(verdict)
-    return verdicts
+            yield _judge(reference, prompt, completion, tolerance)
 
 
 def _judge(reference: Reference, prompt: Prompt, completion: Completion, tolerance: float) -> Verdict:

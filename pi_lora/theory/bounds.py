@@ -86,12 +86,12 @@ def partial_sums(head_dim: int, theta: float, s: ArrayLike) -> Reals:
 
 @dataclass(frozen=True)
 class Setting:
-    """`head_dim` (d), `theta` (c), and the windows L and L' in tokens; by default LLaMA-7B's, as in the figures."""
+    """`head_dim` (d), `theta` (c), and the windows L and L' in tokens."""
 
-    head_dim: int = 128
-    theta: float = 10_000.0
-    original: int = 2048
-    target: int = 4096
+    head_dim: int
+    theta: float
+    original: int
+    target: int
 
     def __post_init__(self) -> None:
         if self.target <= self.original:
@@ -115,7 +115,7 @@ class Bounds:
 def bounds_of(setting: Setting) -> Bounds:
     """Return the numbers of section 2.3 for any setting.
 
-    >>> bounds = bounds_of(Setting())
+    >>> bounds = bounds_of(Setting(head_dim=128, theta=10_000.0, original=2048, target=4096))  # LLaMA-7B's
     >>> round(bounds.papers_divisor, 2), round(bounds.divisor, 2), round(bounds.lowest, 3)
     (294.73, 256.11, 1.116)
     """
