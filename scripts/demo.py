@@ -21,12 +21,12 @@ from rich.console import Console
 from rich.table import Table
 
 from pi_lora.cli import main as pi_lora
+from pi_lora.drawing import figure_of, save
 from pi_lora.evaluation.passkey import PasskeyScores
 from pi_lora.evaluation.perplexity import PerplexityScores
-from pi_lora.evaluation.suite import read_scores
+from pi_lora.evaluation.suite import MEASUREMENTS, read_scores
 from pi_lora.models.device import has_fast_bfloat16
 from pi_lora.recipe.files import load_recipe
-from pi_lora.report.card import comparison_picture
 from pi_lora.report.scores import markdown_table
 from pi_lora.run import staging_path
 
@@ -115,7 +115,8 @@ def show(models: dict[str, list[Measured]]) -> None:
     passkeys = {}
     for name, runs in models.items():
         perplexities[name], passkeys[name] = runs[0]
-    comparison_picture([perplexities, passkeys], ORIGINAL, DEMO / "demo.png")
+    panels = [*MEASUREMENTS["perplexity"].panels(perplexities), *MEASUREMENTS["passkey"].panels(passkeys)]
+    save(figure_of(*panels, window=ORIGINAL), DEMO / "demo.png")
 
 
 def into_readme(seconds: float) -> None:

@@ -13,9 +13,8 @@ from urllib.parse import quote
 
 from huggingface_hub import ModelCard, ModelCardData
 
-from pi_lora.drawing import VERMILION, Panel, figure_of, save
+from pi_lora.drawing import VERMILION, figure_of, save
 from pi_lora.errors import ModelError
-from pi_lora.evaluation.measurement import Scores
 from pi_lora.evaluation.suite import MEASUREMENTS
 from pi_lora.models.files import public_name
 from pi_lora.recipe.schema import Recipe
@@ -179,15 +178,6 @@ def draw_run(run: MeasuredRun) -> Iterator[Path]:
     if log:
         figure = figure_of(partial(_draw_loss, log))
         yield save(figure, run.path / PICTURES / "loss.png")
-
-
-def comparison_picture(measurements: Sequence[Mapping[str, Scores]], original: int, file: Path) -> None:
-    """Draw the scores of several models: a panel or more for every measurement."""
-    panels: list[Panel] = []
-    for scores in measurements:
-        first = next(iter(scores.values()))
-        panels += MEASUREMENTS[first.measurement].panels(scores)
-    save(figure_of(*panels, window=original), file)
 
 
 def _draw_loss(log: Sequence[Mapping[str, Any]], axes: Any) -> None:
