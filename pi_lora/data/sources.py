@@ -125,6 +125,7 @@ def texts(rows: Iterable[NamedJson], columns: Sequence[str]) -> Iterator[NamedJs
                 )
             values[column] = row[column] or kind()
         if columns[0] in CHAT_COLUMNS:
+            # The chat comes first, as `ChatTemplate.chats` expects.
             values = values | row | values
         yield row_name, values
 
