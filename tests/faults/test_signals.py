@@ -9,15 +9,16 @@ import signal
 import subprocess
 import time
 from pathlib import Path
+from types import ModuleType
 
 import conftest
 import pytest
 from conftest import small_recipe, train
 
 from pi_lora.errors import Interrupted
+from pi_lora.models import saving
 from pi_lora.recipe.files import dump_recipe
 from pi_lora.run import Run, staging_path
-from pi_lora.training import job
 from pi_lora.training.callbacks import ScheduledMeasurements
 
 # What these tests start inherits it.
@@ -119,21 +120,27 @@ def test_the_message_of_an_interrupted_measurement_says_what_is_kept(
     assert (output.is_dir() or staging_path(output).is_dir()) is kept
 
 
-LATE = (("save_config", signal.SIGINT), ("save_tokenizer", signal.SIGTERM), ("write_card", signal.SIGHUP))
+LATE = (
+    (saving, "save_config", signal.SIGINT),
+    (saving, "save_tokenizer", signal.SIGTERM),
+    (conftest, "write_card", signal.SIGHUP),
+)
 
 
-@pytest.mark.parametrize(("where", "number"), LATE)
+@pytest.mark.parametrize(("module", "where", "number"), LATE)
 def test_a_signal_during_the_final_save_keeps_the_run(
-    where: str, number: int, small_model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    module: ModuleType, where: str, number: int, small_model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The last step is done, and no checkpoint was written."""
-    module = conftest if where == "write_card" else job
     save = getattr(module, where)
+    asked = []
 
     def interrupted(*arguments: object) -> None:
+        asked.append(arguments)
         os.kill(os.getpid(), number)
         save(*arguments)
 
     monkeypatch.setattr(module, where, interrupted)
     run = train(small_recipe(small_model), tmp_path / "run")
+    assert asked
     assert {"adapter_model.safetensors", "run.json", "README.md"} <= {path.name for path in run.iterdir()}
