@@ -86,6 +86,11 @@ def peak(row: Row) -> str:
     return f"{row['peak_bytes'] / GIB:.1f} GiB"
 
 
+def planned(row: Row) -> str:
+    """The most that the plan expects of the allocator."""
+    return f"{row['planned_bytes'] / GIB:.3g} GiB"
+
+
 def off_by(row: Row) -> str:
     """How far the plan is from the peak."""
     if "peak_bytes" not in row:
@@ -173,9 +178,9 @@ PARTS: dict[str, tuple[str, dict[str, Callable[[Row], object]]]] = {
             "layers": lambda row: row["layers"],
             "MFU": share(OWN, lambda row: DATA_SHEET),
             "of the measured product": share(OWN, lambda row: row["product"]),
-            "with recomputation": share((*OWN, "recomputation"), lambda row: row["product"]),
+            "with recomputation": share((*OWN, "recomputation"), lambda row: DATA_SHEET),
             "peak": peak,
-            "planned": lambda row: f"{row['planned_bytes'] / GIB:.3g} GiB",
+            "planned": planned,
             "off by": off_by,
         },
     ),
@@ -191,7 +196,10 @@ PARTS: dict[str, tuple[str, dict[str, Callable[[Row], object]]]] = {
             "beside none": beside,
             "MFU": share(OWN, lambda row: DATA_SHEET),
             "of the measured product": share(OWN, lambda row: row["product"]),
+            "with recomputation": share((*OWN, "recomputation"), lambda row: DATA_SHEET),
             "peak": peak,
+            "planned": planned,
+            "off by": off_by,
         },
     ),
     "longest": (

@@ -32,7 +32,7 @@ BLOCKWISE = "blockwise"
 # Queries and keys of a block: at most so many, and no more than the window (measured on a CPU: half a window of 512
 # tokens, and a whole one of 128, are the fastest).
 BLOCK = 256
-# On a GPU, whose kernels want work: 2.4 times as fast as 256 (an H200, Gemma 2 and 3 at 16,384 tokens).
+# On a GPU, whose kernels want work: 2.3 times as fast as 256 (an H200, Gemma 2 and 3 at 16,384 tokens).
 BLOCK_ON_GPU = 1024
 # Kernels are fast for widths that are multiples of 8.
 SINK_CHANNELS = 8
