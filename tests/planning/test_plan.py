@@ -12,11 +12,11 @@ import pytest
 import torch
 import yaml
 from conftest import plan_of as plan_on
-from families import OTHERS, on_meta, plan_of, small_config, small_shape
+from families import OTHERS, SMALL, on_meta, plan_of, small_config, small_shape
 from hypothesis import given
 from hypothesis import strategies as st
 from torch.utils.flop_counter import FlopCounterMode
-from transformers import AutoModelForCausalLM
+from transformers import AutoModelForCausalLM, MixtralConfig
 
 from pi_lora.errors import ModelError, PiLoraError
 from pi_lora.models.files import BUILTIN_FOLDER
@@ -47,6 +47,27 @@ def test_flops_are_six_a_parameter_and_token_and_four_where_the_base_is_frozen()
     assert full.forward + full.backward == pytest.approx(6 * products, rel=1e-3)
     lora = flops_of_training(shape, Tuning(rank=1), ONCE, 1, plain_loss=True)
     assert lora.forward + lora.backward == pytest.approx(4 * products, rel=1e-3)
+
+
+def test_recomputation_is_the_forward_pass_of_checkpointed_layers_and_of_a_loss_in_chunks() -> None:
+    shape = resolve_model(LLAMA, shipped=True).shape
+    plain = flops_of_training(shape, Tuning(), ONCE, 4096, plain_loss=True)
+    head = 2.0 * shape.embedding * 4096
+    layers = plain.forward - head
+    attention = 4 * shape.layers * shape.queries * 4096 * 4096 / 2
+    assert plain.recomputation == 0
+    assert flops_of_training(shape, Tuning(), ONCE, 4096, plain_loss=False).recomputation == head
+    for checkpointing, expected in ((True, layers), (4, layers / 4), ("selective", layers - attention)):
+        training = Training(steps=5, global_batch_size=3, activation_checkpointing=checkpointing)
+        flops = flops_of_training(shape, Tuning(), training, 4096, plain_loss=True)
+        assert flops.recomputation == pytest.approx(15 * expected)
+        assert flops.forward == pytest.approx(15 * plain.forward)
+
+
+def test_experts_are_as_wide_as_those_that_a_token_meets() -> None:
+    """Three matrices each, of which a token is multiplied with those of two experts."""
+    config = MixtralConfig(**SMALL, num_local_experts=4, num_experts_per_tok=2)
+    assert shape_of(on_meta(config)).intermediate == 2 * config.intermediate_size
 
 
 def test_attention_costs_its_causal_half_and_a_window_less() -> None:

@@ -5,6 +5,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+import torch
 from transformers import TrainerControl, TrainerState
 
 from pi_lora.run import TRAINING_LOG, Run
@@ -38,6 +39,16 @@ class Training:
     def logs(self, loss: float) -> None:
         logs = {"loss": loss, "learning_rate": 0.1, "grad_norm": 3.5}
         self.log.on_log(None, self.state, self.control, logs)
+
+
+@pytest.mark.parametrize(("broken", "is_finite"), [("trained", False), ("frozen", True), ("", True)])
+def test_weights_that_train_are_watched_for_what_is_not_finite(broken: str, is_finite: bool) -> None:
+    model = torch.nn.ModuleDict({name: torch.nn.Linear(2, 2) for name in ("trained", "frozen")})
+    model["frozen"].requires_grad_(False)
+    if broken:
+        with torch.no_grad():
+            model[broken].weight[0, 1] = torch.inf
+    assert callbacks._trained_weights_are_finite(model) is is_finite
 
 
 @pytest.fixture
