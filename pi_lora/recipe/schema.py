@@ -363,6 +363,9 @@ class Recipe(Section):
             yield from self._context_parallel_conflicts()
         if self.context.theta is not None and self.scaling != "theta":
             yield f"context.theta: has no effect under scaling: {self.scaling}; use theta, or leave it out"
+        sequence = self.data.sequence_tokens or self.context.target
+        if self.data.has_examples and self.data.completion_tokens + 1 >= sequence:
+            yield f"data.completion_tokens: leave no room for a prompt in {sequence} tokens; lower them"
         for name in ("perplexity", "summarization"):
             measured = getattr(self.evaluation, name)
             if measured and any(

@@ -23,7 +23,7 @@ from pi_lora.recipe.evaluation import Sampling, SummarizationOptions
 from pi_lora.recipe.schema import Recipe
 
 REPORTS = Path(__file__).parents[1] / "data" / "texts" / "gao_reports.jsonl"
-COLUMNS = {"document": "report", "summary": "summary"}
+COLUMNS = {"document": "report", "summary": "summary", "completion_tokens": 40}
 
 
 def reports(held_out: bool) -> list[dict[str, str]]:
@@ -42,7 +42,6 @@ def recipe_of(base: Path, source: Path) -> Recipe:
             "source": {"name": str(source), "hold_out": 0.3},
             **COLUMNS,
             "document_tokens": 100,
-            "completion_tokens": 40,
         },
         training={
             "steps": 2,

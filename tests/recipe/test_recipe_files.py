@@ -194,6 +194,10 @@ def test_dump_then_load_is_the_same_recipe(
             ["data.document=a", "data.summary=b", "data.template=a {b}"],
             "data: document, summary, template: examples have",
         ),
+        (
+            ["data.document=a", "data.summary=b", "data.completion_tokens=1023"],
+            "data.completion_tokens: leave no room for a prompt in 1024 tokens",
+        ),
         (["data.document=a", "data.summary=b", "data.positions=pose"], "positions: pose: is for packed text"),
         (
             ["data.source={name: books, hold_out: 0.1}", "evaluation.perplexity={data: books, hold_out: 0.2}"],

@@ -75,7 +75,8 @@ def test_the_log_has_one_line_for_each_step(lora_run: Path) -> None:
 def test_summaries_are_asked_for_of_rows_that_did_not_train(
     lora_run: Path, small_model: Path, source: dict[str, object], asked_for: str
 ) -> None:
-    recipe = small_recipe(small_model, data={"source": source, "document": "text", "summary": "gist"})
+    data = {"source": source, "document": "text", "summary": "gist", "completion_tokens": 20}
+    recipe = small_recipe(small_model, data=data)
     *_, command = closing_lines(recipe, Run(lora_run))
     assert command == f"measure it with pi-lora eval summarization {lora_run}{asked_for}"
 
