@@ -145,7 +145,9 @@ def _evaluation_problems(recipe: Recipe, ask_hub: bool) -> Iterator[str]:
         return
     during_training = recipe.evaluation.in_short().perplexity or perplexity
     for options in (perplexity, during_training):
-        if options.windows is None and not (options.stride or target) <= target <= (options.truncate or target):
+        stride = options.stride or target
+        truncate = options.truncate or target
+        if options.windows is None and not stride <= target <= truncate:
             yield f"evaluation: the target window is {target}; lower stride to it, or raise truncate to it"
             break
     if perplexity.data is None and not recipe.model.name.startswith(BUILTIN):

@@ -193,7 +193,7 @@ def export_gguf(
 
 
 def check_server(
-    url: str,
+    url: str | None,
     model: AnyModel | None = None,
     *,
     reference: FilePath | None = None,

@@ -160,7 +160,7 @@ def check_server(
         out.lines(f"{reference}: written; pi-lora check-server URL --reference {reference} needs no weights")
         return
     verdicts = api.check_server(
-        url or "",
+        url,
         model,
         reference=reference,
         text=text,

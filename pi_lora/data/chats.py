@@ -22,8 +22,6 @@ MARKS = ("weight", "train", "training", "loss")
 BESIDE_CONTENT = re.compile(r'"(tools|tool_calls|function_call|reasoning_content|thinking)": (?!null|\[\]|"")')
 MASKED = "turns marked as not to be learned"
 MEDIA = ("image", "images", "videos", "audios")
-NO_COLUMNS: Json = {}
-Render = partial[str]
 NO_CHATS_WARNING = (
     "the model has a chat template and the data no chats: a model tuned on raw text alone chats worse; "
     "add a source with column: messages, and data.keep_short: 0.1"
@@ -76,15 +74,18 @@ class ChatTemplate:
     def writes_bos(self) -> bool:
         """Whether a chat begins with BOS."""
         try:
-            text = self.tokenizer.apply_chat_template([{"role": "user", "content": "a"}], tokenize=False)
+            text: str = self.tokenizer.apply_chat_template([{"role": "user", "content": "a"}], tokenize=False)
         except (TemplateError, TypeError, ValueError):
             return False
-        return bool(text.startswith(self.tokenizer.bos_token))
+        return text.startswith(self.tokenizer.bos_token)
 
-    def chats(self, rows: Iterable[NamedJson], longest: int, counts: Counter[str]) -> Iterator[tuple[str, Labelled]]:
-        """Yield the chats of at most `longest` tokens by the names of their rows, and count the others by reason."""
+    def chats(
+        self, rows: Iterable[NamedJson], column: str, longest: int, counts: Counter[str]
+    ) -> Iterator[tuple[str, Labelled]]:
+        """Yield the chats in a `column`, of at most `longest` tokens, by the names of their rows; count the others by
+        reason.
+        """
         for row_name, row in rows:
-            column = next(iter(row))
             messages = messages_of(row_name, row[column])
             chat = self.encode(messages, longest, row)
             if isinstance(chat, str):
@@ -93,7 +94,7 @@ class ChatTemplate:
                 counts[MASKED] += sum(map(is_masked, messages))
                 yield row_name, chat
 
-    def encode(self, messages: list[Json], longest: int, row: Json = NO_COLUMNS) -> Labelled | str:
+    def encode(self, messages: list[Json], longest: int, row: Json) -> Labelled | str:
         """Return a chat of at most `longest` tokens, or the reason why the chat is left out. The other columns of its
         `row` may be `system`, `tools` and `chat_template_kwargs`.
         """
@@ -167,7 +168,7 @@ def _normalize(message: Json) -> None:
         raise Unusable("with an empty turn of the assistant")
 
 
-def _check_turns(messages: list[Json], render: Render) -> None:
+def _check_turns(messages: list[Json], render: partial[str]) -> None:
     """Raise Unusable if the template leaves out the content of a turn."""
     marked = [message | {"content": message["content"] and f"turn {n}."} for n, message in enumerate(messages)]
     text = render(marked)
@@ -176,7 +177,7 @@ def _check_turns(messages: list[Json], render: Render) -> None:
             raise Unusable(f"with turns of the {message['role']}, unknown to the chat template,")
 
 
-def _turns(messages: list[Json], text: str, render: Render) -> Iterator[tuple[int, int]]:
+def _turns(messages: list[Json], text: str, render: partial[str]) -> Iterator[tuple[int, int]]:
     """Yield the start and end of the assistant's turns in the rendered `text`. A turn is the text that follows the
     prompt when the chat is rendered up to that turn.
     """

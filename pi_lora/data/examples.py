@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 from huggingface_hub.constants import HF_HUB_OFFLINE
 
 from pi_lora.data.documents import NamedJson, looks_local
-from pi_lora.data.sources import find_table
+from pi_lora.data.sources import Table, find_table, hash_to_unit
 from pi_lora.data.tokens import in_batches
 from pi_lora.errors import DataError
 from pi_lora.recipe.schema import Data
@@ -58,8 +58,6 @@ class Task:
         prompt_columns = [column for _, column in self.pieces if column is not None]
         self.prompt_columns = list(dict.fromkeys(prompt_columns))
         self.columns = list(dict.fromkeys([*self.prompt_columns, self.completion]))
-        # Rows with one document are held out together.
-        self.decisive_columns = [data.document] if data.document else self.prompt_columns
         wanted = data.document or "column"
         if not self.prompt_columns or data.document not in (None, *self.prompt_columns):
             raise DataError(f"data.template: names no {{{wanted}}}; write {{{wanted}}} where the text of a row goes")
@@ -102,12 +100,15 @@ class Prompter:
                 "set data.special_tokens: true, which reads those in the rows as well, or leave it out"
             )
 
-    def examples(self, rows: Iterable[NamedJson], counts: Counter[str], limit: int | None = None) -> Iterator[Example]:
-        """Yield at most `limit` rows whose prompts fit. Rows with an empty column and rows too long are counted in
-        `counts`; only the latter count for `limit`.
+    def examples(
+        self, table: Table, counts: Counter[str], limit: int | None = None, *, held_out: bool = False
+    ) -> Iterator[Example]:
+        """Yield at most `limit` rows of a table that train, or that are `held_out`, and whose prompts fit. Rows with an
+        empty column and rows too long are counted in `counts`; only the latter count for `limit`.
         """
         # Zeros fix the order in which the counts are reported.
         counts.update({EMPTY: 0, TOO_LONG: 0})
+        rows = self.rows(table, held_out)
         full_rows = itertools.islice(_rows_with_text(rows, counts), limit)
         for batch in in_batches(full_rows):
             texts = [row for _, row in batch]
@@ -118,6 +119,17 @@ class Prompter:
                     yield name, row, prompt, completion
                 else:
                     counts[TOO_LONG] += 1
+
+    def rows(self, table: Table, held_out: bool) -> Iterator[NamedJson]:
+        """Yield the rows of a table that train, or that are `held_out`: by a digest of the document, so that all rows
+        with one document are held out together, or of the columns of the prompt.
+        """
+        share = table.source.hold_out
+        decisive = [self.data.document] if self.data.document else self.task.prompt_columns
+        for name, row in table.read(self.task.columns, None):
+            text = "\n".join(row[column] for column in decisive)
+            if share is None or (hash_to_unit(text) < share) == held_out:
+                yield name, row
 
     def prompts(self, rows: Sequence[Json]) -> list[Prompt]:
         """Return the prompts of rows, with the BOS of the tokenizer. The rows are encoded in parallel."""

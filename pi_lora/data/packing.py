@@ -229,13 +229,12 @@ class Stream:
         for epoch in range(self.data.epochs):
             rows = self.table.read([self.source.column], self.data.seed + epoch)
             counts = Counter() if epoch else self.counts
-            for _, chat in self._template.chats(rows, longest, counts):
+            for _, chat in self._template.chats(rows, self.source.column, longest, counts):
                 yield chat
 
     def _examples(self) -> Iterator[list[Labelled]]:
         prompter = Prompter(self.data, self.tokenizer, self.length)
-        rows = self.table.examples(prompter.task.columns, prompter.task.decisive_columns)
-        for _, _, prompt, completion in prompter.examples(rows, self.counts):
+        for _, _, prompt, completion in prompter.examples(self.table, self.counts):
             document_is_cut = prompt.kept < prompt.document_tokens
             completion_is_cut = len(completion) > self.data.completion_tokens
             # Counts of zero fix the order in which the counts are reported.

@@ -72,14 +72,6 @@ class Table:
         if empty:
             raise DataError(f"{self.source.name}: holds no text; name a source with text, or change its hold_out")
 
-    def examples(self, columns: Sequence[str], decisive: Sequence[str], held_out: bool = False) -> Iterator[NamedJson]:
-        """Yield the `columns` of the rows that train, or that are `held_out` by a digest of the `decisive` columns."""
-        share = self.source.hold_out
-        for row_name, row in self.read(columns, None):
-            text = "\n".join(row[column] for column in decisive)
-            if share is None or (hash_to_unit(text) < share) == held_out:
-                yield row_name, row
-
     def _part(self, name: str, text: str, held_out: bool) -> str:
         """Return the part of a text that trains or is `held_out`. A single text is cut, and the end is held out. Of
         several files at least one is held out, chosen by name. Rows are held out by a digest of the text. So the split
@@ -110,7 +102,7 @@ def hash_to_unit(text: str) -> float:
 
 
 def texts(rows: Iterable[NamedJson], columns: Sequence[str]) -> Iterator[NamedJson]:
-    """Yield the `columns` of rows, texts or chats; None becomes an empty value. The other columns of a chat follow it.
+    """Yield the `columns` of rows, texts or chats; None becomes an empty value. A chat keeps its other columns.
     Raise DataError if a row lacks one of the `columns`.
     """
     for row_name, row in rows:
@@ -120,13 +112,12 @@ def texts(rows: Iterable[NamedJson], columns: Sequence[str]) -> Iterator[NamedJs
             if column not in row or not isinstance(row[column], kind | None):
                 wanted = "list of messages" if kind is list else "text"
                 raise DataError(
-                    f"{row_name}: has no {wanted} in column {column}; choose text, or chats named "
-                    f"{' or '.join(CHAT_COLUMNS)}, from its columns: {', '.join(row)}"
+                    f"{row_name}: has no {wanted} in column {column}; choose text, or chats named messages or "
+                    f"conversations, from its columns: {', '.join(row)}"
                 )
             values[column] = row[column] or kind()
         if columns[0] in CHAT_COLUMNS:
-            # The chat comes first, as `ChatTemplate.chats` expects.
-            values = values | row | values
+            values = row | values
         yield row_name, values
 
 

@@ -90,7 +90,7 @@ class Chats(Measurement[ChatOptions, ChatScores]):
         table = find_table(source)
         counts = Counter[str]()
         rows = table.read([source.column], None)
-        fitting = ChatTemplate(model.tokenizer).chats(rows, options.window or model.window, counts)
+        fitting = ChatTemplate(model.tokenizer).chats(rows, source.column, options.window or model.window, counts)
         chats = dict(islice(fitting, options.limit))
         for line in format_counts(counts):
             session.say(f"{options.data}: {line}")

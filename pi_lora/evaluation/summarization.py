@@ -75,8 +75,7 @@ class Summarization(Measurement[SummarizationOptions, SummarizationScores]):
         prompter = Prompter(data, model.tokenizer, model.window)
         table = find_table(data.source[0])
         counts = Counter[str]()
-        rows = table.examples(prompter.task.columns, prompter.task.decisive_columns, held_out=True)
-        examples = list(prompter.examples(rows, counts, options.limit))
+        examples = list(prompter.examples(table, counts, options.limit, held_out=True))
         if not examples:
             raise DataError(f"{data.source[0].name}: {NO_EXAMPLE}")
         for line in format_counts(counts):
@@ -132,8 +131,8 @@ def complete(options: SummarizationOptions, model: ModelSource) -> tuple[Summari
     measured on the same rows and prompts.
 
     Options that are not set are those that a run was tuned with, or those for GovReport. The default split of a hub
-    data set is `validation`, or `test` for a run tuned on that, or the split of which a part is held out. Raise
-    RecipeError if keys conflict.
+    data set is the split that the tuning held a part out of; without such a part it is `validation`, or `test` for a
+    run that was tuned on `validation`. Raise RecipeError if keys conflict.
     """
     default_data = model.recipe.data if model.recipe and model.recipe.data.has_examples else GOVREPORT
     defaults = {

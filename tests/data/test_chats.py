@@ -150,14 +150,14 @@ def question(number: int, words: int = 4) -> list[dict[str, str]]:
 def test_labels_equal_a_plain_reference(name: str) -> None:
     template, messages, pieces = REFERENCES[name]
     tokenizer = make_tokenizer(template)
-    chat = ChatTemplate(tokenizer).encode(messages, 10_000)
+    chat = ChatTemplate(tokenizer).encode(messages, 10_000, {})
     ids, loss_mask = [], []
     for text, by_assistant in pieces:
         own = tokenizer(text, add_special_tokens=False)["input_ids"]
         ids += own
         loss_mask += [by_assistant] * len(own)
     assert chat == Labelled(ids, loss_mask)
-    everything = ChatTemplate(tokenizer, train_on_all=True).encode(messages, 10_000)
+    everything = ChatTemplate(tokenizer, train_on_all=True).encode(messages, 10_000, {})
     assert everything == Labelled(ids, [True] * len(ids))
 
 
@@ -177,7 +177,7 @@ def test_labels_equal_a_plain_reference(name: str) -> None:
 def test_an_unusable_chat_is_left_out_with_the_reason(
     template: str, messages: list[dict[str, Any]], reason: str
 ) -> None:
-    left_out = ChatTemplate(make_tokenizer(template)).encode(messages, 100)
+    left_out = ChatTemplate(make_tokenizer(template)).encode(messages, 100, {})
     assert isinstance(left_out, str)
     assert re.search(reason, left_out)
 
@@ -241,7 +241,7 @@ def test_optional_columns_of_a_chat_reach_the_template(tmp_path: Path, name: str
     tokenizer.chat_template = KNOWS_TOOLS
     counts = Counter[str]()
     table = find_table(Source(name=str(file), column="messages"))
-    chats = ChatTemplate(tokenizer).chats(table.read(["messages"], None), 1000, counts)
+    chats = ChatTemplate(tokenizer).chats(table.read(["messages"], None), "messages", 1000, counts)
     first, second = (tokenizer.decode(chat.ids) for _, chat in chats)
     assert not counts.total()
     assert first.startswith('[{"')
@@ -299,7 +299,7 @@ def test_a_turn_that_is_marked_is_not_learned(mark: dict[str, Any]) -> None:
     assert learned([QUESTIONS[0], {**first, **kept}], {})[1] == "It is 4.[end]\n"
     tokenizer = make_tokenizer(None)
     tokenizer.chat_template = KNOWS_TOOLS
-    under_all = ChatTemplate(tokenizer, train_on_all=True).encode([{**QUESTIONS[1], **mark}], 100)
+    under_all = ChatTemplate(tokenizer, train_on_all=True).encode([{**QUESTIONS[1], **mark}], 100, {})
     assert under_all == "chats with turns that are not to be learned, under loss: all"
 
 

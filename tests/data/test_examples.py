@@ -145,10 +145,8 @@ def test_rows_are_held_out_by_their_prompt_and_a_document_with_all_its_rows(
     source = Source(name=str(file), hold_out=0.2)
     data = Data(source=[source], template="{q} {text}", completion="a", document=document)
     prompter = Prompter(data, tokenizer, 200)
-    table, task = find_table(source), prompter.task
-    trained, measured = (
-        [row for _, row in table.examples(task.columns, task.decisive_columns, held_out)] for held_out in (False, True)
-    )
+    table = find_table(source)
+    trained, measured = ([row for _, row in prompter.rows(table, held_out)] for held_out in (False, True))
     assert sorted(int(row["a"]) for row in trained + measured) == list(range(300))
     assert 30 <= len(measured) <= 90
     texts_of_both = {row["text"] for row in trained} & {row["text"] for row in measured}
