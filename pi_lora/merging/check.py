@@ -13,6 +13,7 @@ from transformers import PreTrainedModel
 
 from pi_lora.errors import ModelError
 from pi_lora.merging.deltas import LowRank, OutputTensor, in_threads
+from pi_lora.models.composite import names_in
 from pi_lora.models.device import device, free_memory
 from pi_lora.models.files import find_file, read_config
 from pi_lora.models.loaded import load_base, load_model
@@ -59,9 +60,9 @@ def check_model(source: ModelSource, expected: PreTrainedModel, tensors: Sequenc
     problems = [f"{name} is missing" for name in report["missing_keys"]]
     for name, stored_shape, config_shape in report["mismatched_keys"]:
         problems.append(f"{name} is {list(stored_shape)} instead of {list(config_shape)}")
-    for tensor in tensors:
-        if tensor.name in built.all_tied_weights_keys:
-            problems.append(f"{tensor.name} is tied")
+    for stored_name, name in names_in(built, state_dict).items():
+        if name in built.all_tied_weights_keys:
+            problems.append(f"{stored_name} is tied")
     if not _same_frequencies(built, expected) or window_of(config) != source.window:
         problems.append("its scaling is not the run's")
     if problems:

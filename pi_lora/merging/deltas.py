@@ -10,15 +10,17 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 
 import torch
 from transformers import PreTrainedModel
 from transformers.utils import SAFE_WEIGHTS_INDEX_NAME, SAFE_WEIGHTS_NAME
 
 from pi_lora.errors import ModelError
+from pi_lora.models.composite import names_in
 from pi_lora.models.device import dtype_named
 from pi_lora.models.files import ADAPTER_WEIGHTS_FILE, AdapterSettings, read_adapter_settings
-from pi_lora.models.weights import DTYPES, LENGTH_BYTES, METADATA, StoredTensor, finite, read_header, spans
+from pi_lora.models.weights import COMPUTED, DTYPES, LENGTH_BYTES, METADATA, StoredTensor, finite, read_header, spans
 from pi_lora.storage import write_json
 from pi_lora.types import Progress
 
@@ -158,7 +160,7 @@ def match_tensors(
 
     Args:
         model: The model of the run, on the meta device.
-        base: The tensors of the base.
+        base: The tensors of the base, under names that transformers changes to those of the model.
         run: The folder of the adapter.
         dtype: The dtype that floating tensors are cast to; by default the stored one.
         before: The tensors of the base that the run was tuned on, if `base` is a sibling. The difference of a tensor
@@ -167,10 +169,12 @@ def match_tensors(
     Raises:
         ModelError: Changes do not fit the base; the message names all of them.
     """
-    changes = read_adapter(run)
+    changes = _by_name_in(model, read_adapter(run))
     tied = model.all_tied_weights_keys
-    tied_sources = {name: base[twin] for name, twin in tied.items() if twin in base}
-    sources = {**tied_sources, **base}
+    stored = _by_name_in(model, base)
+    stored_before = _by_name_in(model, before or {})
+    tied_sources = {name: stored[twin] for name, twin in tied.items() if twin in stored}
+    sources = {**tied_sources, **stored}
     problems = [
         f"{name} {list(change.shape)}"
         for name, change in changes.items()
@@ -183,25 +187,29 @@ def match_tensors(
         source = sources[name]
         change = changes.get(name)
         output_dtype = dtype_named(dtype) if dtype and source.dtype.is_floating_point else source.dtype
-        output = OutputTensor(name, output_dtype, file=source.path, source=source)
+        written_name = stored[name].name if name in stored else name
+        output = OutputTensor(written_name, output_dtype, file=source.path, source=source)
         if not isinstance(change, StoredTensor):
             return replace(output, delta=change)
-        if before:
-            tensor_before = before[name if name in before else tied[name]]
+        if stored_before:
+            tensor_before = stored_before[name if name in stored_before else tied[name]]
             return replace(output, delta=Difference(change, tensor_before))
         return replace(output, source=change)
 
     outputs = []
     for name in sources:
-        # Old checkpoints store the unscaled frequencies of their rope; every reader computes them from the config.
-        is_computed = name.endswith("rotary_emb.inv_freq")
         twin = tied.get(name)
         is_copy = twin in sources and not (
             _diverged(sources[name], sources[twin]) or _diverged(changes.get(name), changes.get(twin))
         )
-        if not is_computed and not is_copy:
+        if not name.endswith(COMPUTED) and not is_copy:
             outputs.append(output_tensor(name))
     return outputs
+
+
+def _by_name_in(model: PreTrainedModel, stored: Mapping[str, Any]) -> dict[str, Any]:
+    names = names_in(model, stored)
+    return {names[name]: value for name, value in stored.items()}
 
 
 def _diverged(change: Change | None, twin_change: Change | None) -> bool:

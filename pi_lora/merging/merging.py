@@ -9,6 +9,7 @@ from transformers import PreTrainedConfig, PreTrainedModel
 from pi_lora.errors import ModelError
 from pi_lora.merging.check import check_logits, check_model, check_tensors
 from pi_lora.merging.deltas import OutputTensor, match_tensors, write_tensors
+from pi_lora.models.composite import names_in
 from pi_lora.models.files import public_name
 from pi_lora.models.quiet import quiet_loading
 from pi_lora.models.resolve import base_of_adapter, require_adapter
@@ -126,7 +127,8 @@ def plan_merge(run: ModelSource, *, dtype: str | None, sibling: bool) -> Merge:
     largest = max(tensors, key=lambda tensor: tensor.size)
     stored_dtype = str(largest.dtype).removeprefix("torch.")
     config = {**source.config, "architectures": [type(expected).__name__], "dtype": stored_dtype}
-    if any(tensor.name in expected.all_tied_weights_keys for tensor in tensors):
+    names = names_in(expected, [tensor.name for tensor in tensors])
+    if any(name in expected.all_tied_weights_keys for name in names.values()):
         config["tie_word_embeddings"] = False
         lines.append("head: was tied to the embeddings, but they diverged: it is a tensor of its own now")
     return Merge(source, adapter, expected=expected, tensors=tensors, config=config, lines=lines)

@@ -1,6 +1,7 @@
 """Trainable parameters, and adapter folders; the only module that uses PEFT."""
 
 import math
+import re
 import shlex
 import warnings
 from collections.abc import Iterable, Iterator, Mapping
@@ -21,6 +22,7 @@ from transformers import PreTrainedModel
 
 from pi_lora.errors import ModelError
 from pi_lora.models import files
+from pi_lora.models.composite import adapter_renamings, other_parts
 from pi_lora.models.weights import check_finite, read_tensors
 from pi_lora.recipe.schema import Tuning
 from pi_lora.storage import read_json, write_json
@@ -56,6 +58,9 @@ def prepare_for_tuning(
         tuned = peft.get_peft_model(model, config)
     tuned.peft_config["default"].base_model_name_or_path = base_name
     tuned.peft_config["default"].revision = revision
+    # For readers that load the whole composite. PEFT would miss these parts here.
+    parts = "|".join(map(re.escape, other_parts(model)))
+    tuned.peft_config["default"].exclude_modules = rf"({parts})\..*" if parts else None
     _keep_the_dtype_of_activations(tuned)
     train_in_float32(tuned)
     return tuned
@@ -178,7 +183,10 @@ def load_adapter(model: PreTrainedModel, folder: Path, *, dropout: float = 0.0, 
             config = peft.LoraConfig.from_pretrained(str(folder))
             config.task_type = "CAUSAL_LM"
             config.lora_dropout = dropout
-            adapted = PeftModel.from_pretrained(model, str(folder), config=config, is_trainable=trainable)
+            renamings = adapter_renamings(model)
+            adapted = PeftModel.from_pretrained(
+                model, str(folder), config=config, is_trainable=trainable, key_mapping=renamings
+            )
             _reload_saved_modules_in_float32(adapted, folder)
     except (OSError, ValueError, KeyError, RuntimeError, SafetensorError) as error:
         reason = (str(error).strip() or repr(error)).splitlines()[-1]
@@ -188,7 +196,8 @@ def load_adapter(model: PreTrainedModel, folder: Path, *, dropout: float = 0.0, 
     check_finite(str(folder), expected.items())
     weights_file = folder / files.ADAPTER_WEIGHTS_FILE
     _, stored = read_tensors(weights_file)
-    missing = sorted(expected.keys() - stored.keys())
+    names = {re.sub(pattern, new, name) for name in stored for pattern, new in renamings.items()} | set(stored)
+    missing = sorted(expected.keys() - names)
     if missing:
         raise ModelError(f"{weights_file}: lacks {', '.join(missing)}; tune again")
     return adapted
@@ -196,14 +205,16 @@ def load_adapter(model: PreTrainedModel, folder: Path, *, dropout: float = 0.0, 
 
 @contextmanager
 def without_known_warnings() -> Iterator[None]:
-    """Ignore three warnings of PEFT 0.21.
+    """Ignore four warnings of PEFT 0.21.
 
     The name of activation checkpointing, also in TRL 1.16, is deprecated in transformers 5.23. PEFT looks for the
-    config of the base in a checkpoint. The third warning is ours, to users of plain PEFT.
+    config of the base in a checkpoint, and for the parts of a composite that are left out. The fourth warning is ours,
+    to users of plain PEFT.
     """
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", ".*gradient_checkpointing(_kwargs|_enable)?` is deprecated", FutureWarning)
         warnings.filterwarnings("ignore", r"Could not find a config file in builtin:", UserWarning)
+        warnings.filterwarnings("ignore", "You have passed exclude_modules=.* but no modules were excluded", UserWarning)
         warnings.filterwarnings("ignore", rf"Unexpected keyword arguments \['{files.WARNING}'\]", UserWarning)
         yield
 

@@ -17,7 +17,7 @@ from huggingface_hub.errors import EntryNotFoundError
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field
 
 from pi_lora.errors import ModelError, first_line
-from pi_lora.scaling.config import Config, with_legacy_rope_keys
+from pi_lora.scaling.config import Config, language_config, whole_config, with_legacy_rope_keys
 from pi_lora.storage import read_json, write_json
 from pi_lora.types import Json
 
@@ -43,6 +43,8 @@ TOKENIZER_FILES = (
     "chat_template.json",
     *VOCABULARY_FILES,
 )
+# What composites have beside their tokenizer.
+PROCESSOR_FILES = ("processor_config.json", "preprocessor_config.json", "video_preprocessor_config.json")
 # As PEFT names them.
 ADAPTER_CONFIG_FILE = "adapter_config.json"
 ADAPTER_WEIGHTS_FILE = "adapter_model.safetensors"
@@ -122,13 +124,14 @@ def readable(name: str | Path, what: str) -> Iterator[None]:
 
 
 def read_config(folder: Path) -> Json:
-    """Read the config in a run or model folder; raise ModelError if it is missing or wrong."""
-    return read_json(folder / CONFIG_FILE, Json, "copy it from the model that was tuned: the base or what extend wrote")
+    """Read the config of the language model in a run or model folder; raise ModelError if it is missing or wrong."""
+    remedy = "copy it from the model that was tuned: the base or what extend wrote"
+    return language_config(read_json(folder / CONFIG_FILE, Json, remedy))
 
 
 def save_config(config: Config, folder: Path) -> None:
-    """Write `config.json` in both dialects."""
-    write_json(folder / CONFIG_FILE, with_legacy_rope_keys(config), sort_keys=True)
+    """Write `config.json` in both dialects, that of a composite whole."""
+    write_json(folder / CONFIG_FILE, whole_config(with_legacy_rope_keys(config)), sort_keys=True)
 
 
 class AdapterSettings(BaseModel):

@@ -1,6 +1,6 @@
 """A model with its weights: read on the accelerator, quantized, in host memory, or left out."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -12,6 +12,7 @@ from transformers import AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
 
 from pi_lora.errors import ModelError, first_line
 from pi_lora.models.attention import use_blockwise
+from pi_lora.models.composite import other_parts
 from pi_lora.models.device import (
     device,
     dtype_named,
@@ -159,7 +160,7 @@ def load_base(
             use_blockwise(module)
     if depends_on_length(source.config):
         module.get_decoder().register_forward_pre_hook(_reset_dynamic_rope, with_kwargs=True)
-    _check_complete(base.name, report)
+    _check_complete(base.name, report, other_parts(module))
     if module.all_tied_weights_keys != module.get_expanded_tied_weights_keys(all_submodels=True):
         # transformers 5.23 does not tie what differs. Models on this machine are resolved without the tie.
         raise ModelError(
@@ -222,8 +223,9 @@ def empty_module(config: PreTrainedConfig, dtype: torch.dtype, kernel: str | Non
     return model.eval()
 
 
-def _check_complete(name: str, report: Mapping[str, Any]) -> None:
-    """Raise ModelError if the weights are not exactly those that the config describes.
+def _check_complete(name: str, report: Mapping[str, Any], left_out: Sequence[str]) -> None:
+    """Raise ModelError if the weights are not exactly those that the config describes, and those of parts that are
+    left out.
 
     transformers would give random values to weights that are missing or have another shape, and ignore unexpected ones.
     """
@@ -231,11 +233,13 @@ def _check_complete(name: str, report: Mapping[str, Any]) -> None:
         f"{key} is {list(stored_shape)} instead of {list(config_shape)}"
         for key, stored_shape, config_shape in report["mismatched_keys"]
     ]
+    prefixes = tuple(f"{part}." for part in left_out)
+    unexpected = [key for key in report["unexpected_keys"] if not key.startswith(prefixes)]
     problems = []
     for verb, keys in (
         ("lack", report["missing_keys"]),
         ("have", mismatched),
-        ("have beyond its config", report["unexpected_keys"]),
+        ("have beyond its config", unexpected),
     ):
         if keys:
             names = ", ".join(sorted(keys)[:MAX_NAMES])

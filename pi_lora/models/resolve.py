@@ -31,11 +31,13 @@ from pi_lora.recipe.files import RECIPE_FILE
 from pi_lora.recipe.schema import Recipe
 from pi_lora.run import Run, check_finished, staging_path
 from pi_lora.scaling.config import (
+    STORED_ENTRIES,
     Config,
     Extension,
     check_reach,
     full_attention_rope,
     is_extension_of,
+    language_config,
     method_of,
     normalize_max_positions,
     scale_of,
@@ -51,9 +53,6 @@ FILES_OF_RUNS = ["*.json", "*.yaml", "*.py", ADAPTER_WEIGHTS_FILE, *TOKENIZER_FI
 # Config and shape of the hub models that the recipes name, so that these are planned offline and without torch.
 SHIPPED_CONFIGS = Path(__file__).parent / "configs"
 SHAPE_FILE = "shape.json"
-# Config entries that say how weights are stored, and which code computes with them: an adapter has those of its base,
-# whatever it was trained on.
-STORED_ENTRIES = ("dtype", "torch_dtype", "quantization_config", "tie_word_embeddings", "auto_map")
 # Config entries that an adapter and its base have in common.
 COMMON_ENTRIES = ("model_type", "hidden_size", "num_hidden_layers", "num_attention_heads", "vocab_size")
 
@@ -234,6 +233,7 @@ def _resolve_adapter(name: str, folder: Path, base: Base) -> ModelSource:
         differing.append(f"its own scale {scale_of(base_config):g} does not lead to {scale_of(config):g}")
     if differing:
         raise ModelError(f"{folder}: was not tuned from {base.name}: {'; '.join(differing)}; name its own base")
+    # Whatever the adapter was trained on.
     for key in STORED_ENTRIES:
         config.pop(key, None)
         if key in base.config:
@@ -250,6 +250,7 @@ def _resolve_base(name: str, revision: str, permissions: Permissions) -> Base:
     from transformers import AutoConfig
 
     from pi_lora.models.code import MODEL, load_classes, name_of, register
+    from pi_lora.models.composite import language_class
     from pi_lora.models.quiet import quiet_loading
 
     path = locate(name)
@@ -259,13 +260,16 @@ def _resolve_base(name: str, revision: str, permissions: Permissions) -> Base:
             revision = config_file.parent.name  # the commit: a push between two reads changes nothing
     with readable(name, CONFIG_FILE), quiet_loading():
         config = AutoConfig.from_pretrained(path, revision=revision, trust_remote_code=permissions.trust_remote_code)
-        own = own_entries(config)
+        own = language_config(own_entries(config))
         config_class = type(config)
+        language = language_class(config)
         auto_map = own.pop("auto_map", {})
         code = load_classes(auto_map, path, revision) if permissions.trust_remote_code else {}
         if MODEL in code:
             config_class = register(code[MODEL], config_class)
             own["auto_map"] = {key: name_of(kind) for key, kind in code.items()}
+        elif language:
+            config_class = register(language, config_class)
     if full_attention_rope(own).get("rope_type") == "linear":
         settings_file = find_file(path, SETTINGS_FILE, revision)
         settings = read_json(settings_file, Json, "download it again") if settings_file else {}
@@ -288,7 +292,9 @@ def _stores_another_head(path: str, revision: str) -> bool:
     from pi_lora.models.weights import read_weights
 
     # Weights that are missing or damaged are reported when they are read.
-    with suppress(ModelError, KeyError):
+    with suppress(ModelError, StopIteration):
         weights = read_weights(path, partial(find_file, path, revision=revision, download=False))
-        return not weights["lm_head.weight"].equals(weights["model.embed_tokens.weight"])
+        head = next(weights[name] for name in weights if name.endswith("lm_head.weight"))
+        embeddings = next(weights[name] for name in weights if name.endswith("embed_tokens.weight"))
+        return not head.equals(embeddings)
     return False

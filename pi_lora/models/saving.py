@@ -2,21 +2,27 @@
 
 import os
 import shutil
+from functools import partial
 from pathlib import Path
 
+from safetensors.torch import save_file
 from transformers.dynamic_module_utils import custom_object_save
 from transformers.utils import GENERATION_CONFIG_NAME, SAFE_WEIGHTS_INDEX_NAME
 
-from pi_lora.models.files import save_config
+from pi_lora.models.composite import names_in
+from pi_lora.models.files import find_file, save_config
 from pi_lora.models.source import Base, ModelSource
 from pi_lora.models.tokenizer import save_tokenizer
-from pi_lora.models.weights import read_weights
+from pi_lora.models.weights import COMPUTED, read_weights
 from pi_lora.scaling.config import Config
+from pi_lora.storage import write_json
 from pi_lora.types import Progress
+
+OTHER_WEIGHTS_FILE = "model-other-parts.safetensors"
 
 
 def save_without_weights(source: ModelSource, config: Config, folder: Path) -> None:
-    """Write `config` with the Python code that it names, and the tokenizer if the model has one. Code and tokenizer are
+    """Write `config` with the Python code that it names, and the tokenizer and processors that the model has. They are
     written although the base has them: another machine may not have the base.
     """
     save_config(config, folder)
@@ -24,6 +30,8 @@ def save_without_weights(source: ModelSource, config: Config, folder: Path) -> N
         custom_object_save(kind, folder)
     if source.tokenizer_files:
         save_tokenizer(source.tokenizer, folder, source.tokenizer_files)
+    for name, file in source.processor_files.items():
+        shutil.copyfile(file, folder / name)
 
 
 def copy_generation_config(base: Base, folder: Path) -> None:
@@ -31,6 +39,28 @@ def copy_generation_config(base: Base, folder: Path) -> None:
     generation_config = base.file(GENERATION_CONFIG_NAME)
     if generation_config:
         shutil.copyfile(generation_config, folder / GENERATION_CONFIG_NAME)
+
+
+def save_other_weights(base: Base, folder: Path) -> None:
+    """Add the weights of the base that its module does not have to those in `folder`: the other parts of a composite,
+    and heads that predict several tokens.
+    """
+    stored = read_weights(base.name, base.file)
+    names = names_in(base.meta_model, stored)
+    known = base.meta_model.state_dict()
+    others = {}
+    for stored_name, name in names.items():
+        if name not in known and not name.endswith(COMPUTED):
+            others[stored_name] = stored[stored_name].whole()
+    if not others:
+        return
+    saved = read_weights(str(folder), partial(find_file, str(folder)))
+    weight_map = {name: tensor.path.name for name, tensor in saved.items()}
+    save_file(others, folder / OTHER_WEIGHTS_FILE, metadata={"format": "pt"})
+    weight_map |= dict.fromkeys(others, OTHER_WEIGHTS_FILE)
+    total_size = sum(tensor.size for tensor in saved.values()) + sum(tensor.nbytes for tensor in others.values())
+    index = {"metadata": {"total_size": total_size}, "weight_map": weight_map}
+    write_json(folder / SAFE_WEIGHTS_INDEX_NAME, index)
 
 
 def weight_files(source: ModelSource) -> list[Path]:

@@ -77,7 +77,7 @@ def shape_of(model: "PreTrainedModel") -> Shape:
     """Count the shape of a model on any device; raise ModelError if transformers knows no layers, or no head, of it."""
     from torch import nn
 
-    config = model.config
+    config = model.config.get_text_config()
     head = model.get_output_embeddings()
     layer_classes = model._no_split_modules or ()
     layers = [module for module in model.modules() if type(module).__name__ in layer_classes]

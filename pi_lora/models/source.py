@@ -15,6 +15,7 @@ from pi_lora.errors import ModelError
 from pi_lora.models.files import (
     BUILTIN,
     CONFIG_FILE,
+    PROCESSOR_FILES,
     SETTINGS_FILE,
     TOKENIZER_FILES,
     VOCABULARY_FILES,
@@ -25,6 +26,7 @@ from pi_lora.models.shape import Shape
 from pi_lora.recipe.schema import Recipe
 from pi_lora.run import Fingerprint, Run
 from pi_lora.scaling.config import (
+    COMPOSITE,
     Config,
     Extension,
     extend_config,
@@ -218,6 +220,12 @@ class ModelSource:
         if lacking and replace(self, adapter=None).tokenizer.get_vocab() == self.tokenizer.get_vocab():
             return of_base | files
         return files
+
+    @cached_property
+    def processor_files(self) -> dict[str, Path]:
+        """The files by name from which a composite processes images and sound; none of any other model."""
+        names = PROCESSOR_FILES if COMPOSITE in self.config else ()
+        return find_files(self.base.path, names, self.base.revision)
 
     @property
     def typed_config(self) -> "PreTrainedConfig":

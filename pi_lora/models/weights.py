@@ -36,6 +36,8 @@ DTYPES = {
     "U8": torch.uint8,
     "BOOL": torch.bool,
 }
+# Old checkpoints store the unscaled frequencies of their rope; every reader computes them from the config.
+COMPUTED = "rotary_emb.inv_freq"
 # Bytes read of each tensor for a digest, at the start, the middle and the end: other weights differ everywhere.
 SAMPLE_BYTES = 4096
 # Of the format (https://huggingface.co/docs/safetensors): the bytes at the start with the length of the header, and the
@@ -81,6 +83,11 @@ class StoredTensor:
     shape: tuple[int, ...]
     path: Path
     offset: int
+
+    @property
+    def size(self) -> int:
+        """The size in bytes."""
+        return math.prod(self.shape) * self.dtype.itemsize
 
     def rows(self, start: int, stop: int) -> torch.Tensor:
         """Read rows `start` to `stop` (exclusive) along the first axis; a scalar is one row."""

@@ -10,7 +10,8 @@ A model trained on positions `[0, L)` reads `L' > L` tokens when position `m` is
 - `direct`: nothing changes (the paper's FT).
 
 Configs come in two dialects: transformers 5 nests everything in `rope_parameters`; transformers 4, vLLM and SGLang read
-top-level `rope_theta` and `rope_scaling`.
+top-level `rope_theta` and `rope_scaling`. A composite (a vision-language model, for instance) has the config of its
+language model under `text_config`; `language_config` takes it out and `whole_config` puts it back.
 """
 
 import math
@@ -39,6 +40,13 @@ LLAMA3_BANDS = {"low_freq_factor": 1.0, "high_freq_factor": 4.0}
 # The config key of the original window in tokens, if the model was extended by `theta`, or by `pi` under a `longrope`.
 # Ropes do not record these extensions.
 ORIGINAL_WINDOW = "original_context_window"
+
+# Where a composite has the config of its language model, and where that config keeps the config of the composite here.
+TEXT_CONFIG, COMPOSITE = "text_config", "composite_config"
+# Config entries that say how weights are stored, and which code computes with them.
+STORED_ENTRIES = ("dtype", "torch_dtype", "quantization_config", "tie_word_embeddings", "auto_map")
+# Config entries of a composite as a whole.
+OUTER_ENTRIES = ("architectures", *STORED_ENTRIES)
 
 FULL_ATTENTION = "full_attention"
 SLIDING_ATTENTION = "sliding_attention"
@@ -79,6 +87,36 @@ class Extension:
         return self.target / self.original_of(config)
 
 
+def language_config(config: Config) -> dict[str, Any]:
+    """Return the config of the language model of a composite, with the entries that say how weights are stored and,
+    under `COMPOSITE`, the whole config. Return a copy of any other config.
+    """
+    text = config.get(TEXT_CONFIG)
+    if not isinstance(text, Mapping):
+        return dict(config)
+    outer = {key: config[key] for key in OUTER_ENTRIES if key in config}
+    return {**text, **outer, COMPOSITE: config}
+
+
+def whole_config(config: Config) -> Config:
+    """Return the config of a composite with a config from `language_config` in it; any other config as it is."""
+    if COMPOSITE not in config:
+        return config
+    composite = config[COMPOSITE]
+    own_entries = composite[TEXT_CONFIG]
+    text = {}
+    whole = {}
+    for key, value in composite.items():
+        if key not in OUTER_ENTRIES:
+            whole[key] = value
+    for key, value in config.items():
+        if key in OUTER_ENTRIES:
+            whole[key] = value
+        if key in own_entries or key not in (COMPOSITE, *OUTER_ENTRIES):
+            text[key] = value
+    return {**whole, TEXT_CONFIG: text}
+
+
 def read_rope(config: Config) -> dict[str, Any]:
     """Return the complete `rope_parameters` of a config in either dialect, per layer type if the model has several."""
     if config.get("alibi"):
@@ -86,8 +124,6 @@ def read_rope(config: Config) -> dict[str, Any]:
     nested = config.get("rope_parameters")
     if isinstance(nested, Mapping) and nested:
         return deepcopy(dict(nested))  # the config classes of transformers change their arguments in place
-    if isinstance(config.get("text_config"), Mapping):
-        raise _refused(config, "is made of several models; give its language model alone")
     if config.get("rope_theta") is None:
         raise _refused(config, "has no rotary position embeddings that its config describes; nothing to interpolate")
     scaling = dict(config.get("rope_scaling") or {})
@@ -239,9 +275,9 @@ def with_legacy_rope_keys(config: Config) -> dict[str, Any]:
 
 
 def _legacy_rope_scaling(rope: Config, model_type: str) -> dict[str, Any] | None:
-    """Return the `rope_scaling` of transformers 4 for a rope; None for a default one."""
+    """Return the `rope_scaling` of transformers 4 for a rope; None for a default one with a single position."""
     kind = rope.get("rope_type", "default")
-    if kind == "default":
+    if kind == "default" and "mrope_section" not in rope:
         return None
     if kind == "longrope":
         # Phi-3's config in transformers 4 accepts these keys and no others.

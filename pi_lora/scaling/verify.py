@@ -10,12 +10,12 @@ import torch
 from transformers import AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
 
 from pi_lora.errors import ScalingError
-from pi_lora.scaling.config import SLIDING_ATTENTION, Config, Extension, Method, extend_config
+from pi_lora.scaling.config import SLIDING_ATTENTION, Config, Extension, Method, extend_config, whole_config
 
 
 def config_of(kind: type[PreTrainedConfig], config: Config) -> PreTrainedConfig:
     """Return a config dictionary as a config object. transformers changes its argument in place, so it gets a copy."""
-    return kind.from_dict(deepcopy(dict(config)))
+    return kind.from_dict(deepcopy(dict(whole_config(config))))
 
 
 def build_on_meta(kind: type[PreTrainedConfig], config: Config) -> PreTrainedModel:
@@ -55,7 +55,8 @@ def _scaled_frequencies(plain: PreTrainedModel, config: Config) -> dict[str, tor
     reads the config of the model itself, those modules are enough; else the whole model is built.
     """
     kind = type(plain.config)
-    if any(module.config is not plain.config for _, module in _rotary_modules(plain)):
+    language = plain.config.get_text_config()
+    if any(module.config is not language for _, module in _rotary_modules(plain)):
         return rotary_frequencies(build_on_meta(kind, config))
     with _building(kind):
         extended = config_of(kind, config)
@@ -80,7 +81,7 @@ def rotary_frequencies(model: PreTrainedModel, config: PreTrainedConfig | None =
     frequencies = {}
     with _building(type(model.config)):
         for name, module in _rotary_modules(model):
-            used = config or module.config
+            used = config.get_text_config() if config else module.config
             rotary = type(module)(config=used)
             if getattr(rotary, "rope_type", None) == "longrope":
                 rotary(torch.zeros(1), torch.tensor([[used.max_position_embeddings - 1]]))

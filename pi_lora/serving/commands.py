@@ -16,11 +16,12 @@ def serving_lines(config: PreTrainedConfig, folder: Path = Path()) -> list[str]:
     They are for vLLM, and for llama.cpp with a GGUF file. The last line is the size of the KV cache of one sequence.
     The folder is by default the current one.
     """
-    window = window_of(config.to_dict())
+    language = config.get_text_config()
+    window = window_of(language.to_dict())
     dtype = str(config.dtype or "float32").removeprefix("torch.")
     name = shlex.quote(str(folder))
     gguf_file = Path(f"{folder.name or 'model'}.gguf")
-    cache_megabytes = cache_bytes(config, window, dtype_named(dtype).itemsize) / 1e6
+    cache_megabytes = cache_bytes(language, window, dtype_named(dtype).itemsize) / 1e6
     return [
         f"vllm serve {name} --max-model-len {window} --dtype {dtype}",
         f"pi-lora check-server http://localhost:8000 {name}",

@@ -29,7 +29,7 @@ from pi_lora.models import adapter as adapters
 from pi_lora.models import device as devices
 from pi_lora.models.loaded import LoadedModel, Placement, load_base, load_model
 from pi_lora.models.resolve import resolve_model
-from pi_lora.models.saving import copy_generation_config, save_without_weights
+from pi_lora.models.saving import copy_generation_config, save_other_weights, save_without_weights
 from pi_lora.models.source import ModelSource
 from pi_lora.planning.gpus import device_here
 from pi_lora.planning.memory import LossKernel, choose_loss
@@ -183,7 +183,7 @@ class TrainingJob:
             run = Run(staging)
             if is_main_process():
                 fingerprint = self.source.base.fingerprint(tokenizer_identity(self.source.tokenizer), data.digest)
-                _ = self.source.tokenizer_files  # downloaded now: after hours the hub may not be reached
+                _ = self.source.tokenizer_files, self.source.processor_files  # downloaded now: after hours the hub may not be reached
                 run.check_same_fingerprint(self.output, fingerprint, self.source.permissions)
                 write_whole(staging / RECIPE_FILE, dump_recipe(self.recipe))
                 # Decided once: other processes, or a resumption on another machine, could decide otherwise.
@@ -288,6 +288,7 @@ def complete(recipe: Recipe, source: ModelSource, run: Run) -> None:
         # An adapter's base is stored in a dtype of its own.
         config = {**config, "dtype": "float32"}
         copy_generation_config(source.base, run.path)
+        save_other_weights(source.base, run.path)
     elif source.needs_own_config:
         adapters.mark_adapter_extended(run.path)
     save_without_weights(source, config, run.path)

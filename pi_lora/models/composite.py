@@ -1,0 +1,89 @@
+"""Composites: a language model in one checkpoint with towers for images or sound. The language model is meant.
+
+It is built as transformers builds the whole, so that weights and adapters have the names that vLLM and PEFT look for in
+the composite. The other parts are left out and take no memory.
+"""
+
+import re
+from collections.abc import Iterable
+from typing import Any
+
+from transformers import MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING, MODEL_FOR_MULTIMODAL_LM_MAPPING, PreTrainedConfig
+from transformers.conversion_mapping import get_model_conversion_mapping
+from transformers.core_model_loading import WeightRenaming, rename_source_key
+
+from pi_lora.scaling.config import TEXT_CONFIG
+
+
+def language_class(config: PreTrainedConfig) -> Any:
+    """Return the class of the language model of a composite; None for any other config."""
+    if not hasattr(config, TEXT_CONFIG):
+        return None
+    for mapping in (MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING, MODEL_FOR_MULTIMODAL_LM_MAPPING):
+        if type(config) in mapping:
+            return _without_other_parts(mapping[type(config)], type(config))
+    return None
+
+
+def _without_other_parts(composite: Any, config_class: type[PreTrainedConfig]) -> Any:
+    """Return a class like that of a composite, whose models have neither towers nor projectors."""
+
+    def build(model: Any, *arguments: Any, **options: Any) -> None:
+        composite.__init__(model, *arguments, **options)
+        model.other_parts = _other_parts(model)
+        for name in model.other_parts:
+            parent, _, attribute = name.rpartition(".")
+            setattr(model.get_submodule(parent), attribute, None)
+        classes = {type(module).__name__ for module in model.modules()}
+        model._no_split_modules = classes & set(model._no_split_modules)
+
+    attributes = {"__init__": build, "__module__": composite.__module__, "config_class": config_class}
+    return type(composite.__name__, (composite,), attributes)
+
+
+def _other_parts(model: Any) -> list[str]:
+    """Return the names of the largest modules that hold neither decoder nor head, and are in none of them."""
+    names = {module: name for name, module in model.named_modules()}
+    kept = [f"{names[model.get_decoder()]}.", f"{names[model.get_output_embeddings()]}."]
+    parts: list[str] = []
+    for name in names.values():
+        holds = any(other.startswith(f"{name}.") for other in kept)
+        inside = f"{name}.".startswith((*kept, *(f"{part}." for part in parts)))
+        if name and not holds and not inside:
+            parts.append(name)
+    return parts
+
+
+def other_parts(model: Any) -> list[str]:
+    """Return the names of the parts of a composite that are left out; none of any other model."""
+    return getattr(model, "other_parts", [])
+
+
+def adapter_renamings(model: Any) -> dict[str, str]:
+    """Return a pattern of the names in an adapter of the language model alone, and what replaces it in a composite."""
+    if not other_parts(model):
+        return {}
+    return {r"\bmodel\.(?=(layers|norm|embed_tokens)\.)": f"{decoder_name(model)}."}
+
+
+def decoder_name(model: Any) -> str:
+    """Return the name of the decoder in a model."""
+    decoder = model.get_decoder()
+    return next(name for name, module in model.named_modules() if module is decoder)
+
+
+def names_in(model: Any, stored_names: Iterable[str]) -> dict[str, str]:
+    """Return the names of weights in `model` by their names in a file: those of earlier versions of transformers, or,
+    in a composite, those of the language model alone.
+    """
+    weights = model.state_dict()
+    transforms = get_model_conversion_mapping(model)
+    renamings = [transform for transform in transforms if isinstance(transform, WeightRenaming)]
+    names = {}
+    for stored_name in stored_names:
+        name, _ = rename_source_key(stored_name, renamings, [], model.base_model_prefix, weights)
+        if name not in weights:
+            for pattern, replacement in adapter_renamings(model).items():
+                name = re.sub(pattern, replacement, name)
+        names[stored_name] = name
+    return names
