@@ -5,8 +5,11 @@ from pathlib import Path
 import pytest
 from conftest import run_command, small_recipe
 
+from pi_lora.data import examples
+from pi_lora.errors import DataError
 from pi_lora.preflight import check_data
 from pi_lora.recipe.files import dump_recipe
+from pi_lora.recipe.schema import Source
 from pi_lora.training.job import pack_data
 
 
@@ -34,3 +37,20 @@ def test_data_of_a_gpu_recipe_is_prepared_without_gpus_and_read_by_training(
     assert "data: 16 sequences of at most 128 tokens" in said
     assert f"{tmp_path / 'cache'}: has the data of {file}; pi-lora train reads it from there" in said
     assert len(pack_data(recipe, check_data(recipe), never).rows) == 16
+
+
+def test_a_data_set_on_the_hub_is_not_streamed_before_it_is_prepared(
+    small_model: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """`prepare` reads all of it at once; `train --dry-run`, which reads nothing else, looks at its first rows."""
+    asked: list[str] = []
+
+    def find(source: Source) -> None:
+        asked.append(source.name)
+        raise DataError("no network")
+
+    monkeypatch.setattr(examples, "find_table", find)
+    recipe = small_recipe(small_model, data={"source": "people/books"})
+    assert check_data(recipe).name == str(small_model)
+    assert asked == []
+    assert examples.data_problems(recipe.data, ask_hub=True) == ["data.source: no network"]

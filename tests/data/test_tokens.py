@@ -57,6 +57,14 @@ def test_a_long_text_is_tokenized_in_pieces(tokenizer: Any, monkeypatch: pytest.
     assert 0 <= len(long) - len(whole) <= 2 * cuts
 
 
+def test_short_and_long_texts_keep_their_places(tokenizer: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Texts that are tokenized whole and texts that are tokenized in pieces come back in the order of the call."""
+    monkeypatch.setattr(tokens, "PIECE", 8)
+    texts = ["abcdefgh" * (length // 8) + "x" * (length % 8) for length in (1, 20, 16, 30, 17, 8, 24, 3)]
+    decoded = [tokenizer.decode(ids, skip_special_tokens=True) for ids in tokenized(tokenizer, texts)]
+    assert ["".join(text.replace("▁", " ").split()) for text in decoded] == texts
+
+
 def test_memory_is_bounded_by_one_piece(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A list of the text's 80,000 ids takes 3 MB and tokenizing it as a whole several times that; the text itself
     takes 0.2, and its ids as they are kept 0.3.

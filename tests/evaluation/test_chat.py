@@ -130,6 +130,9 @@ def test_the_comparison_has_a_row_for_each_cost(
     names = ["chat perplexity", "chat KL divergence from the base", "chat answers with the base's first 32 tokens"]
     assert [name for name in rows if "chat" in name] == names
     assert [rows[name]["pairs"] for name in names] == [3, 3, 3]
+    before, after = (rows[names[0]][name] for name in ("base", "run"))
+    assert rows[names[0]]["unit"] == "%"  # of the perplexity, as everywhere else
+    assert rows[names[0]]["change"] == pytest.approx(100 * (after / before - 1))
     assert (rows[names[1]]["base"], rows[names[1]]["run"]) == (0, found["divergence"])
     low, high = rows[names[1]]["interval"]
     assert low < found["divergence"] < high

@@ -71,6 +71,14 @@ def test_generation_stops_at_the_window(extended: LoadedModel) -> None:
         pi_lora.generate(extended, text * 2)
 
 
+def test_a_prompt_that_leaves_one_token_is_answered_and_a_longer_one_refused(extended: LoadedModel) -> None:
+    text = "The" + " the" * (extended.window - 3)
+    assert len(extended.tokenizer(text)["input_ids"]) == extended.window - 1
+    pi_lora.generate(extended, text)
+    with pytest.raises(DataError, match=f"^--prompt: {extended.window:,} tokens do not suit"):
+        pi_lora.generate(extended, f"{text} the")
+
+
 def test_the_generate_command_reads_prompt_file_or_stdin(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path, lora_run: Path
 ) -> None:

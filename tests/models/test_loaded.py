@@ -1,6 +1,7 @@
 """Loaded weights: results do not depend on what a model read before."""
 
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -8,10 +9,13 @@ import torch
 
 from pi_lora.api import load
 from pi_lora.data.tokens import Labelled
+from pi_lora.errors import ModelError
 from pi_lora.evaluation.chat import chat_score
 from pi_lora.evaluation.forward import last_logits, token_losses
 from pi_lora.evaluation.generation import generate_ids
-from pi_lora.models.loaded import LoadedModel
+from pi_lora.models import loaded
+from pi_lora.models.loaded import LoadedModel, Placement, load_base
+from pi_lora.models.resolve import resolve_model
 from pi_lora.recipe.evaluation import Sampling
 from pi_lora.scaling.config import Extension
 
@@ -40,3 +44,34 @@ def test_dynamic_frequencies_do_not_depend_on_earlier_inputs(read: Callable[[Loa
     before = read(model, shorter)
     read(model, longer)
     assert read(model, shorter) == before
+
+
+@pytest.mark.parametrize(
+    ("placement", "gpu", "device_map"),
+    [
+        ("device", "cuda", {"": 3}),
+        ("quantized", "cuda", {"": 3}),
+        ("host", "cuda", None),
+        ("device", "cpu", None),
+    ],
+)
+def test_weights_are_read_straight_into_the_gpu_of_the_process(
+    placement: Placement,
+    gpu: str,
+    device_map: dict[str, int] | None,
+    small_model: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Without a copy in host memory, which may be smaller; only FSDP spreads weights from there."""
+    asked: dict[str, Any] = {}
+
+    def refuse(*_: Any, **options: Any) -> None:
+        asked.update(options)
+        raise OSError("not read in this test")
+
+    monkeypatch.setattr(loaded, "device", lambda: torch.device(gpu))
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 3)
+    monkeypatch.setattr(loaded.AutoModelForCausalLM, "from_pretrained", refuse)
+    with pytest.raises(ModelError, match="not read in this test"):
+        load_base(resolve_model(str(small_model)), torch.bfloat16, placement=placement)
+    assert asked.get("device_map") == device_map

@@ -293,6 +293,14 @@ def test_eager_attention_keeps_the_planned_weights() -> None:
     assert planned.masks == mask.nbytes
 
 
+def test_only_kernels_with_masks_or_weights_are_planned_to_keep_them() -> None:
+    """FlashAttention keeps nothing beyond queries, keys, values and output; nor does `sdpa` in full layers."""
+    windowed, causal = (shape_of(on_meta(config)) for config in (MistralConfig(**SLIDING), LlamaConfig(**LAYER)))
+    for shape, kernel in ((windowed, "flash_attention_2"), (causal, "sdpa"), (causal, "auto")):
+        assert set(attention_bytes(shape, kernel, 1024, "bfloat16", on_cpu=False)) == {0}
+    assert attention_bytes(windowed, "sdpa", 1024, "bfloat16", on_cpu=False).full == 0
+
+
 @pytest.mark.parametrize("stream", [torch.bfloat16, torch.float32], ids=str)
 @pytest.mark.parametrize("kind", [LlamaConfig, Qwen3Config, Gemma3TextConfig])
 @pytest.mark.parametrize("intermediate", [64, 688])

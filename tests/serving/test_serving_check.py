@@ -333,6 +333,14 @@ def test_a_near_tie_ahead_of_the_code_is_unclear_in_long_prompts(codes: int, dou
     assert _doubt(prompt, Completion(": A) the", None, [-1.0] * 5), 5, ambiguous=False) == doubt
 
 
+@pytest.mark.parametrize(("agreed", "doubt"), [(2, "only 2 tokens can be compared; another --text decides"), (3, "")])
+def test_a_code_of_three_tokens_is_enough_proof(agreed: int, doubt: str) -> None:
+    """Else a right server of a tokenizer with whole numbers, a blank and two halves of a code, would never pass."""
+    computed = Answer(text=" 25473", ends=[1, 4, 6], logprobs=[-1.0] * 3, margins=[9.0] * 3)
+    prompt = Prompt(characters=0, code_starts=[0] * 4, answers={"right": computed})
+    assert _doubt(prompt, Completion(" 25473", None, [-1.0] * 3), agreed, ambiguous=False) == doubt
+
+
 def test_no_code_holds_the_digits_that_identify_another() -> None:
     assert len(NAMES) == len(CODES) == 4
     assert all(code[:2] not in other for code in CODES for other in CODES if code != other)
