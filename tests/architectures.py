@@ -8,7 +8,6 @@ import tempfile
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from copy import deepcopy
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
@@ -17,10 +16,18 @@ from typing import Any
 import torch
 import transformers
 from transformers import CONFIG_MAPPING, AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
-from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+from transformers.models.auto.modeling_auto import (
+    MODEL_FOR_CAUSAL_LM_MAPPING_NAMES,
+    MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING,
+    MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES,
+    MODEL_FOR_MULTIMODAL_LM_MAPPING,
+    MODEL_FOR_MULTIMODAL_LM_MAPPING_NAMES,
+)
 
 from pi_lora.errors import ScalingError
 from pi_lora.models.attention import use_blockwise
+from pi_lora.models.composite import other_parts
+from pi_lora.models.loaded import load_model
 from pi_lora.models.resolve import resolve_model
 from pi_lora.models.source import ModelSource
 from pi_lora.scaling.config import (
@@ -31,13 +38,16 @@ from pi_lora.scaling.config import (
     Method,
     constant_longrope,
     full_attention_rope,
+    language_config,
     local_window,
     methods_for,
     read_rope,
 )
+from pi_lora.scaling.verify import config_of
 
 PAGE = Path(__file__).parent.parent / "docs" / "models.md"
-MODEL_TYPES = tuple(MODEL_FOR_CAUSAL_LM_MAPPING_NAMES)
+IMAGE_AND_TEXT = {**MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES, **MODEL_FOR_MULTIMODAL_LM_MAPPING_NAMES}
+MODEL_TYPES = tuple(name for name in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES if name not in IMAGE_AND_TEXT)
 WINDOW, SCALE, TOKENS = 64, 4, 48
 # Named by what pi-lora promises; the rest follows from what transformers has.
 PROMISED = "llama mistral qwen2 qwen3 gemma2 gemma3_text phi3 olmo2 granite gpt_neox stablelm cohere smollm3".split()
@@ -46,6 +56,30 @@ NOT_SMALL = {
     "phi4_multimodal": "its parts for images and sound cannot be made small",
     "qwen4_exp_text": "its default config leaves out sizes that it needs",
 }
+
+# Composites whose parts have sizes of their own, which a small config does not reach, or that need the package timm.
+COMPOSITES_NOT_SMALL = """chameleon cohere_compass cosmos3_edge deepseek_ocr2 dots3_note emu3 ernie4_5_vl_moe evolla
+fast_vlm florence2 fun_asr_nano gemma3n git glm5_next granite4_vision granite_speech granite_speech_plus hunyuan_vl
+idefics inkling2 janus kosmos-2 kosmos-2.5 kyutai_speech_to_text mistral4 mistral_large4 molmo2 muse_glimmer muse_spark
+nemo_speechlm nemotron_h_omni paddleocr_vl perception_lm phi4_multimodal pi0 qwen2_5_omni qwen2_5_omni_thinker
+qwen2_audio qwen3_omni_moe qwen3_omni_moe_thinker qwen4_exp step3p7 unlimited_ocr vibevoice_asr""".split()
+# Models for images or sound that are no decoders of text alone.
+NO_LANGUAGE_MODEL = {
+    "diffusion_gemma",
+    "shieldgemma2",
+    "t5gemma2",
+    "udop",
+    "vision-encoder-decoder",
+    "voxtral_realtime",
+}
+# It counts positions from 1, so that the plain model at positions `m / s` is no comparison.
+COUNTS_FROM_1 = {"paligemma"}
+COMPOSITE_TYPES = [
+    name
+    for name in IMAGE_AND_TEXT
+    if name not in NO_LANGUAGE_MODEL | COUNTS_FROM_1 and name not in COMPOSITES_NOT_SMALL
+]
+PROMISED_COMPOSITES = "gemma3 gemma4 glm4v internvl llava mistral3 qwen2_5_vl qwen3_5 qwen3_vl qwen3_vl_moe".split()
 
 # Sizes of a small model by the names of fields; a config class takes those that it has.
 SIZES: dict[str, int] = {
@@ -75,6 +109,21 @@ SIZES: dict[str, int] = {
     }.items()
     for name in names.split()
 }
+VISION_SIZES = SIZES | {
+    name: size
+    for names, size in {
+        "hidden_size out_hidden_size embed_dim intermediate_size": 64,
+        "image_size": 32,
+        "patch_size": 8,
+        "num_heads": 4,
+        "depth num_hidden_layers": 1,
+    }.items()
+    for name in names.split()
+}
+# The text parts of vision-language models whose types are not causal LMs. Left out: `glm5_next_text` (no rope),
+# `cosmos3_edge_text`, `mistral_large4_text` and `hunyuan_vl_text`, whose small configs are not valid.
+TEXT_PARTS = """glm4v_moe_text glm4v_text glm_image_text glm_ocr_text granite_docling_text molmo2_text muse_glimmer_text
+muse_spark_text qwen2_5_vl_text qwen2_vl_text qwen3_vl_moe_text qwen3_vl_text""".split()
 # What the default config leaves to chance: models without an attention layer, or without positions.
 SWITCHES: dict[str, dict[str, Any]] = {
     "granitemoehybrid": {"position_embedding_type": "rope"},
@@ -113,7 +162,34 @@ def small_config(model_type: str, keep: Callable[[str], bool] = lambda kind: Tru
         sizes |= {name: [default[name][layer] for layer in chosen] for name in per_layer}
         sizes["num_hidden_layers"] = len(chosen)
     config: PreTrainedConfig = kind(**{**sizes, **CHOICES.get(model_type, {})})
+    if model_type in TEXT_PARTS:
+        fit_sections(config)
     return config
+
+
+def small_composite(model_type: str, text: Callable[[str], PreTrainedConfig] = small_config) -> PreTrainedConfig:
+    """The config of a composite with a small language model and small towers."""
+    kind = CONFIG_MAPPING[model_type]
+    default = kind()
+    parts: dict[str, Any] = {"text_config": text(default.get_text_config().model_type).to_dict()}
+    for name in default.sub_configs:
+        part = getattr(default, name)
+        if name != "text_config" and part is not None:
+            known = part.to_dict()
+            parts[name] = {"model_type": known["model_type"]}
+            parts[name] |= {
+                size: VISION_SIZES[size] for size in VISION_SIZES.keys() & known if type(known[size]) is int
+            }
+    config: PreTrainedConfig = kind(**parts)
+    return config
+
+
+def fit_sections(config: Any) -> None:
+    """Let the sections of a rope for time, height and width fill the small heads."""
+    width = config.hidden_size // config.num_attention_heads
+    rope = config.rope_parameters
+    half = int(width * rope.get("partial_rotary_factor", 1)) // 2
+    rope["mrope_section"] = [half - 2 * (half // 3), half // 3, half // 3]
 
 
 def stretched(config: PreTrainedConfig, method: Method = "pi") -> tuple[ModelSource, dict[str, Any]]:
@@ -129,11 +205,11 @@ def stretched(config: PreTrainedConfig, method: Method = "pi") -> tuple[ModelSou
         return base, dict(base.extended(Extension(SCALE * own_window, scaling=method)).config)
 
 
-def small_model(kind: type[PreTrainedConfig], config: Mapping[str, Any]) -> PreTrainedModel:
+def small_model(kind: Any, config: Mapping[str, Any]) -> PreTrainedModel:
     """A random model whose logits depend on every layer: with the usual spread of 0.02, attention is nearly uniform."""
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(0)
-        model = AutoModelForCausalLM.from_config(kind.from_dict(deepcopy(dict(config)))).eval()
+        model = AutoModelForCausalLM.from_config(config_of(kind, config)).eval()
         for weights in model.parameters():
             if weights.dim() > 1:
                 torch.nn.init.normal_(weights, std=0.2)
@@ -179,8 +255,9 @@ def same(left: list[torch.Tensor], right: list[torch.Tensor]) -> bool:
     return all(torch.allclose(*pair, rtol=1e-5, atol=1e-5) for pair in zip(left, right, strict=True))
 
 
-def verify(kind: type[PreTrainedConfig], base: ModelSource, extended: Mapping[str, Any]) -> None:
+def verify(base: ModelSource, extended: Mapping[str, Any]) -> None:
     """Position `m` of the extended model has the angles that `m / SCALE` has in the plain one, and gives its logits."""
+    kind = base.base.config_class
     positions = torch.arange(TOKENS)[None]
     plain = small_model(kind, base.config)
     at_m, angles_at_m = run(plain, positions)
@@ -207,9 +284,46 @@ def examine(model_type: str) -> Verdict:
     """
     if model_type in NOT_SMALL:
         return Verdict(model_type, "not tried", NOT_SMALL[model_type])
+    if not has_rope(model_type):
+        return examined(model_type, CONFIG_MAPPING[model_type](), rope_layout, ("pi",))
+    config = small_config(model_type)
+    return examined(model_type, config, rope_layout)
+
+
+@cache
+def examine_composite(model_type: str) -> Verdict:
+    """The same for the language model of a composite, which is also compared with the whole."""
+    config = small_composite(model_type)
+    verdict = examined(model_type, config, lambda _: f"`{config.get_text_config().model_type}`")
+    if verdict.outcome == "verified":
+        assert_is_the_language_model(config)
+    return verdict
+
+
+def assert_is_the_language_model(config: PreTrainedConfig) -> None:
+    """A composite and the model that pi-lora loads from the same files give the same logits for text."""
+    mapping = MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING
+    if type(config) not in mapping:
+        mapping = MODEL_FOR_MULTIMODAL_LM_MAPPING
+    with tempfile.TemporaryDirectory() as folder, torch.random.fork_rng(devices=[]), torch.no_grad():
+        torch.manual_seed(0)
+        whole = mapping[type(config)](config).eval()
+        whole.save_pretrained(folder)
+        language = load_model(resolve_model(folder)).module
+        ids = torch.randint(2, 60, (1, TOKENS))
+        assert (len(language.state_dict()) < len(whole.state_dict())) == bool(other_parts(language))
+        assert same([whole(input_ids=ids).logits], [language(input_ids=ids).logits])
+
+
+def examined(
+    model_type: str,
+    config: PreTrainedConfig,
+    note: Callable[[str], str],
+    methods: tuple[Method, ...] | None = None,
+) -> Verdict:
+    """What pi-lora makes of a small config, with the `note` of what is verified."""
     try:
-        config = small_config(model_type) if has_rope(model_type) else CONFIG_MAPPING[model_type]()
-        suitable = methods_for(config.to_dict()) if has_rope(model_type) else ("pi",)
+        suitable = methods or methods_for(language_config(config.to_dict()))
         method = suitable[0] if suitable else "pi"
         base, extended = stretched(config, method)
     except ScalingError as refusal:
@@ -217,8 +331,8 @@ def examine(model_type: str) -> Verdict:
     rope = full_attention_rope(extended)
     # Not a longrope from a search: it divides each frequency by another number.
     if method == "pi" and (rope["rope_type"] != "longrope" or constant_longrope(rope) is not None):
-        verify(type(config), base, extended)
-    return Verdict(model_type, "verified", rope_layout(model_type))
+        verify(base, extended)
+    return Verdict(model_type, "verified", note(model_type))
 
 
 def has_rope(model_type: str) -> bool:
@@ -263,12 +377,18 @@ def page() -> str:
     verdicts = [examine(model_type) for model_type in MODEL_TYPES]
     layouts, reasons = (rows_by_note(verdicts, outcome) for outcome in ("verified", "refused"))
     left = [f"- `{each.model_type}`: {each.note}." for each in verdicts if each.outcome == "not tried"]
+    composites = [examine_composite(model_type) for model_type in COMPOSITE_TYPES]
+    taken, refused = (rows_by_note(composites, outcome) for outcome in ("verified", "refused"))
     return TEXT.format(
         version=transformers.__version__,
         count=sum(each.outcome == "verified" for each in verdicts),
         verified=layouts,
         refused=reasons,
         not_tried="\n".join(left),
+        composite_count=sum(each.outcome == "verified" for each in composites),
+        composites=taken,
+        composites_refused=refused,
+        composites_not_small=", ".join(f"`{name}`" for name in COMPOSITES_NOT_SMALL),
     )
 
 
@@ -298,8 +418,12 @@ says the same about one model before its weights are read.
 | Gemma 2 | plain | `max_position_embeddings` | all | all |
 | Gemma 3 | `linear` on global layers | `max_position_embeddings` | `pi`, `theta`, on those layers | transformers, vLLM |
 | Gemma 4 (text) | `proportional` on global layers | `max_position_embeddings` times factor | `pi`, `theta`, on those layers | transformers 5 |
+| Gemma 3 from 4B, Gemma 4 with a vision tower | in `text_config`, as above | as above | as above | transformers, vLLM |
+| Mistral Small 3.x, InternVL 3, LLaVA | in `text_config`, plain | `max_position_embeddings` | all | transformers, vLLM |
+| Ministral 3 with a vision tower | in `text_config`, `yarn` | original window times factor | `yarn` | transformers 5, vLLM |
+| Qwen2.5-VL, Qwen3-VL, Qwen3.5, GLM-4.xV | in `text_config`, plain with `mrope_section` | `max_position_embeddings` | all; vLLM computes `yarn` and `theta` | transformers, vLLM |
 | SmolLM3 | plain; no rope in every fourth layer, which stays so | `max_position_embeddings` | all | transformers, vLLM |
-| Llama 4, Cohere 2, EXAONE 4 | only local layers are rotary | | none | |
+| Llama 4, Cohere 2 and Aya Vision, EXAONE 4 | only local layers are rotary | | none | |
 
 *All scalings* are `pi`, `yarn`, `theta`, `llama3`, and `dynamic` and `direct` for comparison. A base that was extended
 before goes on from its own frequencies: its factor is multiplied. The engines' column says which readers know such a
@@ -318,7 +442,7 @@ uses its new window is what `pi-lora eval` measures.
 {verified}
 
 - *Per layer type*: full-attention layers are extended; sliding-window layers are unchanged.
-- *`max_position_embeddings` is L'*: elsewhere it is L under `pi`, which readers multiply by the factor. A published
+- *`max_position_embeddings` is L'*: for all other models it is L under `pi`, and engines multiply it by the factor. A published
   model that declares L' all the same (DeepSeek-Coder) is recognized by its tokenizer, whose `model_max_length` is L'.
 - *One rope for sliding and full layers*: transformers has one setting for both, so both are extended.
 - *Every layer slides*: such a model is refused for targets beyond its `sliding_window` (Mistral-7B-v0.1: 4096,
@@ -329,7 +453,7 @@ uses its new window is what `pi-lora eval` measures.
 - transformers 4 (4.57) reads the same files with these exceptions: it ignores every scaling of `nemotron`, has ropes
   per layer type for Gemma 3 and OLMo 3 only, and rejects `yarn` and `llama3` for `olmo` and `olmo2`, `dynamic` for
   `hunyuan_v1_*`. Use transformers 5 for those. Compared once by hand, the logits of `gemma2` and `vaultgemma` differ
-  between 4 and 5 by up to 1e-2, those of `doge` and `modernbert-decoder` even unscaled; the cause is not known.
+  between 4 and 5, those of `doge` and `modernbert-decoder` even unscaled; the cause is not known.
   `qwen3_moe` and `granitemoehybrid` saved by 5 do not load in 4.
 
 ## Refused, and why
@@ -344,9 +468,28 @@ Refused for every architecture:
 - a model that transformers builds without rotary embeddings, or that does not apply its config's scaling. The
   frequencies of the built model are compared, so a model's own code is checked as well.
 
+## Composites: {composite_count} language models verified
+
+A checkpoint of a language model with towers for images or sound is taken as its language model. The towers are not
+loaded, and are written as they were; images and sound still work in what is written. Each composite below is built
+small and with random weights: `pi-lora` reads text as the whole model does, and the language model passes the check
+above. MRoPE gives text three equal positions, so that a scaling means the same for text as in a plain model.
+
+| language model | composite |
+|---|---|
+{composites}
+
+Refused:
+
+| reason | composite |
+|---|---|
+{composites_refused}
+
 ## Not tried
 
 {not_tried}
+- `paligemma`: counts positions from 1.
+- Composites that cannot be made small: {composites_not_small}.
 """
 
 

@@ -272,7 +272,9 @@ def _saved_name(name: str) -> str:
 
 
 def _modules_to_save(model: PreTrainedModel, tuning: Tuning) -> list[str]:
-    """Return the last part of the names of the modules that train in full, in addition to LoRA."""
+    """Return the last part of the names of the modules that train in full, in addition to LoRA: the whole names in a
+    composite, whose other parts may have modules of the same last names.
+    """
     names = []
     embeddings = model.get_input_embeddings()
     for name, module in model.named_modules():
@@ -282,7 +284,7 @@ def _modules_to_save(model: PreTrainedModel, tuning: Tuning) -> list[str]:
         trains_as_norm = tuning.with_norms and is_norm
         if trains_as_embedding or trains_as_norm:
             names.append(name)
-    return sorted(_last_parts(names))
+    return sorted(names if other_parts(model) else _last_parts(names))
 
 
 def _attention_names(model: nn.Module) -> set[str]:

@@ -31,7 +31,9 @@ from pi_lora.recipe.files import RECIPE_FILE
 from pi_lora.recipe.schema import Recipe
 from pi_lora.run import Run, check_finished, staging_path
 from pi_lora.scaling.config import (
+    OUTER_ENTRIES,
     STORED_ENTRIES,
+    TEXT_CONFIG,
     Config,
     Extension,
     check_reach,
@@ -195,6 +197,13 @@ def own_entries(config: "PreTrainedConfig") -> Json:
     return {key: value for key, value in entries if key not in common or common[key] != value}
 
 
+def _own_composite(config: "PreTrainedConfig", stored: Json) -> Json:
+    """Return the config of the language model of a composite. All other parts are kept as they are `stored`."""
+    outer = {key: entry for key, entry in own_entries(config).items() if key in OUTER_ENTRIES}
+    others = {key: entry for key, entry in stored.items() if key not in OUTER_ENTRIES}
+    return language_config({**others, **outer, TEXT_CONFIG: own_entries(config.get_text_config())})
+
+
 def shipped_folder(name: str) -> Path:
     """Return the folder where the config and shape of a hub or built-in model are shipped, if they are."""
     if name.startswith(BUILTIN):
@@ -260,7 +269,9 @@ def _resolve_base(name: str, revision: str, permissions: Permissions) -> Base:
             revision = config_file.parent.name  # the commit: a push between two reads changes nothing
     with readable(name, CONFIG_FILE), quiet_loading():
         config = AutoConfig.from_pretrained(path, revision=revision, trust_remote_code=permissions.trust_remote_code)
-        own = language_config(own_entries(config))
+        own = own_entries(config)
+        if TEXT_CONFIG in own:
+            own = _own_composite(config, read_json(find_file(path, CONFIG_FILE, revision), Json, "download it again"))
         config_class = type(config)
         language = language_class(config)
         auto_map = own.pop("auto_map", {})

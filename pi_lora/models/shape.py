@@ -10,7 +10,7 @@ from pi_lora.scaling.config import FULL_ATTENTION, LOCAL_ATTENTION, SLIDING_ATTE
 
 if TYPE_CHECKING:
     from torch import nn
-    from transformers import PreTrainedModel
+    from transformers import PreTrainedConfig, PreTrainedModel
 
 # Layer types without attention weights: their operations grow linearly with the sequence.
 WITHOUT_ATTENTION = {"linear_attention", "conv", "mamba"}
@@ -84,11 +84,8 @@ def shape_of(model: "PreTrainedModel") -> Shape:
     if head is None or not layers:
         raise ModelError(f"model of type {config.model_type}: has no decoder layers with a head; no plan for it")
     hidden = config.hidden_size
-    heads = config.num_attention_heads
-    key_value_heads = getattr(config, "num_key_value_heads", None) or heads
+    widths = [_attention_widths(layer_config) for layer_config in config.per_layer_config]
     experts_per_token = getattr(config, "num_experts_per_tok", None)
-    # `qk_head_dim` is that of multi-head latent attention, whose `head_dim` is the rotary part alone.
-    head_dim = getattr(config, "qk_head_dim", None) or getattr(config, "head_dim", None) or hidden // heads
     modules = dict(model.named_modules())
     experts = _experts(model)
     sinks = any(name.endswith(".sinks") for name, _ in model.named_parameters())
@@ -102,9 +99,9 @@ def shape_of(model: "PreTrainedModel") -> Shape:
         layer=max(_count_parameters(layer) for layer in layers),
         hidden=hidden,
         intermediate=max(_mlp_width(layer, hidden, experts_per_token) for layer in layers),
-        heads=heads,
-        queries=heads * head_dim,
-        keys=key_value_heads * head_dim,
+        heads=config.num_attention_heads,
+        queries=max(queries for queries, _ in widths),
+        keys=max(keys for _, keys in widths),
         vocabulary=head.out_features,
         tied=head.weight is model.get_input_embeddings().weight,
         linear_weights=sum(module.weight.numel() for module in linears.values()),
@@ -119,6 +116,15 @@ def shape_of(model: "PreTrainedModel") -> Shape:
         sliding_layers=attended.sliding,
         sliding_window=attended.window,
     )
+
+
+def _attention_widths(config: "PreTrainedConfig") -> tuple[int, int]:
+    """Return the widths of the queries and of the keys of a layer."""
+    heads = config.num_attention_heads
+    key_value_heads = getattr(config, "num_key_value_heads", None) or heads
+    # `qk_head_dim` is that of multi-head latent attention, whose `head_dim` is the rotary part alone.
+    head_dim = getattr(config, "qk_head_dim", None) or getattr(config, "head_dim", None) or config.hidden_size // heads
+    return heads * head_dim, key_value_heads * head_dim
 
 
 def _lora_numbers(linears: "Mapping[str, nn.Linear]", experts: "Mapping[str, nn.Parameter]") -> dict[str, int]:

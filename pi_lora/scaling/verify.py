@@ -96,7 +96,7 @@ def _building(kind: type[PreTrainedConfig]) -> Iterator[None]:
     try:
         yield
     except Exception as error:  # config classes and model code raise their own kinds
-        reason = (str(error).strip() or repr(error)).splitlines()[-1]
+        reason = (str(error).strip() or repr(error)).splitlines()[-1].strip()
         raise ScalingError(
             f"model of type {kind.model_type}: cannot be built with this scaling ({reason:.200})"
         ) from None

@@ -8,7 +8,6 @@ import architectures
 import pytest
 import torch
 from transformers import (
-    CONFIG_MAPPING,
     AttentionInterface,
     AutoModel,
     AutoModelForCausalLM,
@@ -26,28 +25,13 @@ NOT_SMALL = {"blt", "dbrx"}
 # Their classes do not let the kernel be chosen.
 NO_CHOICE = {"falcon", "gpt_neox_japanese"}
 CAUSAL = [name for name in architectures.MODEL_TYPES if name not in NOT_SMALL and architectures.has_rope(name)]
-# The text parts of vision-language models whose types are not causal LMs. Left out: `glm5_next_text` (no rope),
-# `cosmos3_edge_text`, `mistral_large4_text` and `hunyuan_vl_text`, whose small configs are not valid.
-TEXT_PARTS = """glm4v_moe_text glm4v_text glm_image_text glm_ocr_text granite_docling_text molmo2_text muse_glimmer_text
-muse_spark_text qwen2_5_vl_text qwen2_vl_text qwen3_vl_moe_text qwen3_vl_text""".split()
 # Differences in float64, as shares of the largest value of all tensors and of one. Norms and ropes compute in float32.
 OF_ALL, OF_ONE = 2e-7, 1e-5
-# Models for images and text. `gemma3n` needs the package timm. `paligemma` makes a mask outside its text part, which
-# takes tensors only; pi-lora refuses such models.
+# Models for images and text. `gemma3n` needs the package timm. `paligemma` makes a mask for
+# images, which takes tensors only.
 COMPOSITES = """aya_vision cohere2_vision gemma3 gemma4 gemma4_unified glm4v idefics3 internvl lfm2_vl llama4 llava
 mistral3 qwen2_5_vl qwen2_vl qwen3_5 qwen3_vl smolvlm""".split()
-SAME = [name for name in CAUSAL + TEXT_PARTS + COMPOSITES if name not in MAKE_OWN_MASKS | NO_CHOICE]
-VISION_SIZES = architectures.SIZES | {
-    name: size
-    for names, size in {
-        "hidden_size out_hidden_size embed_dim intermediate_size": 64,
-        "image_size": 32,
-        "patch_size": 8,
-        "num_heads": 4,
-        "depth num_hidden_layers": 1,
-    }.items()
-    for name in names.split()
-}
+SAME = [name for name in CAUSAL + architectures.TEXT_PARTS + COMPOSITES if name not in MAKE_OWN_MASKS | NO_CHOICE]
 
 
 def small(model_type: str) -> PreTrainedModel:
@@ -56,7 +40,9 @@ def small(model_type: str) -> PreTrainedModel:
         kind = AutoModelForCausalLM
     if model_type in COMPOSITES:
         kind = AutoModelForImageTextToText
-    config = small_composite(model_type) if model_type in COMPOSITES else small_text(model_type)
+    config = (
+        architectures.small_composite(model_type, small_text) if model_type in COMPOSITES else small_text(model_type)
+    )
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(0)
         model: PreTrainedModel = kind.from_config(deepcopy(config)).eval().double()
@@ -75,32 +61,7 @@ def small_text(model_type: str) -> Any:
             setattr(config, name, WINDOW)
     if model_type == "recurrent_gemma":
         config.num_hidden_layers = 3  # the third is the first with attention
-    if model_type in TEXT_PARTS:
-        fit_sections(config)
     return config
-
-
-def small_composite(model_type: str) -> Any:
-    kind = CONFIG_MAPPING[model_type]
-    default = kind()
-    parts: dict[str, Any] = {"text_config": small_text(default.get_text_config().model_type).to_dict()}
-    for name in default.sub_configs:
-        part = getattr(default, name)
-        if name != "text_config" and part is not None:
-            known = part.to_dict()
-            parts[name] = {"model_type": known["model_type"]}
-            parts[name] |= {
-                size: VISION_SIZES[size] for size in VISION_SIZES.keys() & known if type(known[size]) is int
-            }
-    return kind(**parts)
-
-
-def fit_sections(config: Any) -> None:
-    """Let the sections of a rope for time, height and width fill the small heads."""
-    width = config.hidden_size // config.num_attention_heads
-    rope = config.rope_parameters
-    half = int(width * rope.get("partial_rotary_factor", 1)) // 2
-    rope["mrope_section"] = [half - 2 * (half // 3), half // 3, half // 3]
 
 
 def texts() -> Iterator[tuple[str, dict[str, torch.Tensor], torch.Tensor]]:

@@ -1,0 +1,182 @@
+"""Vision-language checkpoints: the language model is tuned and measured, and the whole checkpoint is written."""
+
+import json
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from architectures import small_composite
+from peft import LoraConfig, PeftModel, get_peft_model
+from random_runs import TOKENIZER, stored
+from transformers import AutoModelForCausalLM, AutoModelForImageTextToText
+
+import pi_lora
+from pi_lora.models.adapter import without_known_warnings
+from pi_lora.models.files import BUILTIN_FOLDER, PROCESSOR_FILES, save_config
+from pi_lora.models.loaded import load_model
+from pi_lora.models.resolve import resolve_model
+from pi_lora.scaling.config import Extension, language_config, whole_config
+
+FAMILIES = ["gemma3", "mistral3", "qwen3_vl", "qwen3_5"]
+WINDOW = 64
+
+
+def save_composite(model_type: str, folder: Path) -> Path:
+    """A small random composite whose language model reads the vocabulary of the built-in tokenizer."""
+    config: Any = small_composite(model_type)
+    config.text_config.vocab_size = 1024
+    config.text_config.sliding_window = (
+        None if model_type == "mistral3" else config.text_config.to_dict().get("sliding_window")
+    )
+    torch.manual_seed(0)
+    model = AutoModelForImageTextToText.from_config(config)
+    with torch.no_grad():
+        for weight in model.parameters():
+            weight.add_(torch.randn_like(weight) * 0.1)
+    model.save_pretrained(folder)
+    for name in TOKENIZER:
+        shutil.copyfile(BUILTIN_FOLDER / "tiny" / name, folder / name)
+    for name in PROCESSOR_FILES:
+        (folder / name).write_text(f'{{"made for": "{name}"}}')
+    return folder
+
+
+@pytest.fixture(params=FAMILIES)
+def composite(request: pytest.FixtureRequest, tmp_path: Path) -> Path:
+    return save_composite(request.param, tmp_path / "composite")
+
+
+def tuned(base: Path, output: Path, method: str = "lora") -> Path:
+    """The run of two steps on a composite."""
+    recipe = {
+        "model": {"name": str(base)},
+        "context": {"target": 2 * WINDOW},
+        "tuning": {"method": method, **({"rank": 2} if method == "lora" else {})},
+        "data": {"source": {"name": "builtin:stdlib"}},
+        "training": {"steps": 2, "global_batch_size": 1, "warmup_steps": 1, "learning_rate": 0.01},
+    }
+    file = output.with_suffix(".yaml")
+    file.write_text(json.dumps(recipe))
+    return Path(pi_lora.train(file, output=output))
+
+
+def text_logits(model: Any) -> torch.Tensor:
+    ids = torch.randint(2, 60, (1, 40), generator=torch.Generator().manual_seed(1))
+    with torch.no_grad():
+        return torch.as_tensor(model.eval()(input_ids=ids).logits)
+
+
+def other_tensors(folder: Path) -> dict[str, torch.Tensor]:
+    return {
+        name: tensor
+        for name, tensor in stored(folder).items()
+        if "visual" in name or "vision" in name or "multi_modal" in name
+    }
+
+
+def assert_others_as_they_were(written: Path, base: Path) -> None:
+    before = other_tensors(base)
+    after = other_tensors(written)
+    assert before
+    assert before.keys() == after.keys()
+    for name, tensor in before.items():
+        assert tensor.dtype == after[name].dtype
+        assert torch.equal(tensor, after[name]), name
+    for name in PROCESSOR_FILES:
+        assert (written / name).read_bytes() == (base / name).read_bytes()
+    config = json.loads((written / "config.json").read_text())
+    of_base = json.loads((base / "config.json").read_text())
+    assert config["vision_config"] == of_base["vision_config"]
+    assert config["architectures"] == of_base["architectures"]
+
+
+def test_a_config_is_put_back_as_it_was() -> None:
+    config = {
+        "model_type": "gemma3",
+        "dtype": "bfloat16",
+        "vision_config": {"depth": 1},
+        "text_config": {"vocab_size": 9},
+    }
+    language = language_config(config)
+    assert (language["vocab_size"], language["dtype"]) == (9, "bfloat16")
+    assert whole_config(language) == config
+    assert whole_config({**language, "vocab_size": 7, "dtype": "float32"}) == {
+        **config,
+        "dtype": "float32",
+        "text_config": {"vocab_size": 7},
+    }
+
+
+def test_an_adapter_merges_into_the_whole_checkpoint(composite: Path, tmp_path: Path) -> None:
+    run = tuned(composite, tmp_path / "run")
+    assert other_tensors(Path(run)) == {}
+    merged = pi_lora.merge(str(run), output=tmp_path / "merged", check="logits")
+    assert_others_as_they_were(Path(merged), composite)
+    whole = AutoModelForImageTextToText.from_pretrained(Path(merged), dtype=torch.float32)
+    language = load_model(resolve_model(str(run))).module
+    torch.testing.assert_close(text_logits(whole), text_logits(language), rtol=1e-4, atol=1e-4)
+    untuned = load_model(resolve_model(str(composite))).module
+    assert (text_logits(whole) - text_logits(untuned)).abs().max() > 0.01
+
+
+def test_peft_finds_the_weights_of_an_adapter_in_the_whole_model(composite: Path, tmp_path: Path) -> None:
+    run = tuned(composite, tmp_path / "run")
+    config = resolve_model(str(run)).typed_config
+    whole_class = type(AutoModelForImageTextToText.from_pretrained(composite))
+    whole = whole_class.from_pretrained(composite, config=config, dtype=torch.float32)
+    with without_known_warnings():
+        adapted = PeftModel.from_pretrained(whole, run)
+    towers = [name for name, _ in adapted.named_parameters() if "lora" in name and ("vis" in name or "modal" in name)]
+    assert not towers
+    language = load_model(resolve_model(str(run))).module
+    torch.testing.assert_close(text_logits(adapted), text_logits(language), rtol=1e-4, atol=1e-4)
+
+
+def test_full_tuning_writes_the_whole_checkpoint(composite: Path, tmp_path: Path) -> None:
+    run = tuned(composite, tmp_path / "run", "full")
+    assert_others_as_they_were(run, composite)
+    whole = AutoModelForImageTextToText.from_pretrained(run, dtype=torch.float32)
+    language = load_model(resolve_model(str(run))).module
+    torch.testing.assert_close(text_logits(whole), text_logits(language), rtol=1e-4, atol=1e-4)
+
+
+def test_an_extension_writes_the_whole_checkpoint_and_keeps_short_positions(composite: Path, tmp_path: Path) -> None:
+    written = Path(pi_lora.extend(str(composite), target=2 * WINDOW, scaling="direct", output=tmp_path / "extended"))
+    assert_others_as_they_were(written, composite)
+    before = AutoModelForImageTextToText.from_pretrained(composite, dtype=torch.float32)
+    after = AutoModelForImageTextToText.from_pretrained(written, dtype=torch.float32)
+    assert torch.equal(text_logits(before), text_logits(after))
+    assert resolve_model(str(written)).window == 2 * WINDOW
+
+
+def test_an_adapter_of_the_language_model_alone_is_loaded_and_merged(tmp_path: Path) -> None:
+    """As made with a text class, which leaves the names of the composite out."""
+    base = save_composite("mistral3", tmp_path / "base")
+    source = resolve_model(str(base)).extended(Extension(2 * WINDOW))
+    alone = AutoModelForCausalLM.from_config(source.typed_config.get_text_config())
+    with without_known_warnings():
+        adapted = get_peft_model(alone, LoraConfig(r=2, target_modules=["q_proj"], modules_to_save=["norm"]))
+    with torch.no_grad():
+        for weight in adapted.parameters():
+            if weight.requires_grad:
+                weight.add_(torch.randn_like(weight) * 0.1)
+    run = tmp_path / "run"
+    adapted.save_pretrained(run)
+    settings = json.loads((run / "adapter_config.json").read_text())
+    (run / "adapter_config.json").write_text(json.dumps({**settings, "base_model_name_or_path": str(base)}))
+    save_config(source.config, run)
+    merged = pi_lora.merge(str(run), output=tmp_path / "merged", check="logits")
+    assert_others_as_they_were(Path(merged), base)
+    adapted_logits = text_logits(load_model(resolve_model(str(run))).module)
+    assert (adapted_logits - text_logits(load_model(source).module)).abs().max() > 0.001
+
+
+def test_towers_take_no_memory_and_are_not_counted(tmp_path: Path) -> None:
+    base = save_composite("gemma3", tmp_path / "base")
+    source = resolve_model(str(base))
+    language = load_model(source).module
+    assert source.shape.parameters == language.num_parameters()
+    whole = AutoModelForImageTextToText.from_pretrained(base)
+    assert language.num_parameters() < whole.num_parameters()
