@@ -6,7 +6,7 @@ import random
 from collections.abc import Iterator, Mapping, Sequence
 from functools import cached_property, partial
 from statistics import fmean
-from typing import Any, NamedTuple
+from typing import Annotated, Any, NamedTuple
 
 from pydantic import Field
 
@@ -54,7 +54,7 @@ class PasskeyDepth(Result):
 
     k: int
     distance: int | None = None
-    success_rate: float = Field(ge=0, le=1)
+    success_rate: Annotated[float, Field(ge=0, le=1)]
     trials: int
     outcomes: list[bool] | None = None
 
@@ -78,7 +78,7 @@ class PasskeyScores(Scores):
     target: int
     k_max: int
     depths: list[PasskeyDepth]
-    lengths: list[PasskeyLength] | None = Field(None, min_length=1)
+    lengths: Annotated[list[PasskeyLength] | None, Field(min_length=1)] = None
 
     @property
     def by_length(self) -> Sequence["PasskeyLength | PasskeyScores"]:
