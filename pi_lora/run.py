@@ -24,7 +24,7 @@ from safetensors import SafetensorError
 from pi_lora.errors import ModelError, RecipeError, RunExistsError
 from pi_lora.recipe.files import RECIPE_FILE, find_recipe, load_recipe
 from pi_lora.recipe.schema import Recipe
-from pi_lora.storage import read_json, write_json, write_whole
+from pi_lora.storage import check_can_make, read_json, write_json, write_whole
 from pi_lora.types import Json, Permissions
 
 RUN_FILE, TRAINING_LOG, SCORES = "run.json", "training.jsonl", "scores"
@@ -324,10 +324,8 @@ def check_output(output: Path, *, resume: bool = False) -> None:
     target = output.resolve()
     if target == Path.cwd() or not _is_free(target):
         raise RunExistsError(f"{output}: already exists and is not overwritten; choose another --output or remove it")
-    nearest_parent = next(parent for parent in target.parents if parent.exists())
-    # If the parent is a file, "file/." cannot be accessed either.
-    if not os.access(f"{nearest_parent}/.", os.W_OK):
-        raise RunExistsError(f"{output}: is in a place that cannot be written; choose another --output")
+    if not resume:  # which must go on where the disk is full
+        check_can_make(output)
     staging = staging_path(output)
     if staging.with_suffix(".lock").exists():
         with _locked(output):  # what a killed process left locks nothing

@@ -64,7 +64,7 @@ def check_can_write(*files: Path | None) -> None:
 
 def check_can_make(output: Path) -> None:
     """Raise RunExistsError if no folder can be made where `output` will be: in /proc, where all rights say yes."""
-    nearest = next(filter(Path.is_dir, output.resolve().parents))
+    nearest = next(filter(Path.exists, output.resolve().parents))
     try:
         TemporaryDirectory(dir=nearest).cleanup()
     except OSError:
