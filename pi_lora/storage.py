@@ -1,5 +1,6 @@
 """Reading small files, with one clear error line if they are damaged; writing files atomically, also in the cache."""
 
+import hashlib
 import json
 import os
 from collections.abc import Callable, Mapping
@@ -45,6 +46,12 @@ def problem_text(problem: Mapping[str, Any]) -> str:
     # As in YAML, or on the command line.
     written = value if value and isinstance(value, str) else json.dumps(value)
     return f"{message}, not {written:.60}"
+
+
+def digest_of(content: Any) -> str:
+    """Return a SHA-256 of JSON, the same for any order of keys."""
+    text = json.dumps(content, sort_keys=True)
+    return hashlib.sha256(text.encode()).hexdigest()
 
 
 def write_json(file: Path, content: Any, *, sort_keys: bool = False) -> None:

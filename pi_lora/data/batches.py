@@ -1,7 +1,6 @@
 """The rows that train, made once and kept on disk, and batches of them."""
 
 import hashlib
-import json
 import math
 import os
 from collections import Counter, defaultdict
@@ -24,7 +23,7 @@ from pi_lora.data.sources import find_table, format_counts
 from pi_lora.data.tokens import in_batches, padding_id, tokenizer_identity
 from pi_lora.errors import DataError
 from pi_lora.recipe.schema import Data, Training
-from pi_lora.storage import cache_folder, make_once
+from pi_lora.storage import cache_folder, digest_of, make_once
 from pi_lora.types import Json, Progress, silent
 
 # Raise it with every change to how rows or recall documents are made: older caches are not taken for new ones.
@@ -131,9 +130,7 @@ def cached(made_from: Json, columns: Sequence[str], make: Callable[[], Iterator[
     """Return the `columns` of the cached rows for `made_from`; if there are none, cache the rows that `make` yields.
     Tensors are read from disk on use. Raise OSError if the cache cannot be written.
     """
-    description = json.dumps(made_from, sort_keys=True)
-    key = hashlib.sha256(description.encode()).hexdigest()
-    file = cache_folder() / "sequences" / f"{key}.arrow"
+    file = cache_folder() / "sequences" / f"{digest_of(made_from)}.arrow"
     types = dict.fromkeys(columns, pyarrow.list_(pyarrow.int32()))
     if "loss_mask" in types:
         types["loss_mask"] = pyarrow.list_(pyarrow.bool_())

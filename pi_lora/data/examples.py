@@ -11,7 +11,7 @@ from huggingface_hub.constants import HF_HUB_OFFLINE
 
 from pi_lora.data.documents import NamedJson, looks_local
 from pi_lora.data.sources import Table, find_table, hash_to_unit
-from pi_lora.data.tokens import in_batches
+from pi_lora.data.tokens import in_batches, strip_eos
 from pi_lora.errors import DataError
 from pi_lora.recipe.schema import Data
 from pi_lora.types import Json
@@ -192,13 +192,7 @@ class Prompter:
     def _framed(self, rows: Sequence[Json]) -> list[list[int]]:
         """Encode with the BOS of the tokenizer, but without the EOS that some add."""
         prompts = [self.task.prompt(row) for row in rows]
-        encoded = self.tokenizer(prompts)["input_ids"]
-        sequences = []
-        for ids in encoded:
-            if ids[-1:] == [self.eos]:
-                ids = ids[:-1]
-            sequences.append(ids)
-        return sequences
+        return [strip_eos(ids, self.eos) for ids in self.tokenizer(prompts)["input_ids"]]
 
 
 def _rows_with_text(rows: Iterable[NamedJson], counts: Counter[str]) -> Iterator[NamedJson]:

@@ -55,9 +55,11 @@ def is_sharded(model: Any) -> bool:
     return isinstance(model, FSDPModule)
 
 
-def pad_rows(model: Any, rows: Sequence[Sequence[int]]) -> torch.Tensor:
-    """Return token ids (rows, longest) padded on the right, where causal attention needs no mask."""
-    return pad_sequence([torch.tensor(row) for row in rows], batch_first=True).to(model.device)
+def pad_rows(model: Any, rows: Sequence[Sequence[int]], padding: int = 0, side: str = "right") -> torch.Tensor:
+    """Return token ids (rows, longest), by default padded on the right, where causal attention needs no mask."""
+    tensors = [torch.tensor(row) for row in rows]
+    ids = pad_sequence(tensors, batch_first=True, padding_value=padding, padding_side=side)
+    return ids.to(model.device)
 
 
 @torch.no_grad()
@@ -110,11 +112,6 @@ def logits_in_parts(model: Any, ids: torch.Tensor, parts: Sequence[torch.Tensor]
             yield model(input_ids=ids, use_cache=False, logits_to_keep=part - 1).logits
     finally:
         decoder.forward = run_layers
-
-
-def strip_eos(tokenizer: Any, ids: Any) -> Any:
-    """Return the tokens of a text without the EOS that some tokenizers add."""
-    return ids[:-1] if ids and ids[-1] == tokenizer.eos_token_id else ids
 
 
 class SharedPrefix(NamedTuple):

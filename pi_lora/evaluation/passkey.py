@@ -10,6 +10,7 @@ from typing import Annotated, Any, NamedTuple
 
 from pydantic import Field
 
+from pi_lora.data.tokens import prompt_ids
 from pi_lora.drawing import Panel, draw_curves
 from pi_lora.errors import DataError
 from pi_lora.evaluation.forward import (
@@ -17,7 +18,6 @@ from pi_lora.evaluation.forward import (
     check_numbers,
     last_logits,
     shared_prefix,
-    strip_eos,
 )
 from pi_lora.evaluation.measurement import (
     Measurement,
@@ -240,27 +240,22 @@ def make_trial(tokenizer: Any, target: int, k: int, key: str) -> Trial:
 def _trial(tokenizer: Any, key: str, before: int, after: int) -> Trial:
     """Return the trial with `before` and `after` fillers around the key."""
     text = prompt(key, before, after)
-    prompt_ids = _ids(tokenizer, text)
+    ids_of_prompt = prompt_ids(tokenizer, text)
     # Encoded together and then split: the token of the blank before the answer differs between tokenizers.
     text_with_answer = f"{text} {key}"
-    ids = _ids(tokenizer, text_with_answer)
+    ids = prompt_ids(tokenizer, text_with_answer)
     key_start = text.index(key)
     if tokenizer.is_fast:
         first_digit = tokenizer(text_with_answer, verbose=False).char_to_token(key_start)
     else:
         # Slow tokenizers do not map characters to tokens.
-        first_digit = len(_ids(tokenizer, text[:key_start].rstrip()))
+        first_digit = len(prompt_ids(tokenizer, text[:key_start].rstrip()))
     return Trial(
-        prompt=prompt_ids,
-        answer=ids[len(prompt_ids) :],
+        prompt=ids_of_prompt,
+        answer=ids[len(ids_of_prompt) :],
         distance=len(ids) - first_digit,
         length=len(ids),
     )
-
-
-def _ids(tokenizer: Any, text: str) -> Any:
-    ids = tokenizer(text, verbose=False)["input_ids"]
-    return strip_eos(tokenizer, ids)
 
 
 class PasskeyTest:
