@@ -115,7 +115,7 @@ def rank() -> int:
 
 def check_launched(recipe: "Recipe") -> None:
     """Raise RecipeError if the launcher started another number of processes than the recipe asks for."""
-    started = int(os.environ["WORLD_SIZE"])
+    started = world_size()
     wanted = recipe.hardware.processes
     if started != wanted:
         raise RecipeError([f"hardware: asks for {wanted} processes, the launcher started {started}; make them agree"])

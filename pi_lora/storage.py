@@ -3,7 +3,8 @@
 import hashlib
 import json
 import os
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import suppress
 from pathlib import Path
 from tempfile import TemporaryDirectory, TemporaryFile
 from typing import Any, TypeVar
@@ -24,6 +25,13 @@ def read_json(file: Path, kind: type[T], remedy: str) -> T:
         raise ModelError(f"{file}: {first_problem(error)}; {remedy}") from None
     except OSError as error:
         raise ModelError(f"{file}: cannot be read ({error.strerror}); {remedy}") from None
+
+
+def read_json_lines(file: Path) -> Iterator[Any]:
+    """Yield the lines of a file of JSON, without those that a crash cut off or a disk damaged."""
+    for line in file.read_bytes().splitlines():
+        with suppress(ValueError):
+            yield json.loads(line)
 
 
 def first_problem(error: ValidationError) -> str:

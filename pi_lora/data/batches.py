@@ -74,7 +74,7 @@ def training_data(
     ]
     made_from = {
         "format": FORMAT,
-        "sources": [_described(stream) for stream in streams],
+        "sources": [stream.source.model_dump() | stream.table.identity for stream in streams],
         "data": data.model_dump(exclude={"source"}),
         "tokenizer": tokenizer_identity(tokenizer),
         "template": tokenizer.chat_template,
@@ -96,10 +96,6 @@ def training_data(
     if tokenizer.chat_template is not None and "loss_mask" not in columns:
         messages.append(NO_CHATS_WARNING)
     return TrainingData(rows, tokens, messages, padding_id(tokenizer))
-
-
-def _described(stream: Stream) -> Json:
-    return stream.source.model_dump() | stream.table.identity
 
 
 def _columns(data: Data) -> list[str]:

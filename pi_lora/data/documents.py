@@ -74,10 +74,7 @@ def files_named(name: str) -> list[Path]:
     else:
         names = glob.iglob(str(path), recursive=True)
         matches = [Path(match) for match in names]
-    files = []
-    for match in sorted(matches):
-        if suffix_of(match.name) in kinds and match.is_file():
-            files.append(match)
+    files = [match for match in sorted(matches) if suffix_of(match.name) in kinds and match.is_file()]
     if not files:
         raise DataError(f"{name}: no such file or folder, or no file of a kind that is read ({KINDS}); name others")
     return files

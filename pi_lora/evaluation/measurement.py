@@ -26,7 +26,7 @@ from pi_lora.models.device import versions
 from pi_lora.models.loaded import LoadedModel
 from pi_lora.models.source import ModelSource
 from pi_lora.recipe.section import Section
-from pi_lora.storage import cache_folder, digest_of
+from pi_lora.storage import cache_folder, digest_of, read_json_lines
 from pi_lora.types import Json, Progress, silent
 
 
@@ -278,10 +278,7 @@ class Session:
 def read_journal(folder: Path) -> Iterator[tuple[str | int, Any]]:
     """Yield the items and results in a journal, without damaged lines."""
     for file in sorted(folder.glob("*.jsonl")):
-        for line in file.read_bytes().splitlines():
-            with suppress(ValueError):
-                item, result = json.loads(line)
-                yield item, result
+        yield from read_json_lines(file)
 
 
 def append_journal(item: str | int, result: Any, folder: Path) -> None:

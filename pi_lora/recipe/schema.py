@@ -10,7 +10,6 @@ from pi_lora.recipe.evaluation import Evaluation
 from pi_lora.recipe.section import LIST, Section, Seed, Texts, Tokens
 
 Dtype = Literal["float32", "bfloat16", "float16"]
-Method = Literal["lora", "qlora", "full"]
 Scaling = Literal["pi", "yarn", "theta", "llama3", "dynamic", "direct", "keep"]
 
 
@@ -57,7 +56,7 @@ class Context(Section):
 class Tuning(Section):
     """Which weights train, and the shape of the adapter."""
 
-    method: Method = "lora"
+    method: Literal["lora", "qlora", "full"] = "lora"
     """Train an adapter (lora), an adapter on a 4-bit NF4 base (qlora), or all weights (full)."""
     rank: PositiveInt = 16
     """Rank of the adapter's matrices."""
@@ -344,12 +343,10 @@ class Recipe(Section):
         """
         if self.model.dtype:
             return self.model.dtype
-        computed_in = self.computes_in(on_cpu, has_bfloat16)
-        if self.tuning.method == "full":
+        method = self.tuning.method
+        if method == "full" or (on_cpu and method == "lora"):
             return "float32"
-        if on_cpu and self.tuning.method == "lora":
-            return "float32"
-        if computed_in == "float16":
+        if self.computes_in(on_cpu, has_bfloat16) == "float16":
             return "float16"
         if on_cpu or has_bfloat16:
             return "bfloat16"
