@@ -99,9 +99,7 @@ class Metric:
 
     def compares_with(self, other: "Metric") -> bool:
         """Whether the ratio to another metric is meaningful: both have values of the same names, or no values."""
-        if not self.is_ratio:
-            return True
-        return self.by_name.keys() == other.by_name.keys()
+        return not self.is_ratio or self.by_name.keys() == other.by_name.keys()
 
     def change_from(self, before: "Metric") -> Interval | None:
         """Return the interval of the difference to the same metric of another model, from both intervals (Newcombe
@@ -117,55 +115,26 @@ class Metric:
         return change - down, change + up
 
 
-def proportion(
-    label: str,
-    mean: float,
-    samples: int,
-    *,
-    at: int | None = None,
-    values: Sequence[Value] = (),
-    dataset: str = "",
-    hub_name: str = "",
-) -> Metric:
-    """Return a share of `samples` as a metric in percent with its Wilson interval. A thousand samples or more get a
-    digit after the point. For values between 0 and 1, or from several groups, the interval is conservative.
+def proportion(label: str, mean: float, samples: int, **fields: Any) -> Metric:
+    """Return a share of `samples` as a metric in percent with its Wilson interval, and the other `fields` of the
+    metric. A thousand samples or more get a digit after the point. For values between 0 and 1, or from several groups,
+    the interval is conservative.
     """
     low, high = wilson(mean, samples)
     return Metric(
         label=label,
         value=100 * mean,
         unit="%",
-        at=at,
         digits=1 if samples >= 1000 else 0,
         interval=(100 * low, 100 * high),
-        values=values,
-        dataset=dataset,
-        hub_name=hub_name,
+        **fields,
     )
 
 
-def average(
-    label: str,
-    mean: float,
-    values: Sequence[Value],
-    *,
-    digits: int = 0,
-    higher_is_better: bool = True,
-    dataset: str = "",
-    hub_name: str = "",
-) -> Metric:
-    """Return the mean of some values as a metric, with the interval by Student's t."""
+def average(label: str, mean: float, values: Sequence[Value], **fields: Any) -> Metric:
+    """Return the mean of some values as a metric, with the interval by Student's t and the other `fields`."""
     pairs = [(0.0, value.value, value.weight) for value in values]
-    return Metric(
-        label=label,
-        value=mean,
-        higher_is_better=higher_is_better,
-        digits=digits,
-        interval=of_means([pairs]),
-        values=values,
-        dataset=dataset,
-        hub_name=hub_name,
-    )
+    return Metric(label=label, value=mean, interval=of_means([pairs]), values=values, **fields)
 
 
 def longest_passing(scores: Mapping[int, float], threshold: float) -> int:
