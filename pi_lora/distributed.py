@@ -203,14 +203,13 @@ def launch(command: Sequence[str]) -> int:
     return 1
 
 
-def _consequence(exitcode: int) -> int:
-    """Return how likely a worker failed because of another one: 0 if it was killed, 1 for an error, 2 for SIGTERM.
+def _consequence(exitcode: int) -> tuple[bool, bool]:
+    """Return how likely a worker failed because of another one: least if it was killed, more for an error, and most for
+    SIGTERM.
 
     If a worker is killed, others may lose their connection and fail. The launcher ends the remaining ones by SIGTERM.
     """
-    if exitcode == -signal.SIGTERM:
-        return 2
-    return 1 if exitcode > 0 else 0
+    return exitcode == -signal.SIGTERM, exitcode > 0
 
 
 def is_to_report(error: Exception) -> bool:

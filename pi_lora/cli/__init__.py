@@ -25,8 +25,11 @@ for place, name in enumerate(name for name in app if not name.startswith("-")):
 INTERRUPTED = 130
 # Packages that only an extra of pi-lora installs.
 EXTRAS = {
-    **dict.fromkeys(("matplotlib", "markdown_it"), "report"),
-    **dict.fromkeys(("lm_eval", "wonderwords", "rouge_score"), "eval"),
+    "matplotlib": "report",
+    "markdown_it": "report",
+    "lm_eval": "eval",
+    "wonderwords": "eval",
+    "rouge_score": "eval",
     "gguf": "gguf",
     "liger_kernel": "liger",
 }

@@ -66,9 +66,10 @@ def pad_rows(model: Any, rows: Sequence[Sequence[int]], padding: int = 0, side: 
 def token_losses(model: Any, ids: torch.Tensor, positions: Sequence[int]) -> torch.Tensor:
     """Return the losses in nats of the tokens at `positions` of `ids` (rows, length): (rows, positions), on the CPU."""
     parts = split_positions(model, ids, positions)
-    losses = []
-    for part, logits in zip(parts, logits_in_parts(model, ids, parts), strict=True):
-        losses.append(_losses(logits.flatten(0, 1), ids[:, part].flatten()).view(len(ids), -1))
+    losses = [
+        _losses(logits.flatten(0, 1), ids[:, part].flatten()).view(len(ids), -1)
+        for part, logits in zip(parts, logits_in_parts(model, ids, parts), strict=True)
+    ]
     return torch.cat(losses, dim=1).cpu()
 
 

@@ -252,12 +252,9 @@ def probe_table(probed: Probe, result: TargetResult) -> Table:
     window, the loss by position as a sparkline, and the passkeys.
     """
     base = result.scalings["direct"].windows[0]
-    table = Table(title=f"{probed.model}, without tuning", caption_justify="left")
-    table.add_column("scaling")
-    for window in (probed.original, result.target):
-        table.add_column(f"perplexity at {window:,}")
-    table.add_column("loss by position")
-    table.add_column("passkeys")
+    headings = [f"perplexity at {window:,}" for window in (probed.original, result.target)]
+    table = Table("scaling", *headings, "loss by position", "passkeys", caption_justify="left")
+    table.title = f"{probed.model}, without tuning"
     for name, scaling in result.scalings.items():
         cells = []
         for metric in scaling.windows:

@@ -23,6 +23,7 @@ from pi_lora.models.tokenizer import has_chat_template
 from pi_lora.planning.advice import Changes, memory_saving_changes, plan_lines, replanned
 from pi_lora.planning.gpus import CPU, Gpu, device_here, find_gpu
 from pi_lora.planning.training_plan import TrainingPlan, plan_training
+from pi_lora.recipe.evaluation import default_windows
 from pi_lora.recipe.schema import Data, Recipe, Source
 from pi_lora.scaling.config import Extension, methods_for
 from pi_lora.types import Json
@@ -190,8 +191,7 @@ def choose(first: TrainingPlan) -> TrainingPlan:
             f"--gpu: {first.gpu.name}: holds no tuning of {first.recipe.model.name}, even QLoRA with PoSE; "
             "name a larger one, or see recipes/paper for several GPUs"
         )
-    in_time = [plan for plan in plans if _share_of_max_hours(plan) <= 1]
-    best = in_time[0] if in_time else plans[0]
+    best = next((plan for plan in plans if _share_of_max_hours(plan) <= 1), plans[0])
     return _with_size(best)
 
 
@@ -216,11 +216,8 @@ def candidates(first: TrainingPlan) -> Iterator[Changes]:
 def _sequence_changes(original: int) -> Iterator[Changes]:
     """Yield the kinds of sequences, the best first: contiguous ones, and those of PoSE from the original window on."""
     yield {"data.positions": "contiguous", "data.sequence_tokens": None}
-    length = original
-    shortest = min(original, MIN_SEQUENCE_TOKENS)
-    while length >= shortest:
+    for length in reversed(default_windows(original, MIN_SEQUENCE_TOKENS)):
         yield {"data.positions": "pose", "data.sequence_tokens": length}
-        length //= 2
 
 
 def _share_of_max_hours(plan: TrainingPlan) -> float:
