@@ -99,14 +99,13 @@ def training_data(
 
 
 def _columns(data: Data) -> list[str]:
-    columns = ["input_ids"]
-    if data.positions == "pose":
-        columns.append("position_ids")
-    if data.has_chats or data.has_examples:
-        columns.append("loss_mask")
-    if data.has_chats:
-        columns.append("lengths")
-    return columns
+    is_needed = {
+        "input_ids": True,
+        "position_ids": data.positions == "pose",
+        "loss_mask": data.has_chats or data.has_examples,
+        "lengths": data.has_chats,
+    }
+    return [column for column in is_needed if is_needed[column]]
 
 
 def _check_epochs(examples: int, data: Data, training: Training) -> None:
@@ -178,10 +177,10 @@ def collate(rows: Sequence[Batch], padding: int = 0) -> Batch:
         for name, tensor in tensors.items():
             columns[name] += torch.split(tensor, lengths)
     padding_values = {"input_ids": padding, "labels": IGNORED}
-    batch = {}
-    for name, sequences in columns.items():
-        batch[name] = pad_sequence(sequences, batch_first=True, padding_value=padding_values.get(name, 0))
-    return batch
+    return {
+        name: pad_sequence(sequences, batch_first=True, padding_value=padding_values.get(name, 0))
+        for name, sequences in columns.items()
+    }
 
 
 class LengthGroups(LengthGroupedSampler):

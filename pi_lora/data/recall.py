@@ -38,11 +38,7 @@ def value(rng: random.Random) -> str:
 
 def sentences(rng: random.Random, number: int) -> str:
     """Draw sentences that state no fact."""
-    drawn = []
-    for _ in range(number):
-        subject = rng.choice(SUBJECTS)
-        predicate = rng.choice(PREDICATES)
-        drawn.append(f"{subject} {predicate}.")
+    drawn = [f"{rng.choice(SUBJECTS)} {rng.choice(PREDICATES)}." for _ in range(number)]
     return " ".join(drawn)
 
 

@@ -37,13 +37,7 @@ def tokenized(tokenizer: Any, texts: Sequence[str], special_tokens: bool = False
     encode = partial(tokenizer, split_special_tokens=not special_tokens, verbose=False)
     short = [text for text in texts if len(text) <= 2 * PIECE]
     encoded = iter(encode(short)["input_ids"] if short else [])
-    sequences = []
-    for text in texts:
-        if len(text) <= 2 * PIECE:
-            sequences.append(next(encoded))
-        else:
-            sequences.append(_in_pieces(encode, text))
-    return sequences
+    return [next(encoded) if len(text) <= 2 * PIECE else _in_pieces(encode, text) for text in texts]
 
 
 def added_bos(tokenizer: Any) -> int | None:
