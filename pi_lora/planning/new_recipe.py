@@ -135,18 +135,12 @@ def sections_of_texts(names: Sequence[str], target: int, column: str) -> Json:
     if problems:
         raise RecipeError([problem.replace("data.source", "--data", 1) for problem in problems])
     if not sources[0].has_chats:
-        sources = [_with_held_out_share(source, target) for source in sources]
+        sources = [source.changed(hold_out=share_to_hold_out(source, target)) for source in sources]
     sections: Json = {"data": {"source": sources}}
     if sources[0].hold_out:
         perplexity = held_out_text(sources[0]) | {"documents": MAX_HELD_OUT_DOCUMENTS}
         sections["evaluation"] = {"perplexity": perplexity}
     return sections
-
-
-def _with_held_out_share(source: Source, target: int) -> Source:
-    if source.name.startswith(BUILTIN):
-        return source
-    return source.changed(hold_out=share_to_hold_out(source, target))
 
 
 def first_plan(source: ModelSource, target: int, gpu: Gpu, sections: Json) -> TrainingPlan:
