@@ -115,7 +115,7 @@ def rank() -> int:
 
 def check_launched(recipe: "Recipe") -> None:
     """Raise RecipeError if the launcher started another number of processes than the recipe asks for."""
-    started = int(os.environ["WORLD_SIZE"])
+    started = world_size()
     wanted = recipe.hardware.processes
     if started != wanted:
         raise RecipeError([f"hardware: asks for {wanted} processes, the launcher started {started}; make them agree"])
@@ -203,14 +203,13 @@ def launch(command: Sequence[str]) -> int:
     return 1
 
 
-def _consequence(exitcode: int) -> int:
-    """Return how likely a worker failed because of another one: 0 if it was killed, 1 for an error, 2 for SIGTERM.
+def _consequence(exitcode: int) -> tuple[bool, bool]:
+    """Return how likely a worker failed because of another one: least if it was killed, more for an error, and most for
+    SIGTERM.
 
     If a worker is killed, others may lose their connection and fail. The launcher ends the remaining ones by SIGTERM.
     """
-    if exitcode == -signal.SIGTERM:
-        return 2
-    return 1 if exitcode > 0 else 0
+    return exitcode == -signal.SIGTERM, exitcode > 0
 
 
 def is_to_report(error: Exception) -> bool:

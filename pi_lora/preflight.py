@@ -21,7 +21,6 @@ from pi_lora.planning.advice import plan_lines
 from pi_lora.planning.training_plan import TrainingPlan
 from pi_lora.recipe.schema import Data, Recipe
 from pi_lora.run import Run, check_output, staging_path
-from pi_lora.storage import check_can_make
 from pi_lora.types import NO_PERMISSIONS, Permissions
 
 # Kinds of quantized weights that LoRA takes.
@@ -65,8 +64,6 @@ def check(
         mistakes.append(RecipeError(problems))
     with collected():
         check_output(output, resume=resume)
-        if not resume:
-            check_can_make(output)
     if resume:
         with collected():
             Run(staging_path(output)).check_same_recipe(recipe)

@@ -1,6 +1,5 @@
 """The folder of a run: its files, how it is written as a whole by one process, and how it is resumed."""
 
-import contextlib
 import json
 import os
 import platform
@@ -24,7 +23,7 @@ from safetensors import SafetensorError
 from pi_lora.errors import ModelError, RecipeError, RunExistsError
 from pi_lora.recipe.files import RECIPE_FILE, find_recipe, load_recipe
 from pi_lora.recipe.schema import Recipe
-from pi_lora.storage import read_json, write_json, write_whole
+from pi_lora.storage import check_can_make, read_json, read_json_lines, write_json, write_whole
 from pi_lora.types import Json, Permissions
 
 RUN_FILE, TRAINING_LOG, SCORES = "run.json", "training.jsonl", "scores"
@@ -123,13 +122,7 @@ class Run:
     def log(self) -> list[Json]:
         """The lines of `training.jsonl`, without those that a crash cut off or a disk damaged."""
         file = self.path / TRAINING_LOG
-        if not file.is_file():
-            return []
-        lines = []
-        for line in file.read_bytes().split(b"\n"):
-            with contextlib.suppress(ValueError):
-                lines.append(json.loads(line))
-        return lines
+        return list(read_json_lines(file)) if file.is_file() else []
 
     def scores_file(self, name: str, stage: str = TUNED) -> Path:
         """Return the file for a measurement of this run, or of an earlier stage."""
@@ -324,10 +317,8 @@ def check_output(output: Path, *, resume: bool = False) -> None:
     target = output.resolve()
     if target == Path.cwd() or not _is_free(target):
         raise RunExistsError(f"{output}: already exists and is not overwritten; choose another --output or remove it")
-    nearest_parent = next(parent for parent in target.parents if parent.exists())
-    # If the parent is a file, "file/." cannot be accessed either.
-    if not os.access(f"{nearest_parent}/.", os.W_OK):
-        raise RunExistsError(f"{output}: is in a place that cannot be written; choose another --output")
+    if not resume:  # which must go on where the disk is full
+        check_can_make(output)
     staging = staging_path(output)
     if staging.with_suffix(".lock").exists():
         with _locked(output):  # what a killed process left locks nothing

@@ -1,8 +1,10 @@
 """Reading small files, with one clear error line if they are damaged; writing files atomically, also in the cache."""
 
+import hashlib
 import json
 import os
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import suppress
 from pathlib import Path
 from tempfile import TemporaryDirectory, TemporaryFile
 from typing import Any, TypeVar
@@ -23,6 +25,13 @@ def read_json(file: Path, kind: type[T], remedy: str) -> T:
         raise ModelError(f"{file}: {first_problem(error)}; {remedy}") from None
     except OSError as error:
         raise ModelError(f"{file}: cannot be read ({error.strerror}); {remedy}") from None
+
+
+def read_json_lines(file: Path) -> Iterator[Any]:
+    """Yield the lines of a file of JSON, without those that a crash cut off or a disk damaged."""
+    for line in file.read_bytes().splitlines():
+        with suppress(ValueError):
+            yield json.loads(line)
 
 
 def first_problem(error: ValidationError) -> str:
@@ -47,6 +56,12 @@ def problem_text(problem: Mapping[str, Any]) -> str:
     return f"{message}, not {written:.60}"
 
 
+def digest_of(content: Any) -> str:
+    """Return a SHA-256 of JSON, the same for any order of keys."""
+    text = json.dumps(content, sort_keys=True)
+    return hashlib.sha256(text.encode()).hexdigest()
+
+
 def write_json(file: Path, content: Any, *, sort_keys: bool = False) -> None:
     """Write a JSON file atomically. Create the folder if it does not exist."""
     file.parent.mkdir(parents=True, exist_ok=True)
@@ -64,7 +79,7 @@ def check_can_write(*files: Path | None) -> None:
 
 def check_can_make(output: Path) -> None:
     """Raise RunExistsError if no folder can be made where `output` will be: in /proc, where all rights say yes."""
-    nearest = next(filter(Path.is_dir, output.resolve().parents))
+    nearest = next(filter(Path.exists, output.resolve().parents))
     try:
         TemporaryDirectory(dir=nearest).cleanup()
     except OSError:

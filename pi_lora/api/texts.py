@@ -5,10 +5,9 @@ from typing import TYPE_CHECKING, Any
 from pi_lora.api.inputs import (
     AnyModel,
     FilePath,
-    dtype_of,
     join_launched_processes,
-    refuse_options,
-    resolve,
+    load,
+    name_of,
     section_of,
     ui_of,
 )
@@ -120,12 +119,6 @@ def _load_shown(
     model: AnyModel, ui: UI, *, dtype: str | None, base: str | None, permissions: Permissions
 ) -> "LoadedModel":
     """Load a model, and show that this goes on."""
-    from pi_lora.models.loaded import LoadedModel, load_model
-
-    if isinstance(model, LoadedModel):
-        refuse_options(model, dtype=dtype, base=base)
-        return model
-    source = resolve(model, base=base, permissions=permissions)
     join_launched_processes()
-    with ui.working(f"loading {source.name}"):
-        return load_model(source, dtype_of(dtype))
+    with ui.working(f"loading {name_of(model)}"):
+        return load(model, dtype=dtype, permissions=permissions, base=base)

@@ -13,7 +13,7 @@ from pydantic import ValidationError
 from pi_lora.cli import extend, measure, recipes  # noqa: F401
 from pi_lora.cli.app import app
 from pi_lora.distributed import enable_expandable_segments, is_to_report
-from pi_lora.errors import Interrupted, PiLoraError, RecipeError
+from pi_lora.errors import Interrupted, PiLoraError, RecipeError, first_line
 from pi_lora.storage import problem_text
 from pi_lora.terminal import err
 
@@ -25,8 +25,11 @@ for place, name in enumerate(name for name in app if not name.startswith("-")):
 INTERRUPTED = 130
 # Packages that only an extra of pi-lora installs.
 EXTRAS = {
-    **dict.fromkeys(("matplotlib", "markdown_it"), "report"),
-    **dict.fromkeys(("lm_eval", "wonderwords", "rouge_score"), "eval"),
+    "matplotlib": "report",
+    "markdown_it": "report",
+    "lm_eval": "eval",
+    "wonderwords": "eval",
+    "rouge_score": "eval",
     "gguf": "gguf",
     "liger_kernel": "liger",
 }
@@ -76,8 +79,9 @@ def _unforeseen(error: Exception) -> str:
     """Write the traceback of an error that nobody foresaw to a file; return the line that names both."""
     with tempfile.NamedTemporaryFile("w", prefix="pi-lora-", suffix=".log", delete=False) as file:
         file.writelines(traceback.format_exception(error))
-    library, first = type(error).__module__.partition(".")[0], next(iter(str(error).splitlines()), "")
-    return f"pi-lora: {library}: {type(error).__name__}: {first}; send {file.name} with a report of it"
+    library = type(error).__module__.partition(".")[0]
+    problem = f"{type(error).__name__}: {first_line(error)}"
+    return f"pi-lora: {library}: {problem}; send {file.name} with a report of it"
 
 
 def _fail(status: int, *messages: str) -> NoReturn:

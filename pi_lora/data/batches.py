@@ -1,7 +1,6 @@
 """The rows that train, made once and kept on disk, and batches of them."""
 
 import hashlib
-import json
 import math
 import os
 from collections import Counter, defaultdict
@@ -24,7 +23,7 @@ from pi_lora.data.sources import find_table, format_counts
 from pi_lora.data.tokens import in_batches, padding_id, tokenizer_identity
 from pi_lora.errors import DataError
 from pi_lora.recipe.schema import Data, Training
-from pi_lora.storage import cache_folder, make_once
+from pi_lora.storage import cache_folder, digest_of, make_once
 from pi_lora.types import Json, Progress, silent
 
 # Raise it with every change to how rows or recall documents are made: older caches are not taken for new ones.
@@ -75,7 +74,7 @@ def training_data(
     ]
     made_from = {
         "format": FORMAT,
-        "sources": [_described(stream) for stream in streams],
+        "sources": [stream.source.model_dump() | stream.table.identity for stream in streams],
         "data": data.model_dump(exclude={"source"}),
         "tokenizer": tokenizer_identity(tokenizer),
         "template": tokenizer.chat_template,
@@ -99,19 +98,14 @@ def training_data(
     return TrainingData(rows, tokens, messages, padding_id(tokenizer))
 
 
-def _described(stream: Stream) -> Json:
-    return stream.source.model_dump() | stream.table.identity
-
-
 def _columns(data: Data) -> list[str]:
-    columns = ["input_ids"]
-    if data.positions == "pose":
-        columns.append("position_ids")
-    if data.has_chats or data.has_examples:
-        columns.append("loss_mask")
-    if data.has_chats:
-        columns.append("lengths")
-    return columns
+    is_needed = {
+        "input_ids": True,
+        "position_ids": data.positions == "pose",
+        "loss_mask": data.has_chats or data.has_examples,
+        "lengths": data.has_chats,
+    }
+    return [column for column in is_needed if is_needed[column]]
 
 
 def _check_epochs(examples: int, data: Data, training: Training) -> None:
@@ -131,9 +125,7 @@ def cached(made_from: Json, columns: Sequence[str], make: Callable[[], Iterator[
     """Return the `columns` of the cached rows for `made_from`; if there are none, cache the rows that `make` yields.
     Tensors are read from disk on use. Raise OSError if the cache cannot be written.
     """
-    description = json.dumps(made_from, sort_keys=True)
-    key = hashlib.sha256(description.encode()).hexdigest()
-    file = cache_folder() / "sequences" / f"{key}.arrow"
+    file = cache_folder() / "sequences" / f"{digest_of(made_from)}.arrow"
     types = dict.fromkeys(columns, pyarrow.list_(pyarrow.int32()))
     if "loss_mask" in types:
         types["loss_mask"] = pyarrow.list_(pyarrow.bool_())
@@ -185,10 +177,10 @@ def collate(rows: Sequence[Batch], padding: int = 0) -> Batch:
         for name, tensor in tensors.items():
             columns[name] += torch.split(tensor, lengths)
     padding_values = {"input_ids": padding, "labels": IGNORED}
-    batch = {}
-    for name, sequences in columns.items():
-        batch[name] = pad_sequence(sequences, batch_first=True, padding_value=padding_values.get(name, 0))
-    return batch
+    return {
+        name: pad_sequence(sequences, batch_first=True, padding_value=padding_values.get(name, 0))
+        for name, sequences in columns.items()
+    }
 
 
 class LengthGroups(LengthGroupedSampler):

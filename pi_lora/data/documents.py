@@ -66,18 +66,14 @@ def files_named(name: str) -> list[Path]:
     """
     path = Path(name).expanduser()
     kinds = SUFFIXES
+    matches: Iterable[Path] = [path]
     if path.is_file():
-        matches = [path]
         kinds = (*SUFFIXES, "")
     elif path.is_dir():
-        matches = list(path.rglob("*"))
+        matches = path.rglob("*")
     else:
-        names = glob.iglob(str(path), recursive=True)
-        matches = [Path(match) for match in names]
-    files = []
-    for match in sorted(matches):
-        if suffix_of(match.name) in kinds and match.is_file():
-            files.append(match)
+        matches = map(Path, glob.iglob(str(path), recursive=True))
+    files = [match for match in sorted(matches) if suffix_of(match.name) in kinds and match.is_file()]
     if not files:
         raise DataError(f"{name}: no such file or folder, or no file of a kind that is read ({KINDS}); name others")
     return files

@@ -11,7 +11,7 @@ from huggingface_hub.constants import HF_HUB_OFFLINE
 
 from pi_lora.data.documents import NamedJson, looks_local
 from pi_lora.data.sources import Table, find_table, hash_to_unit
-from pi_lora.data.tokens import in_batches
+from pi_lora.data.tokens import in_batches, strip_eos
 from pi_lora.errors import DataError
 from pi_lora.recipe.schema import Data
 from pi_lora.types import Json
@@ -64,11 +64,7 @@ class Task:
 
     def prompt(self, row: Json) -> str:
         """Return the prompt of a row."""
-        prompt = ""
-        for text, column in self.pieces:
-            prompt += text
-            prompt += row.get(column or "", "")
-        return prompt
+        return "".join(text + row.get(column or "", "") for text, column in self.pieces)
 
 
 class Prompt(NamedTuple):
@@ -139,13 +135,8 @@ class Prompter:
         documents = encoded["offset_mapping"]
         most_tokens = min(self.data.document_tokens, max(0, self.longest))
         kept_tokens = [min(len(offsets), most_tokens) for offsets in documents]
-        cut_rows = []
-        for row, offsets, kept in zip(rows, documents, kept_tokens, strict=True):
-            cut_rows.append(self._cut(row, offsets, kept))
-        prompts = []
-        for row, offsets, kept, ids in zip(rows, documents, kept_tokens, self._framed(cut_rows), strict=True):
-            prompts.append(self._fitted(row, offsets, kept, ids))
-        return prompts
+        cut_rows = list(map(self._cut, rows, documents, kept_tokens))
+        return list(map(self._fitted, rows, documents, kept_tokens, self._framed(cut_rows)))
 
     def _fitted(self, row: Json, offsets: Offsets, kept: int, ids: list[int]) -> Prompt:
         """Return the prompt `ids` of a row with the first `kept` tokens of the document, or with fewer until the prompt
@@ -192,13 +183,7 @@ class Prompter:
     def _framed(self, rows: Sequence[Json]) -> list[list[int]]:
         """Encode with the BOS of the tokenizer, but without the EOS that some add."""
         prompts = [self.task.prompt(row) for row in rows]
-        encoded = self.tokenizer(prompts)["input_ids"]
-        sequences = []
-        for ids in encoded:
-            if ids[-1:] == [self.eos]:
-                ids = ids[:-1]
-            sequences.append(ids)
-        return sequences
+        return [strip_eos(ids, self.eos) for ids in self.tokenizer(prompts)["input_ids"]]
 
 
 def _rows_with_text(rows: Iterable[NamedJson], counts: Counter[str]) -> Iterator[NamedJson]:

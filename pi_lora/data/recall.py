@@ -38,11 +38,7 @@ def value(rng: random.Random) -> str:
 
 def sentences(rng: random.Random, number: int) -> str:
     """Draw sentences that state no fact."""
-    drawn = []
-    for _ in range(number):
-        subject = rng.choice(SUBJECTS)
-        predicate = rng.choice(PREDICATES)
-        drawn.append(f"{subject} {predicate}.")
+    drawn = [f"{rng.choice(SUBJECTS)} {rng.choice(PREDICATES)}." for _ in range(number)]
     return " ".join(drawn)
 
 
@@ -91,31 +87,27 @@ class Facts:
         self.rng = rng
         self.page = page
         self.statement, self.question = rng.choice(FORMS)
-        self.known: list[dict[str, str]] = []
+        # Facts by their question: two with the same question could not be told apart.
+        self.known: dict[str, dict[str, str]] = {}
 
     def state(self, reserve: int) -> bool:
         """State a new fact if that leaves `reserve` tokens. Return whether there was room for it."""
         name = self.rng.choice(NAMES)
         thing = self.rng.choice(THINGS)
         fact = {"name": name, "thing": thing, "value": value(self.rng)}
-        if self._is_known(name, thing):
+        question = self.question.format(name=name, thing=thing, value="")
+        if question in self.known:
             return True
         has_room = self.page.add(self.statement.format(**fact), reserve)
         if has_room:
-            self.known.append(fact)
+            self.known[question] = fact
         return has_room
 
     def ask(self, among: int, reserve: int = 0) -> bool:
         """Ask for one of the first `among` facts if that leaves `reserve` tokens. Return whether there was room."""
-        fact = self.rng.choice(self.known[:among])
+        oldest = list(self.known.values())[:among]
+        fact = self.rng.choice(oldest)
         return self.page.add(self.question.format(**fact), reserve)
-
-    def _is_known(self, name: str, thing: str) -> bool:
-        # Where a form leaves the name out, facts differ by the thing alone.
-        same_thing = [fact for fact in self.known if fact["thing"] == thing]
-        if "{name}" not in self.statement:
-            return bool(same_thing)
-        return any(fact["name"] == name for fact in same_thing)
 
 
 def facts_document(rng: random.Random, budget: int, count: TokenCounter, lines: Sequence[str]) -> str:

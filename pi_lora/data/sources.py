@@ -271,10 +271,13 @@ def find_table(source: Source) -> Table:
     return local_files(source, files)
 
 
-def share_to_hold_out(source: Source, target: int) -> float:
+def share_to_hold_out(source: Source, target: int) -> float | None:
     """Return the share of `source` to hold out for windows of `target` tokens (L'). For local text, that is about four
-    windows and ten documents, between a fiftieth and a fifth; for a data set on the hub, a hundredth.
+    windows and ten documents, between a fiftieth and a fifth; for a data set on the hub, a hundredth; none for text
+    that is built in.
     """
+    if source.name in (STDLIB, RECALL):
+        return None
     if not looks_local(source.name):
         return 0.01
     table = find_table(source)

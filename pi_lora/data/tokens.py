@@ -1,12 +1,13 @@
 """Text to token ids: special tokens in a text are text, and a long text is tokenized in pieces."""
 
-import hashlib
 import itertools
 import json
 from array import array
 from collections.abc import Callable, Iterable, Iterator, MutableSequence, Sequence
 from functools import partial
 from typing import Any, NamedTuple, TypeVar
+
+from pi_lora.storage import digest_of
 
 Item = TypeVar("Item")
 Tokens = MutableSequence[int]
@@ -36,13 +37,7 @@ def tokenized(tokenizer: Any, texts: Sequence[str], special_tokens: bool = False
     encode = partial(tokenizer, split_special_tokens=not special_tokens, verbose=False)
     short = [text for text in texts if len(text) <= 2 * PIECE]
     encoded = iter(encode(short)["input_ids"] if short else [])
-    sequences = []
-    for text in texts:
-        if len(text) <= 2 * PIECE:
-            sequences.append(next(encoded))
-        else:
-            sequences.append(_in_pieces(encode, text))
-    return sequences
+    return [next(encoded) if len(text) <= 2 * PIECE else _in_pieces(encode, text) for text in texts]
 
 
 def added_bos(tokenizer: Any) -> int | None:
@@ -50,6 +45,17 @@ def added_bos(tokenizer: Any) -> int | None:
     ids = tokenizer("a")["input_ids"]
     bos: int | None = tokenizer.bos_token_id
     return bos if ids[0] == bos else None
+
+
+def strip_eos(ids: Any, eos: int | None) -> Any:
+    """Return the tokens of a text without the EOS that some tokenizers add."""
+    return ids[:-1] if ids and ids[-1] == eos else ids
+
+
+def prompt_ids(tokenizer: Any, text: str) -> Any:
+    """Return the tokens of a text with the BOS of the tokenizer, without EOS."""
+    ids = tokenizer(text, verbose=False)["input_ids"]
+    return strip_eos(ids, tokenizer.eos_token_id)
 
 
 def _in_pieces(encode: Callable[..., Any], text: str) -> Tokens:
@@ -98,5 +104,4 @@ def tokenizer_identity(tokenizer: Any) -> str:
         del state["padding"]
     else:
         state = {"class": type(tokenizer).__name__, "vocabulary": tokenizer.get_vocab()}
-    decided_by = json.dumps({"end": tokenizer.eos_token_id, **state}, sort_keys=True)
-    return hashlib.sha256(decided_by.encode()).hexdigest()
+    return digest_of({"end": tokenizer.eos_token_id, **state})

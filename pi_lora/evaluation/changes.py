@@ -43,8 +43,8 @@ def change_of(base: Metric, run: Metric) -> Row:
     else:
         unit = "points" if run.unit == "%" else run.unit
         change = run.value - base.value
-    base_values = {value.name: value for value in base.values}
-    run_values = {value.name: value for value in run.values}
+    base_values = base.by_name
+    run_values = run.by_name
     pairs = []
     if base_values.keys() == run_values.keys():
         pairs = [(base_values[name], value) for name, value in run_values.items()]

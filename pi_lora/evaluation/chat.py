@@ -4,7 +4,7 @@ and how often greedy answers begin with the same tokens.
 
 import math
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from itertools import islice
 from statistics import fmean
 
@@ -121,9 +121,9 @@ class Chats(Measurement[ChatOptions, ChatScores]):
             per_chat=per_chat,
         )
 
-    def metrics(self, scores: ChatScores) -> list[Metric]:
-        """Return the perplexity, the divergence with the interval over chats, and the share of equal answers."""
-        perplexity = Metric(
+    def metrics(self, scores: ChatScores) -> Iterator[Metric]:
+        """Yield the perplexity, the divergence with the interval over chats, and the share of equal answers."""
+        yield Metric(
             label="chat perplexity",
             value=scores.perplexity,
             higher_is_better=False,
@@ -134,8 +134,8 @@ class Chats(Measurement[ChatOptions, ChatScores]):
             hub_name="perplexity",
         )
         if scores.divergence is None or scores.equal_answers is None:
-            return [perplexity]
-        divergence = average(
+            return
+        yield average(
             label="chat KL divergence from the base",
             mean=scores.divergence,
             values=[Value(chat.name, chat.divergence, chat.tokens) for chat in scores.per_chat],
@@ -144,7 +144,7 @@ class Chats(Measurement[ChatOptions, ChatScores]):
             dataset=scores.options.data,
             hub_name="KL divergence",
         )
-        equal_answers = proportion(
+        yield proportion(
             label=f"chat answers with the base's first {ANSWER_TOKENS} tokens",
             mean=scores.equal_answers,
             samples=scores.chats,
@@ -152,7 +152,6 @@ class Chats(Measurement[ChatOptions, ChatScores]):
             dataset=scores.options.data,
             hub_name="equal answers",
         )
-        return [perplexity, divergence, equal_answers]
 
 
 def vocabulary_of(model: ModelSource) -> tuple[Json, int]:

@@ -55,18 +55,21 @@ def is_sharded(model: Any) -> bool:
     return isinstance(model, FSDPModule)
 
 
-def pad_rows(model: Any, rows: Sequence[Sequence[int]]) -> torch.Tensor:
-    """Return token ids (rows, longest) padded on the right, where causal attention needs no mask."""
-    return pad_sequence([torch.tensor(row) for row in rows], batch_first=True).to(model.device)
+def pad_rows(model: Any, rows: Sequence[Sequence[int]], padding: int = 0, side: str = "right") -> torch.Tensor:
+    """Return token ids (rows, longest), by default padded on the right, where causal attention needs no mask."""
+    tensors = [torch.tensor(row) for row in rows]
+    ids = pad_sequence(tensors, batch_first=True, padding_value=padding, padding_side=side)
+    return ids.to(model.device)
 
 
 @torch.no_grad()
 def token_losses(model: Any, ids: torch.Tensor, positions: Sequence[int]) -> torch.Tensor:
     """Return the losses in nats of the tokens at `positions` of `ids` (rows, length): (rows, positions), on the CPU."""
     parts = split_positions(model, ids, positions)
-    losses = []
-    for part, logits in zip(parts, logits_in_parts(model, ids, parts), strict=True):
-        losses.append(_losses(logits.flatten(0, 1), ids[:, part].flatten()).view(len(ids), -1))
+    losses = [
+        _losses(logits.flatten(0, 1), ids[:, part].flatten()).view(len(ids), -1)
+        for part, logits in zip(parts, logits_in_parts(model, ids, parts), strict=True)
+    ]
     return torch.cat(losses, dim=1).cpu()
 
 
@@ -110,11 +113,6 @@ def logits_in_parts(model: Any, ids: torch.Tensor, parts: Sequence[torch.Tensor]
             yield model(input_ids=ids, use_cache=False, logits_to_keep=part - 1).logits
     finally:
         decoder.forward = run_layers
-
-
-def strip_eos(tokenizer: Any, ids: Any) -> Any:
-    """Return the tokens of a text without the EOS that some tokenizers add."""
-    return ids[:-1] if ids and ids[-1] == tokenizer.eos_token_id else ids
 
 
 class SharedPrefix(NamedTuple):

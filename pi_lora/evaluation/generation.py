@@ -4,11 +4,11 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch
-from torch.nn.utils.rnn import pad_sequence
 from transformers import GenerationConfig, TextStreamer
 
+from pi_lora.data.tokens import prompt_ids
 from pi_lora.errors import DataError
-from pi_lora.evaluation.forward import strip_eos
+from pi_lora.evaluation.forward import pad_rows
 from pi_lora.models.loaded import LoadedModel
 from pi_lora.models.quiet import quiet_loading
 from pi_lora.recipe.evaluation import Sampling
@@ -38,9 +38,7 @@ def generate_ids(
     config = GenerationConfig(max_new_tokens=sampling.max_new_tokens, eos_token_id=eos_ids or None)
     if sampling.temperature:
         config.update(do_sample=True, temperature=sampling.temperature, top_p=sampling.top_p, top_k=0)
-    rows = [torch.tensor(prompt) for prompt in prompts]
-    # Padding is -1, which is masked.
-    ids = pad_sequence(rows, batch_first=True, padding_value=-1, padding_side="left").to(model.device)
+    ids = pad_rows(model, prompts, padding=-1, side="left")  # -1 is masked
     streamer = TextStreamer(loaded.tokenizer, skip_prompt=True, skip_special_tokens=True) if stream else None
     torch.manual_seed(sampling.seed)
     # Set on the model: options that a config argument of `generate` leaves out are taken from the model's config.
@@ -68,7 +66,7 @@ def answer(
         turns = [{"role": "user", "content": prompt}]
         ids = tokenizer.apply_chat_template(turns, add_generation_prompt=True, return_dict=False)
     else:
-        ids = strip_eos(tokenizer, tokenizer(prompt, verbose=False)["input_ids"])
+        ids = prompt_ids(tokenizer, prompt)
     room = loaded.window - len(ids)
     if not prompt.strip() or room < 1:
         raise DataError(

@@ -3,6 +3,8 @@
 import math
 from collections.abc import Sequence
 
+import numpy as np
+
 Interval = tuple[float, float]
 # The values of both models, before and after, and the weight.
 Pairs = list[tuple[float, float, float]]
@@ -65,11 +67,11 @@ def of_means(groups: Sequence[Pairs]) -> Interval | None:
         number = len(pairs)
         if number < 2:
             return None
-        total = sum(weight for _, _, weight in pairs)
-        mean = sum(weight * (after - before) for before, after, weight in pairs) / total
-        squares = sum((weight * (after - before - mean)) ** 2 for before, after, weight in pairs)
+        before, after, weights = np.array(pairs).T
+        mean = float(np.average(after - before, weights=weights))
+        squares = (weights * (after - before - mean)) ** 2
         means.append(mean)
-        standard_errors.append(math.sqrt(squares * number / (number - 1)) / total)
+        standard_errors.append(math.sqrt(squares.sum() * number / (number - 1)) / float(weights.sum()))
     mean = math.fsum(means) / len(groups)
     fewest = min(map(len, groups))
     half_width = quantile(fewest) * math.hypot(*standard_errors) / len(groups)

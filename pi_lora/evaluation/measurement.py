@@ -3,7 +3,6 @@ terminal's table, on the model card, on the hub, and where a run is compared wit
 so far, so that an interrupted measurement continues where it stopped.
 """
 
-import hashlib
 import json
 import math
 import os
@@ -13,7 +12,7 @@ from contextlib import suppress
 from dataclasses import dataclass, field
 from itertools import takewhile
 from pathlib import Path
-from typing import Any, ClassVar, NamedTuple, Protocol, Self, TypedDict, TypeVar
+from typing import Any, ClassVar, NamedTuple, Protocol, Self, TypeVar
 
 from pydantic import BaseModel, ConfigDict
 
@@ -27,7 +26,7 @@ from pi_lora.models.device import versions
 from pi_lora.models.loaded import LoadedModel
 from pi_lora.models.source import ModelSource
 from pi_lora.recipe.section import Section
-from pi_lora.storage import cache_folder
+from pi_lora.storage import cache_folder, digest_of, read_json_lines
 from pi_lora.types import Json, Progress, silent
 
 
@@ -93,12 +92,14 @@ class Metric:
             text += f" ({low:,.{self.digits}f} to {high:,.{self.digits}f})"
         return text
 
+    @property
+    def by_name(self) -> dict[str, Value]:
+        """The values by name."""
+        return {value.name: value for value in self.values}
+
     def compares_with(self, other: "Metric") -> bool:
         """Whether the ratio to another metric is meaningful: both have values of the same names, or no values."""
-        if not self.is_ratio:
-            return True
-        names = {value.name for value in self.values}
-        return names == {value.name for value in other.values}
+        return not self.is_ratio or self.by_name.keys() == other.by_name.keys()
 
     def change_from(self, before: "Metric") -> Interval | None:
         """Return the interval of the difference to the same metric of another model, from both intervals (Newcombe
@@ -114,55 +115,26 @@ class Metric:
         return change - down, change + up
 
 
-def proportion(
-    label: str,
-    mean: float,
-    samples: int,
-    *,
-    at: int | None = None,
-    values: Sequence[Value] = (),
-    dataset: str = "",
-    hub_name: str = "",
-) -> Metric:
-    """Return a share of `samples` as a metric in percent with its Wilson interval. A thousand samples or more get a
-    digit after the point. For values between 0 and 1, or from several groups, the interval is conservative.
+def proportion(label: str, mean: float, samples: int, **fields: Any) -> Metric:
+    """Return a share of `samples` as a metric in percent with its Wilson interval, and the other `fields` of the
+    metric. A thousand samples or more get a digit after the point. For values between 0 and 1, or from several groups,
+    the interval is conservative.
     """
     low, high = wilson(mean, samples)
     return Metric(
         label=label,
         value=100 * mean,
         unit="%",
-        at=at,
         digits=1 if samples >= 1000 else 0,
         interval=(100 * low, 100 * high),
-        values=values,
-        dataset=dataset,
-        hub_name=hub_name,
+        **fields,
     )
 
 
-def average(
-    label: str,
-    mean: float,
-    values: Sequence[Value],
-    *,
-    digits: int = 0,
-    higher_is_better: bool = True,
-    dataset: str = "",
-    hub_name: str = "",
-) -> Metric:
-    """Return the mean of some values as a metric, with the interval by Student's t."""
+def average(label: str, mean: float, values: Sequence[Value], **fields: Any) -> Metric:
+    """Return the mean of some values as a metric, with the interval by Student's t and the other `fields`."""
     pairs = [(0.0, value.value, value.weight) for value in values]
-    return Metric(
-        label=label,
-        value=mean,
-        higher_is_better=higher_is_better,
-        digits=digits,
-        interval=of_means([pairs]),
-        values=values,
-        dataset=dataset,
-        hub_name=hub_name,
-    )
+    return Metric(label=label, value=mean, interval=of_means([pairs]), values=values, **fields)
 
 
 def longest_passing(scores: Mapping[int, float], threshold: float) -> int:
@@ -178,16 +150,6 @@ class Result(BaseModel):
     """A part of a result. Only fields that were set are written; fields of other versions are kept."""
 
     model_config = ConfigDict(frozen=True, extra="allow", populate_by_name=True)
-
-
-class ScoresHeader(TypedDict):
-    """The fields of scores that describe the model: name, scale L'/L, dtype, attention kernel, window in tokens."""
-
-    model: str
-    scale: float
-    dtype: str
-    kernel: str
-    window: int
 
 
 class Scores(Result):
@@ -236,8 +198,8 @@ class Session:
         """
         if not self.journalled:
             return None
-        key = json.dumps({**decided_by, "model": identity_of(loaded)}, sort_keys=True)
-        folder = cache_folder() / "evaluations" / hashlib.sha256(key.encode()).hexdigest()
+        key = digest_of({**decided_by, "model": identity_of(loaded)})
+        folder = cache_folder() / "evaluations" / key
         self.folders.append(folder)
         return folder
 
@@ -285,10 +247,7 @@ class Session:
 def read_journal(folder: Path) -> Iterator[tuple[str | int, Any]]:
     """Yield the items and results in a journal, without damaged lines."""
     for file in sorted(folder.glob("*.jsonl")):
-        for line in file.read_bytes().splitlines():
-            with suppress(ValueError):
-                item, result = json.loads(line)
-                yield item, result
+        yield from read_json_lines(file)
 
 
 def append_journal(item: str | int, result: Any, folder: Path) -> None:
@@ -300,8 +259,10 @@ def append_journal(item: str | int, result: Any, folder: Path) -> None:
             file.write(json.dumps([item, result]) + "\n")
 
 
-def header_of(loaded: LoadedModel, window: int | None = None) -> ScoresHeader:
-    """Return the fields of scores that describe a loaded model, measured at `window`, by default the model's own."""
+def header_of(loaded: LoadedModel, window: int | None = None) -> Json:
+    """Return the fields of scores that describe a loaded model, measured at `window`, by default the model's own: name,
+    scale L'/L, dtype, attention kernel, window in tokens.
+    """
     dtype = loaded.dtype
     if loaded.autocast:
         dtype += ", computed in bfloat16"
@@ -319,10 +280,12 @@ def identity_of(loaded: LoadedModel) -> Json:
     files: list[Path] = []
     for folder in (loaded.source.adapter, loaded.source.base.folder):
         if folder:
-            files += [file for file in sorted(folder.iterdir()) if file.is_file()]
+            files += [
+                file for file in sorted(folder.iterdir()) if file.is_file() and file.suffix not in REPORT_SUFFIXES
+            ]
     return {
         **header_of(loaded),
-        "files": fingerprint(file for file in files if file.suffix not in REPORT_SUFFIXES),
+        "files": fingerprint(files),
         "config": dict(loaded.source.config),
         "device": loaded.module.device.type,
         "versions": versions(),

@@ -6,10 +6,11 @@ import random
 from collections.abc import Iterator, Mapping, Sequence
 from functools import cached_property, partial
 from statistics import fmean
-from typing import Any, NamedTuple
+from typing import Annotated, Any, NamedTuple
 
 from pydantic import Field
 
+from pi_lora.data.tokens import prompt_ids
 from pi_lora.drawing import Panel, draw_curves
 from pi_lora.errors import DataError
 from pi_lora.evaluation.forward import (
@@ -17,7 +18,6 @@ from pi_lora.evaluation.forward import (
     check_numbers,
     last_logits,
     shared_prefix,
-    strip_eos,
 )
 from pi_lora.evaluation.measurement import (
     Measurement,
@@ -54,7 +54,7 @@ class PasskeyDepth(Result):
 
     k: int
     distance: int | None = None
-    success_rate: float = Field(ge=0, le=1)
+    success_rate: Annotated[float, Field(ge=0, le=1)]
     trials: int
     outcomes: list[bool] | None = None
 
@@ -78,7 +78,7 @@ class PasskeyScores(Scores):
     target: int
     k_max: int
     depths: list[PasskeyDepth]
-    lengths: list[PasskeyLength] | None = Field(None, min_length=1)
+    lengths: Annotated[list[PasskeyLength] | None, Field(min_length=1)] = None
 
     @property
     def by_length(self) -> Sequence["PasskeyLength | PasskeyScores"]:
@@ -240,27 +240,22 @@ def make_trial(tokenizer: Any, target: int, k: int, key: str) -> Trial:
 def _trial(tokenizer: Any, key: str, before: int, after: int) -> Trial:
     """Return the trial with `before` and `after` fillers around the key."""
     text = prompt(key, before, after)
-    prompt_ids = _ids(tokenizer, text)
+    ids_of_prompt = prompt_ids(tokenizer, text)
     # Encoded together and then split: the token of the blank before the answer differs between tokenizers.
     text_with_answer = f"{text} {key}"
-    ids = _ids(tokenizer, text_with_answer)
+    ids = prompt_ids(tokenizer, text_with_answer)
     key_start = text.index(key)
     if tokenizer.is_fast:
         first_digit = tokenizer(text_with_answer, verbose=False).char_to_token(key_start)
     else:
         # Slow tokenizers do not map characters to tokens.
-        first_digit = len(_ids(tokenizer, text[:key_start].rstrip()))
+        first_digit = len(prompt_ids(tokenizer, text[:key_start].rstrip()))
     return Trial(
-        prompt=prompt_ids,
-        answer=ids[len(prompt_ids) :],
+        prompt=ids_of_prompt,
+        answer=ids[len(ids_of_prompt) :],
         distance=len(ids) - first_digit,
         length=len(ids),
     )
-
-
-def _ids(tokenizer: Any, text: str) -> Any:
-    ids = tokenizer(text, verbose=False)["input_ids"]
-    return strip_eos(tokenizer, ids)
 
 
 class PasskeyTest:

@@ -21,14 +21,13 @@ from pydantic import Field, model_validator
 
 from pi_lora.data.documents import Document
 from pi_lora.data.sources import STDLIB, evaluation_documents
-from pi_lora.data.tokens import added_bos, tokenized
+from pi_lora.data.tokens import added_bos, strip_eos, tokenized
 from pi_lora.drawing import Panel, draw_by_window, draw_curves
 from pi_lora.errors import DataError
 from pi_lora.evaluation.forward import (
     check_numbers,
     pad_rows,
     pass_tokens,
-    strip_eos,
     token_losses,
 )
 from pi_lora.evaluation.measurement import Measurement, Metric, Result, Scores, Session, Value, header_of
@@ -229,7 +228,7 @@ def choose_documents(
     lengths = []
     for document in documents:
         [ids] = tokenized(model.tokenizer, [document.text])
-        ids = strip_eos(model.tokenizer, ids)
+        ids = strip_eos(ids, model.tokenizer.eos_token_id)
         lengths.append(len(ids))
         if len(ids) >= needed:
             chosen.append(TokenizedDocument(document.name, array("i", ids[: options.truncate])))

@@ -53,6 +53,11 @@ class Probed(BaseModel):
     passkey: PasskeyScores | None = None
 
     @property
+    def scores(self) -> list[Scores]:
+        """The scores of all measurements."""
+        return [scores for scores in (self.perplexity, self.passkey) if scores]
+
+    @property
     def windows(self) -> list[Metric]:
         """The perplexity in the original window L and in the target window L'."""
         return metrics_of(self.perplexity)[:2]
@@ -129,12 +134,7 @@ class Probe(BaseModel):
             raise ModelError(
                 f"--probe: is of {measured}, not of {model} under {scaling}; probe it, or leave the option out"
             )
-        stages: dict[str, list[Scores]] = {}
-        for stage, results in ((BASE, probed["direct"]), (STEP_0, probed[scaling])):
-            stages[stage] = [results.perplexity]
-            if results.passkey:
-                stages[stage].append(results.passkey)
-        return stages
+        return {BASE: probed["direct"].scores, STEP_0: probed[scaling].scores}
 
 
 def probe(
@@ -219,11 +219,7 @@ def _probe_target(base: ModelSource, target: int, options: ProbeOptions, measure
 
 def choose_best(target: int, scalings: dict[Method, Probed]) -> TargetResult:
     """Return the best scaling with a summary, and whether it needs no tuning."""
-    shares = {}
-    for name, probed in scalings.items():
-        share = probed.retrieved
-        if share:
-            shares[name] = share
+    shares = {name: probed.retrieved for name, probed in scalings.items() if probed.retrieved}
     most = max(share.value for share in shares.values())
     # The scalings whose intervals reach the highest share.
     equal = [name for name, share in shares.items() if share.interval and share.interval[1] >= most]
@@ -256,12 +252,9 @@ def probe_table(probed: Probe, result: TargetResult) -> Table:
     window, the loss by position as a sparkline, and the passkeys.
     """
     base = result.scalings["direct"].windows[0]
-    table = Table(title=f"{probed.model}, without tuning", caption_justify="left")
-    table.add_column("scaling")
-    for window in (probed.original, result.target):
-        table.add_column(f"perplexity at {window:,}")
-    table.add_column("loss by position")
-    table.add_column("passkeys")
+    headings = [f"perplexity at {window:,}" for window in (probed.original, result.target)]
+    table = Table("scaling", *headings, "loss by position", "passkeys", caption_justify="left")
+    table.title = f"{probed.model}, without tuning"
     for name, scaling in result.scalings.items():
         cells = []
         for metric in scaling.windows:
@@ -273,7 +266,7 @@ def probe_table(probed: Probe, result: TargetResult) -> Table:
         passkeys = scaling.retrieved.text if scaling.retrieved else "not asked"
         table.add_row(name, *cells, sparkline(losses), passkeys)
     best = result.scalings[result.best]
-    settings = [setting_of(scores) for scores in (best.perplexity, best.passkey) if scores]
+    settings = [setting_of(scores) for scores in best.scores]
     table.caption = "; ".join([*settings, str(best.perplexity.dtype), "95 % intervals"])
     return table
 

@@ -5,6 +5,7 @@ variables, frequent words and questions in windows of several lengths are answer
 from collections.abc import Iterator, Sequence
 from statistics import fmean
 from tempfile import TemporaryDirectory
+from typing import Annotated
 
 from pydantic import Field
 
@@ -35,7 +36,7 @@ class RulerTask(Result):
     prompt. Prompts are made for `length` tokens; the longest one and the text generated after it have `tokens`.
     """
 
-    score: float = Field(ge=0, le=1)
+    score: Annotated[float, Field(ge=0, le=1)]
     samples: int
     length: int
     tokens: int
@@ -46,7 +47,7 @@ class RulerWindow(Result):
     """The unweighted mean over the tasks of RULER at one window (tokens)."""
 
     window: int
-    score: float = Field(ge=0, le=1)
+    score: Annotated[float, Field(ge=0, le=1)]
     tasks: dict[str, RulerTask]
 
 
@@ -59,7 +60,7 @@ class RulerScores(Scores):
 
     options: RulerOptions
     lm_eval: str | None = None
-    lengths: list[RulerWindow] = Field(min_length=1)
+    lengths: Annotated[list[RulerWindow], Field(min_length=1)]
     effective_length: int
 
 

@@ -3,7 +3,7 @@ a run was tuned on, of GovReport, or of other rows; and the summary of one docum
 """
 
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from itertools import chain
 from statistics import fmean
 
@@ -109,12 +109,11 @@ class Summarization(Measurement[SummarizationOptions, SummarizationScores]):
             per_example=rouges,
         )
 
-    def metrics(self, scores: SummarizationScores) -> list[Metric]:
-        """Return ROUGE-1, -2 and -L with intervals over examples."""
-        metrics = []
+    def metrics(self, scores: SummarizationScores) -> Iterator[Metric]:
+        """Yield ROUGE-1, -2 and -L with intervals over examples."""
         for name in ROUGES:
             f1_scores = scores.per_example.get(name, ())
-            metric = average(
+            yield average(
                 label=f"ROUGE-{name[-1]}",
                 mean=getattr(scores, name),
                 values=[Value(f"example {index}", f1_score) for index, f1_score in enumerate(f1_scores)],
@@ -122,8 +121,6 @@ class Summarization(Measurement[SummarizationOptions, SummarizationScores]):
                 dataset=scores.options.data or "",
                 hub_name=name,
             )
-            metrics.append(metric)
-        return metrics
 
 
 def complete(options: SummarizationOptions, model: ModelSource) -> tuple[SummarizationOptions, Data]:

@@ -86,10 +86,9 @@ def gpu_of_device(device_name: str, memory: int) -> Gpu:
         # Slower GPUs of the same name, as in laptops, have other sizes.
         if same_name and abs(gpu.memory / memory - 1) < 0.05:
             matches.append(gpu)
-    if matches:
-        # The longest name: an H100 PCIe also matches the H100.
-        return max(matches, key=lambda gpu: len(gpu.name))
-    return Gpu(f"{memory // 10**9}GB", memory, None)
+    unknown = Gpu(f"{memory // 10**9}GB", memory, None)
+    # The longest name: an H100 PCIe also matches the H100.
+    return max(matches, key=lambda gpu: len(gpu.name), default=unknown)
 
 
 def device_here() -> Gpu:

@@ -124,49 +124,16 @@ class DeviceMemory(NamedTuple):
     host: int
 
 
-class _Step(NamedTuple):
-    """A training step on one device: tokens of a forward pass, arithmetic, states, and the moments but for the loss."""
-
-    tokens: int
-    arithmetic: Arithmetic
-    states: States
-    overhead: int
-    before_loss: Moment
-    last_layer: Moment
-    first_layer: Moment
-
-
-def _step(shape: Shape, recipe: Recipe, original: int, gpu: Gpu) -> _Step:
-    on_cpu = gpu.name == CPU
-    sequence_tokens = recipe.data.tokens_per_sequence(original, recipe.context.target)
-    tokens = recipe.training.per_device_batch_size * sequence_tokens // recipe.hardware.context_parallel
-    float32_weights = recipe.dtype_of_base(on_cpu, gpu.bfloat16) == "float32"
-    arithmetic = _arithmetic(recipe, gpu, float32_weights)
-    states = _states(shape, recipe, FLOAT32 if float32_weights else BFLOAT16)
-    before_loss, last_layer, first_layer = _moments_of_step(shape, recipe, states, tokens, arithmetic, on_cpu)
-    return _Step(
-        tokens=tokens,
-        arithmetic=arithmetic,
-        states=states,
-        overhead=_overhead(shape, tokens, arithmetic, on_cpu),
-        before_loss=before_loss,
-        last_layer=last_layer,
-        first_layer=first_layer,
-    )
-
-
 def choose_loss(shape: Shape, recipe: Recipe, original: int, gpu: Gpu) -> LossKernel:
-    """Return the loss that is faster on a device: on a CPU the plain one, if all logits fit into memory.
+    """Return the loss that is faster on a device: on a CPU the plain one, if the training fits into memory with it.
 
     On a GPU, reading float32 logits takes longer than computing them twice. Only TRL's loss balances experts over
     accumulated batches.
     """
     if gpu.name != CPU or shape.experts:
         return "chunked"
-    step = _step(shape, recipe, original, gpu)
-    plain, _ = loss_bytes(shape, step.tokens, step.arithmetic, on_cpu=True)
-    fits = (sum(step.before_loss) + plain + step.overhead) * MARGIN <= gpu.memory
-    return "plain" if fits else "chunked"
+    plain = memory(shape, recipe, original, gpu, loss_kernel="plain")
+    return "plain" if plain.peak * MARGIN <= gpu.memory else "chunked"
 
 
 def memory(shape: Shape, recipe: Recipe, original: int, gpu: Gpu, *, loss_kernel: LossKernel) -> DeviceMemory:
@@ -176,25 +143,27 @@ def memory(shape: Shape, recipe: Recipe, original: int, gpu: Gpu, *, loss_kernel
     backward through the first layer (all gradients are there), and measuring between two steps.
     """
     on_cpu = gpu.name == CPU
-    step = _step(shape, recipe, original, gpu)
-    plain, chunked = loss_bytes(shape, step.tokens, step.arithmetic, on_cpu)
-    logits = plain if loss_kernel == "plain" else chunked
-    loss = step.before_loss._replace(logits=logits + _head_gradient(shape, recipe.tuning))
-    moments = [loss, step.last_layer, step.first_layer]
+    sequence_tokens = recipe.data.tokens_per_sequence(original, recipe.context.target)
+    tokens = recipe.training.per_device_batch_size * sequence_tokens // recipe.hardware.context_parallel
+    float32_weights = recipe.dtype_of_base(on_cpu, gpu.bfloat16) == "float32"
+    arithmetic = _arithmetic(recipe, gpu, float32_weights)
+    states = _states(shape, recipe, FLOAT32 if float32_weights else BFLOAT16)
+    before_loss, last_layer, first_layer = _moments_of_step(shape, recipe, states, tokens, arithmetic, on_cpu)
+    logits = loss_bytes(shape, tokens, arithmetic, on_cpu, loss_kernel) + _head_gradient(shape, recipe.tuning)
+    moments = [before_loss._replace(logits=logits), last_layer, first_layer]
     if recipe.evaluation.every:
         longest = max(original, recipe.context.target)
-        measuring = _measuring(shape, step.states, longest, step.arithmetic, on_cpu=on_cpu)
-        moments.append(measuring)
+        moments.append(_measuring(shape, states, longest, arithmetic, on_cpu=on_cpu))
     maxima = Moment(*map(max, *moments))
     highest = max(map(sum, moments))
     host = 0
     if recipe.hardware.offload_activations:
         # A pinned tensor takes a power of two (torch 2.13).
-        host = shape.layers * 2 ** (hidden_states(shape, step.tokens, step.arithmetic) - 1).bit_length()
+        host = shape.layers * 2 ** (hidden_states(shape, tokens, arithmetic) - 1).bit_length()
     return DeviceMemory(
         components=maxima._asdict(),
         highest=highest,
-        peak=highest + step.overhead,
+        peak=highest + _overhead(shape, tokens, arithmetic, on_cpu),
         host=host,
     )
 
@@ -334,20 +303,20 @@ def _product_bytes(arithmetic: Arithmetic) -> int:
     return FLOAT32 if arithmetic == "float32" else BFLOAT16
 
 
-def loss_bytes(shape: Shape, tokens: int, arithmetic: Arithmetic, on_cpu: bool) -> tuple[int, int]:
-    """Return bytes of the plain loss, and of TRL's loss in chunks: logits, and the final hidden states with gradient.
+def loss_bytes(shape: Shape, tokens: int, arithmetic: Arithmetic, on_cpu: bool, loss_kernel: LossKernel) -> int:
+    """Return bytes of a loss: logits, and the final hidden states with gradient.
 
     The plain loss has all logits, the loss in chunks a tile of them. In chunks, gradients of the hidden states are also
     summed in float32.
     """
+    states_and_gradient = 2 * hidden_states(shape, tokens, arithmetic)
+    if loss_kernel == "plain":
+        return tokens * shape.vocabulary * PLAIN_LOSS + states_and_gradient
     logit_bytes = _product_bytes(arithmetic)
     if on_cpu:
         logit_bytes += LOSS_TILE_UNFUSED
     tile = min(tokens, LOSS_TILE_TOKENS) * min(shape.vocabulary, LOSS_TILE_VOCABULARY) * logit_bytes
-    states_and_gradient = 2 * hidden_states(shape, tokens, arithmetic)
-    plain = tokens * shape.vocabulary * PLAIN_LOSS + states_and_gradient
-    chunked = tile + tokens * shape.hidden * FLOAT32 + states_and_gradient
-    return plain, chunked
+    return tile + tokens * shape.hidden * FLOAT32 + states_and_gradient
 
 
 def _activations(shape: Shape, recipe: Recipe, tokens: int, arithmetic: Arithmetic, on_cpu: bool) -> tuple[int, int]:

@@ -23,6 +23,7 @@ from pi_lora.models.tokenizer import has_chat_template
 from pi_lora.planning.advice import Changes, memory_saving_changes, plan_lines, replanned
 from pi_lora.planning.gpus import CPU, Gpu, device_here, find_gpu
 from pi_lora.planning.training_plan import TrainingPlan, plan_training
+from pi_lora.recipe.evaluation import default_windows
 from pi_lora.recipe.schema import Data, Recipe, Source
 from pi_lora.scaling.config import Extension, methods_for
 from pi_lora.types import Json
@@ -134,18 +135,12 @@ def sections_of_texts(names: Sequence[str], target: int, column: str) -> Json:
     if problems:
         raise RecipeError([problem.replace("data.source", "--data", 1) for problem in problems])
     if not sources[0].has_chats:
-        sources = [_with_held_out_share(source, target) for source in sources]
+        sources = [source.changed(hold_out=share_to_hold_out(source, target)) for source in sources]
     sections: Json = {"data": {"source": sources}}
     if sources[0].hold_out:
         perplexity = held_out_text(sources[0]) | {"documents": MAX_HELD_OUT_DOCUMENTS}
         sections["evaluation"] = {"perplexity": perplexity}
     return sections
-
-
-def _with_held_out_share(source: Source, target: int) -> Source:
-    if source.name.startswith(BUILTIN):
-        return source
-    return source.changed(hold_out=share_to_hold_out(source, target))
 
 
 def first_plan(source: ModelSource, target: int, gpu: Gpu, sections: Json) -> TrainingPlan:
@@ -190,8 +185,7 @@ def choose(first: TrainingPlan) -> TrainingPlan:
             f"--gpu: {first.gpu.name}: holds no tuning of {first.recipe.model.name}, even QLoRA with PoSE; "
             "name a larger one, or see recipes/paper for several GPUs"
         )
-    in_time = [plan for plan in plans if _share_of_max_hours(plan) <= 1]
-    best = in_time[0] if in_time else plans[0]
+    best = next((plan for plan in plans if _share_of_max_hours(plan) <= 1), plans[0])
     return _with_size(best)
 
 
@@ -216,11 +210,8 @@ def candidates(first: TrainingPlan) -> Iterator[Changes]:
 def _sequence_changes(original: int) -> Iterator[Changes]:
     """Yield the kinds of sequences, the best first: contiguous ones, and those of PoSE from the original window on."""
     yield {"data.positions": "contiguous", "data.sequence_tokens": None}
-    length = original
-    shortest = min(original, MIN_SEQUENCE_TOKENS)
-    while length >= shortest:
+    for length in reversed(default_windows(original, MIN_SEQUENCE_TOKENS)):
         yield {"data.positions": "pose", "data.sequence_tokens": length}
-        length //= 2
 
 
 def _share_of_max_hours(plan: TrainingPlan) -> float:

@@ -51,7 +51,7 @@ class PerplexityOptions(Section):
     """Column that holds the text, if documents are rows."""
     subset: str | None = None
     """Subset of a hub data set that has several."""
-    hold_out: float | None = Field(None, gt=0, lt=1)
+    hold_out: Annotated[float | None, Field(gt=0, lt=1)] = None
     """Measure only the share of the text that a data source with the same `hold_out` keeps out of training."""
 
     def conflicts(self) -> Iterator[str]:
@@ -112,7 +112,7 @@ class BenchmarksOptions(Section):
 
     tasks: Annotated[Texts, Field(min_length=1)] = ("boolq", "piqa", "race_middle", "race_high", "winogrande")
     """Tasks or task groups of lm-eval."""
-    window: int | None = Field(None, gt=1)
+    window: Annotated[int | None, Field(gt=1)] = None
     """Truncate inputs to this number of tokens. By default the shortest L of the models."""
     limit: PositiveInt | None = None
     """Examples of each task. By default all."""
@@ -129,7 +129,7 @@ class RulerOptions(Section):
     """Windows to measure, in tokens. By default L', L'/2, ... down to L."""
     tasks: Texts | None = None
     """RULER tasks of lm-eval. By default all 13."""
-    samples: int = Field(100, gt=0, le=500)
+    samples: Annotated[int, Field(gt=0, le=500)] = 100
     """Prompts of each task and window."""
     seed: Seed = 0
     """Seed of the prompts."""
@@ -140,9 +140,9 @@ class RulerOptions(Section):
 class Sampling(Section):
     """Options of text generation."""
 
-    temperature: float = Field(0.5, ge=0)
+    temperature: Annotated[float, Field(ge=0)] = 0.5
     """Sampling temperature; 0 always takes the most probable token (greedy decoding)."""
-    top_p: float = Field(0.95, gt=0, le=1)
+    top_p: Annotated[float, Field(gt=0, le=1)] = 0.95
     """Sample from the most probable tokens that together have this probability (nucleus sampling)."""
     max_new_tokens: PositiveInt | None = None
     """Maximum length of a summary in tokens. By default as in tuning, or 1000."""
@@ -161,7 +161,7 @@ class SummarizationOptions(Sampling):
     """Split of a hub data set. By default validation, or that of the tuning if `hold_out` is set."""
     revision: str | None = None
     """Branch, tag or commit of a hub data set. By default that of the tuning."""
-    hold_out: float | None = Field(None, gt=0, lt=1)
+    hold_out: Annotated[float | None, Field(gt=0, lt=1)] = None
     """Measure only the share of the examples that a data source with the same `hold_out` keeps out of training."""
     document: str | None = None
     """Column of the document to summarize."""
@@ -192,7 +192,7 @@ class ChatOptions(Section):
     """Split of a hub data set."""
     base: str | None = None
     """Model to compare with, for example the model that was tuned. By default none."""
-    window: int | None = Field(None, gt=1)
+    window: Annotated[int | None, Field(gt=1)] = None
     """Window in tokens; longer chats are left out. By default the shortest window of the models."""
     limit: PositiveInt | None = None
     """Use only this number of chats, from the first. By default all."""

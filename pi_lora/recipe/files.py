@@ -4,7 +4,7 @@ together.
 
 import difflib
 import re
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -61,7 +61,9 @@ def load_recipe(path: Path, overrides: Iterable[str] = ()) -> ResolvedRecipe:
         origins = {**base_origins, **origins}
     for override in overrides:
         key, value = _parsed_override(override)
-        tree = _merge(tree, _nested(key, value))
+        for name in reversed(key):
+            value = {name: value}
+        tree = _merge(tree, value)
         section = key[:1]
         origins.setdefault(section, COMMAND_LINE)  # an unknown section is reported by its name
         origins[key] = COMMAND_LINE
@@ -70,13 +72,6 @@ def load_recipe(path: Path, overrides: Iterable[str] = ()) -> ResolvedRecipe:
     except ValidationError as error:
         raise RecipeError([_problem(path, problem, origins) for problem in error.errors()]) from None
     return ResolvedRecipe(recipe, _origins_by_key(recipe, origins))
-
-
-def _nested(key: Sequence[str], value: Any) -> Any:
-    """Return a tree with `value` at `key`."""
-    for name in reversed(key):
-        value = {name: value}
-    return value
 
 
 def _origins_by_key(recipe: Recipe, origins: Mapping[KeyPath, str]) -> dict[str, str]:
@@ -213,17 +208,13 @@ def _origin_of(location: KeyPath, origins: Mapping[KeyPath, str]) -> str | None:
 
 def _known_keys(location: KeyPath) -> str:
     """Suggest the key that an unknown one resembles, or list all keys of its section."""
-    fields = _fields_at(location[:-1])
-    near = difflib.get_close_matches(str(location[-1]), fields, n=1)
+    *sections, unknown = location
+    section: type[Section] = Recipe
+    for name in sections:
+        if isinstance(name, str):
+            section = next(sections_in(section.model_fields[name].annotation))
+    fields = list(section.model_fields)
+    near = difflib.get_close_matches(str(unknown), fields, n=1)
     if near:
         return f"did you mean {near[0]}?"
     return f"choose from {', '.join(fields)}"
-
-
-def _fields_at(location: KeyPath) -> list[str]:
-    """Return the keys of the section at `location`."""
-    section: type[Section] = Recipe
-    for name in location:
-        if isinstance(name, str):
-            section = next(sections_in(section.model_fields[name].annotation))
-    return list(section.model_fields)

@@ -10,7 +10,6 @@ from pi_lora.recipe.evaluation import Evaluation
 from pi_lora.recipe.section import LIST, Section, Seed, Texts, Tokens
 
 Dtype = Literal["float32", "bfloat16", "float16"]
-Method = Literal["lora", "qlora", "full"]
 Scaling = Literal["pi", "yarn", "theta", "llama3", "dynamic", "direct", "keep"]
 
 
@@ -26,7 +25,7 @@ def _as_sources(value: object) -> object:
 class Model(Section):
     """The base model to extend, or an extended model to tune further."""
 
-    name: str = Field(min_length=1)
+    name: Annotated[str, Field(min_length=1)]
     """Hub id, folder of weights, run or adapter, or builtin:tiny."""
     revision: str = "main"
     """Branch, tag or commit on the hub."""
@@ -45,7 +44,7 @@ class Context(Section):
     """Window after tuning, as 16384 or 16k. With `scaling: keep`, the length of the longest example."""
     original: Tokens | None = None
     """Original window of the model. By default read from its config."""
-    theta: float | None = Field(None, gt=1)
+    theta: Annotated[float | None, Field(gt=1)] = None
     """New rope_theta of `scaling: theta`. By default computed by the NTK-aware rule."""
 
     def conflicts(self) -> Iterator[str]:
@@ -57,7 +56,7 @@ class Context(Section):
 class Tuning(Section):
     """Which weights train, and the shape of the adapter."""
 
-    method: Method = "lora"
+    method: Literal["lora", "qlora", "full"] = "lora"
     """Train an adapter (lora), an adapter on a 4-bit NF4 base (qlora), or all weights (full)."""
     rank: PositiveInt = 16
     """Rank of the adapter's matrices."""
@@ -65,7 +64,7 @@ class Tuning(Section):
     """LoRA's alpha. By default twice the rank."""
     rank_stabilized: bool = False
     """Scale the update by alpha / sqrt(rank) (Kalajdzievski 2023) instead of alpha / rank."""
-    dropout: float = Field(0.0, ge=0, lt=1)
+    dropout: Annotated[float, Field(ge=0, lt=1)] = 0.0
     """Dropout probability on the adapter's inputs."""
     target_modules: Literal["attention", "all-linear"] | Texts = "all-linear"
     """Linear layers that get an adapter. May also be names of modules, as [q_proj, v_proj]."""
@@ -98,7 +97,7 @@ class Tuning(Section):
 class Source(Section):
     """A source of training documents, or a list of several."""
 
-    name: str = Field(min_length=1)
+    name: Annotated[str, Field(min_length=1)]
     """Hub id, file, folder, glob, builtin:stdlib or builtin:recall."""
     weight: PositiveFloat = 1.0
     """Share of the training sequences, relative to the other sources."""
@@ -112,7 +111,7 @@ class Source(Section):
     """Branch, tag or commit of a hub data set."""
     streaming: bool = False
     """Stream a hub data set instead of downloading it completely."""
-    hold_out: float | None = Field(None, gt=0, lt=1)
+    hold_out: Annotated[float | None, Field(gt=0, lt=1)] = None
     """Share of the documents or examples, or of a single text, kept out of training to measure on."""
 
     @property
@@ -129,9 +128,9 @@ class Data(Section):
     """How documents become sequences: wrapped joins them into one stream and cuts it."""
     positions: Literal["contiguous", "pose"] = "contiguous"
     """Positions of the tokens. pose is PoSE: few tokens with positions spread over L'."""
-    sequence_tokens: Tokens | None = Field(None, gt=1)
+    sequence_tokens: Annotated[Tokens | None, Field(gt=1)] = None
     """Tokens of a PoSE sequence, at most L'. By default L; with `scaling: keep` there is no default."""
-    chunks: int = Field(2, ge=2)
+    chunks: Annotated[int, Field(ge=2)] = 2
     """Runs of consecutive positions in a PoSE sequence (Zhu et al. 2023)."""
     min_document_tokens: PositiveInt = 1
     """Leave out documents with fewer tokens."""
@@ -149,7 +148,7 @@ class Data(Section):
     """Truncate a longer summary or completion to this number of tokens."""
     loss: Literal["completion", "all"] = "completion"
     """Tokens of examples and chats in the loss. completion: completions and assistant turns. all: prompts too."""
-    keep_short: float = Field(0.0, ge=0, lt=1)
+    keep_short: Annotated[float, Field(ge=0, lt=1)] = 0.0
     """Share of the sequences that are short chats at their own lengths, against forgetting."""
     epochs: PositiveInt = 1
     """Maximum number of times that a text is used."""
@@ -224,7 +223,7 @@ class Training(Section):
     """Options of the schedule, for example min_lr_rate or num_decay_steps."""
     warmup_steps: NonNegativeInt = 20
     """Steps over which the learning rate rises linearly."""
-    warmup_start: float = Field(0.1, ge=0, le=1)
+    warmup_start: Annotated[float, Field(ge=0, le=1)] = 0.1
     """Learning rate at step 0, as a share of the maximum."""
     optimizer: Literal["adamw", "paged_adamw_8bit"] = "adamw"
     """Optimizer; paged_adamw_8bit needs a GPU."""
@@ -344,12 +343,10 @@ class Recipe(Section):
         """
         if self.model.dtype:
             return self.model.dtype
-        computed_in = self.computes_in(on_cpu, has_bfloat16)
-        if self.tuning.method == "full":
+        method = self.tuning.method
+        if method == "full" or (on_cpu and method == "lora"):
             return "float32"
-        if on_cpu and self.tuning.method == "lora":
-            return "float32"
-        if computed_in == "float16":
+        if self.computes_in(on_cpu, has_bfloat16) == "float16":
             return "float16"
         if on_cpu or has_bfloat16:
             return "bfloat16"

@@ -32,10 +32,7 @@ def _as_tuple(value: Any) -> Any:
         return value
     parts: list[Any] = []
     for entry in value:
-        if isinstance(entry, str):
-            parts += entry.split(",")
-        else:
-            parts.append(entry)
+        parts += entry.split(",") if isinstance(entry, str) else [entry]
     return tuple(parts)
 
 

@@ -102,7 +102,7 @@ def refresh_scores(run: MeasuredRun) -> None:
     before = file.read_text(encoding="utf-8")
     section = re.compile(f"{SCORES_BEGIN}.*?{SCORES_END}", re.DOTALL)
     after = section.sub(lambda _: _scores_section(run), before)
-    results = eval_results(run.last_scores)
+    results = list(eval_results(run.last_scores))
     if results:
         card = ModelCard(after)
         card.data["model_name"] = run.name
@@ -133,7 +133,7 @@ def _metadata(run: MeasuredRun, full: bool, recipe: Recipe | None) -> ModelCardD
         tags.append(recipe.tuning.method if recipe else "lora")
     sources = recipe.data.source if recipe else ()
     datasets = [source.name for source in sources if is_hub_id(source.name)]
-    results = eval_results(run.last_scores)
+    results = list(eval_results(run.last_scores))
     name = public_name(run.base.name) if run.untuned else run.name
     base = None
     relation = None

@@ -120,15 +120,14 @@ def public_setting(scores: Scores) -> str:
     return setting_of(scores).replace(data, public_name(data))
 
 
-def eval_results(results: Mapping[str, Scores]) -> list[EvalResult]:
-    """Return the metrics in the scores of a model as entries of the hub's `model-index`."""
-    entries = []
+def eval_results(results: Mapping[str, Scores]) -> Iterator[EvalResult]:
+    """Yield the metrics in the scores of a model as entries of the hub's `model-index`."""
     for scores in results.values():
         for heading, metric in shown_metrics(scores).items():
             dataset_name = public_name(metric.dataset)
             # As the hub spells the types of data sets.
             dataset_type = re.sub(r"[^\w./-]+", "-", dataset_name).strip("-")
-            result = EvalResult(
+            yield EvalResult(
                 task_type="text-generation",
                 dataset_type=dataset_type,
                 dataset_name=dataset_name,
@@ -136,8 +135,6 @@ def eval_results(results: Mapping[str, Scores]) -> list[EvalResult]:
                 metric_value=metric.value,
                 metric_name=f"{heading}, {metric.unit}" if metric.unit else heading,
             )
-            entries.append(result)
-    return entries
 
 
 def literal(text: str) -> str:
@@ -157,9 +154,8 @@ def markdown_table(head: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
     |---|---|
     | 1 | 2 |
     """
-    lines = [_markdown_row(head), "|---" * len(head) + "|\n"]
-    lines += [_markdown_row(cells) for cells in rows]
-    return "".join(lines)
+    rule = "|---" * len(head) + "|\n"
+    return "".join([_markdown_row(head), rule, *map(_markdown_row, rows)])
 
 
 def _markdown_row(cells: Sequence[str]) -> str:

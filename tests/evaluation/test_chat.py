@@ -93,7 +93,7 @@ def test_chat_scores_equal_a_plain_reference(here: Path, monkeypatch: pytest.Mon
         assert found.equal_answers == expected[2]
     assert len({each.equal_answers for each in scores.per_chat}) == (3 if name == "changed" else 1)
     assert scores.options.window == base.window
-    divergence, pairs = Chats().metrics(scores)[1], [(each.divergence, each.tokens) for each in scores.per_chat]
+    divergence, pairs = list(Chats().metrics(scores))[1], [(each.divergence, each.tokens) for each in scores.per_chat]
     mean = sum(value * weight for value, weight in pairs) / scores.tokens
     spread = math.sqrt(sum((weight * (value - mean)) ** 2 for value, weight in pairs) * 3 / 2) / scores.tokens
     assert divergence.value == pytest.approx(mean)
