@@ -115,6 +115,18 @@ def test_batches_hold_every_piece_once_without_mixing_kinds(
     assert all(len({piece.score_all for piece in each}) == 1 for each in passes)
 
 
+def test_later_windows_compute_no_more_logits_than_they_score(small_model: Any, documents: list[list[int]]) -> None:
+    """Else the head of a large vocabulary computes a whole window for the few tokens of a stride."""
+    model = load(str(small_model)).module
+    computed: list[int] = []
+    hook = model.get_output_embeddings().register_forward_hook(
+        lambda _module, _inputs, logits: computed.append(logits.shape[0] * logits.shape[1])
+    )
+    losses(model, documents[0], Sweep((64,), 16))
+    hook.remove()
+    assert sum(computed) == len(documents[0]) - 1
+
+
 def test_losses_by_position_are_those_of_windows_that_do_not_overlap(
     small_model: Any, documents: list[list[int]]
 ) -> None:

@@ -117,11 +117,12 @@ def theirs(model: LoadedModel, name: str, length: int) -> tuple[float, list[floa
 
 @pytest.mark.parametrize("name", OFFLINE)
 def test_ruler_scores_equal_lm_evals(small: LoadedModel, monkeypatch: pytest.MonkeyPatch, name: str) -> None:
-    """Of a model that knows half of the answers, and of one that knows all."""
+    """Of a model that knows half of the answers, and of one that knows all; after the same prompts."""
     monkeypatch.setattr("lm_eval.evaluator.add_env_info", lambda _: None)
-    knowing(small, monkeypatch, half)
+    given = knowing(small, monkeypatch, half)
     found = scored(small, name)
     assert (found.score, found.outcomes) == theirs(small, name, found.length)
+    assert sorted(given[:SAMPLES]) == sorted(given[SAMPLES:])
     assert 0 < found.score < 1
     given = knowing(small, monkeypatch, list)
     whole = scored(small, name)

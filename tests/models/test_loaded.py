@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 import torch
+from transformers import AutoModelForCausalLM
 
 from pi_lora.api import load
 from pi_lora.data.tokens import Labelled
@@ -71,7 +72,7 @@ def test_weights_are_read_straight_into_the_gpu_of_the_process(
 
     monkeypatch.setattr(loaded, "device", lambda: torch.device(gpu))
     monkeypatch.setattr(torch.cuda, "current_device", lambda: 3)
-    monkeypatch.setattr(loaded.AutoModelForCausalLM, "from_pretrained", refuse)
+    monkeypatch.setattr(AutoModelForCausalLM, "from_pretrained", refuse)
     with pytest.raises(ModelError, match="not read in this test"):
         load_base(resolve_model(str(small_model)), torch.bfloat16, placement=placement)
     assert asked.get("device_map") == device_map

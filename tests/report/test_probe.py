@@ -55,7 +55,11 @@ def test_a_probe_equals_measurements_of_the_untuned_scalings(
     command = f"pi-lora new {small_model} --target {TARGET} --probe {file} --data {texts}"
     assert out.splitlines()[-1].endswith(command)
     losses_of = PerplexityOptions(data=str(texts), windows=(64, TARGET), stride=64, truncate=TARGET)
+    lowest = min(found.perplexity.windows[1].perplexity for found in reach.scalings.values())
     for name, found in reach.scalings.items():
+        # Passkeys take longest: a scaling that cannot win is not asked for them, and one that can always is.
+        can_win = found.perplexity.windows[1].perplexity <= 1.25 * lowest
+        assert (found.passkey is not None) == can_win
         loaded = load(str(small_model), None if name == "direct" else Extension(TARGET, scaling=name))
         assert found.perplexity.windows == Perplexity().run(loaded, losses_of, Session()).windows
         asked = PasskeyOptions(target=TARGET, depths=8, trials=2)
