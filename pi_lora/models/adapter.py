@@ -214,7 +214,9 @@ def without_known_warnings() -> Iterator[None]:
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", ".*gradient_checkpointing(_kwargs|_enable)?` is deprecated", FutureWarning)
         warnings.filterwarnings("ignore", r"Could not find a config file in builtin:", UserWarning)
-        warnings.filterwarnings("ignore", "You have passed exclude_modules=.* but no modules were excluded", UserWarning)
+        warnings.filterwarnings(
+            "ignore", "You have passed exclude_modules=.* but no modules were excluded", UserWarning
+        )
         warnings.filterwarnings("ignore", rf"Unexpected keyword arguments \['{files.WARNING}'\]", UserWarning)
         yield
 

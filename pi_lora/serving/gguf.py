@@ -1,5 +1,6 @@
 """A model as a GGUF file with its whole window, by llama.cpp's own converter."""
 
+import math
 import os
 import subprocess
 import sys
@@ -11,7 +12,7 @@ from huggingface_hub import snapshot_download
 
 from pi_lora.errors import ModelError, RunExistsError
 from pi_lora.models.source import ModelSource
-from pi_lora.scaling.config import method_of
+from pi_lora.scaling.config import full_attention_rope, method_of
 
 CONVERTER = "convert_hf_to_gguf.py"
 HOW_TO_GET_CONVERTER = (
@@ -42,7 +43,7 @@ def find_converter(model: ModelSource, output: Path, converter: Path | None = No
 def export_gguf(model: ModelSource, output: Path, script: Path, outtype: str | None = None) -> None:
     """Write full weights to the GGUF file `output` with the converter `script`, whole or not at all.
 
-    `outtype` is by default the dtype of the weights. Raise ModelError if the converter fails.
+    `outtype` is by default the dtype of the weights. Raise ModelError if the converter fails or drops the scaling.
     """
     folder = model.base.path
     if not Path(folder).is_dir():
@@ -59,14 +60,33 @@ def export_gguf(model: ModelSource, output: Path, script: Path, outtype: str | N
         raise ModelError(
             f"{script}: cannot convert {model.name} ({reason}); see what it needs, and which models it knows"
         )
-    _set_window(partial_file, model.window)
+    reader: Any = GGUFReader(partial_file, "r+")
+    architecture = reader.get_field("general.architecture").contents()
+    if not _has_scaling(reader, architecture, model):
+        partial_file.unlink()
+        raise ModelError(
+            f"{model.name}: llama.cpp's converter drops the scaling of {architecture} models; serve it with vLLM"
+        )
+    _set_window(reader, architecture, model.window)
     partial_file.replace(output)
 
 
-def _set_window(file: Path, window: int) -> None:
+def _has_scaling(reader: Any, architecture: str, model: ModelSource) -> bool:
+    """Whether a GGUF file has the scaling of a model, which that of llama-cpp-python 0.3.36 drops for Gemma, Gemma 2,
+    StableLM, Phi and Cohere.
+    """
+    rope = full_attention_rope(model.config)
+    scaling_type = reader.get_field(f"{architecture}.rope.scaling.type")
+    theta = reader.get_field(f"{architecture}.rope.freq_base")
+    if rope.get("rope_type") in ("linear", "yarn"):
+        return bool(scaling_type and scaling_type.contents() == rope["rope_type"])
+    if method_of(model.config) == "theta":
+        return bool(theta and math.isclose(theta.contents(), rope["rope_theta"], rel_tol=1e-3))
+    return True
+
+
+def _set_window(reader: Any, architecture: str, window: int) -> None:
     """Set `context_length` to L': under `pi` the converter writes L, where llama-server and Ollama stop."""
-    reader: Any = GGUFReader(file, "r+")
-    architecture = reader.get_field("general.architecture").contents()
     field = reader.get_field(f"{architecture}.context_length")
     field.parts[field.data[0]][0] = window
     reader.data.flush()

@@ -6,10 +6,11 @@ import gguf
 import pytest
 from random_runs import put_on_hub
 
+import pi_lora
 from pi_lora import cli
 from pi_lora.errors import ModelError, RunExistsError
 from pi_lora.models.resolve import resolve_model
-from pi_lora.scaling.config import Extension
+from pi_lora.scaling.config import Extension, Method
 from pi_lora.serving.gguf import CONVERTER, export_gguf, find_converter
 
 # What llama.cpp's converter writes about positions, and one tensor.
@@ -74,6 +75,19 @@ def test_a_scaling_that_the_converter_drops_is_refused(small_model: Path, tmp_pa
     found = resolve_model(str(small_model), Extension(128, scaling="dynamic"))
     with pytest.raises(ModelError, match="converter drops the scaling `dynamic`; use another scaling"):
         find_converter(found, tmp_path / "model.gguf", converter(tmp_path / "sources").parent)
+
+
+@pytest.mark.parametrize("scaling", ["pi", "yarn", "theta"])
+def test_a_file_without_the_scaling_of_the_model_is_not_kept(
+    scaling: Method, small_model: Path, tmp_path: Path
+) -> None:
+    """As llama.cpp's converter writes it for Gemma 2, StableLM and Cohere."""
+    extended = pi_lora.extend(str(small_model), target=512, scaling=scaling, output=tmp_path / "extended")
+    script = converter(tmp_path / "sources")
+    script.write_text(script.read_text().replace('config["rope_parameters"]["rope_type"]', '"none"'))
+    with pytest.raises(ModelError, match="converter drops the scaling of llama models"):
+        export_gguf(resolve_model(str(extended)), tmp_path / "model.gguf", script)
+    assert not list(tmp_path.glob("model.*"))
 
 
 def test_a_missing_or_failing_converter_is_one_line(full_run: Path, tmp_path: Path) -> None:
