@@ -68,8 +68,8 @@ def adapter_renamings(model: Any) -> dict[str, str]:
 
 def decoder_name(model: Any) -> str:
     """Return the name of the decoder in a model."""
-    decoder = model.get_decoder()
-    return next(name for name, module in model.named_modules() if module is decoder)
+    names: dict[Any, str] = {module: name for name, module in model.named_modules()}
+    return names[model.get_decoder()]
 
 
 def names_in(model: Any, stored_names: Iterable[str]) -> dict[str, str]:

@@ -271,7 +271,9 @@ def _resolve_base(name: str, revision: str, permissions: Permissions) -> Base:
         config = AutoConfig.from_pretrained(path, revision=revision, trust_remote_code=permissions.trust_remote_code)
         own = own_entries(config)
         if TEXT_CONFIG in own:
-            own = _own_composite(config, read_json(find_file(path, CONFIG_FILE, revision), Json, "download it again"))
+            config_file = find_file(path, CONFIG_FILE, revision)
+            assert config_file, "transformers has read it"
+            own = _own_composite(config, read_json(config_file, Json, "download it again"))
         config_class = type(config)
         language = language_class(config)
         auto_map = own.pop("auto_map", {})
