@@ -22,7 +22,7 @@ WORD = re.compile(r"_[a-z]+(_[a-z]+)+")
 DOCUMENTED = {"_exit", "_asdict", "_replace"}
 PATCHERS = {"setattr", "patch", "patch.object"}
 # Methods of models that are replaced on an object.
-METHODS = {"forward", "tie_weights", "apply_chat_template", "generate", "__call__"}
+METHODS = {"forward", "tie_weights", "save_pretrained", "apply_chat_template", "generate", "__call__"}
 
 
 def private(name: str) -> bool:

@@ -162,7 +162,7 @@ def save_full(model: PreTrainedModel, folder: Path, weights: Mapping[str, torch.
     """
     if weights is not None:
         weights = {name: weight for name, weight in weights.items() if name not in model.all_tied_weights_keys}
-    model.save_pretrained(folder, state_dict=weights)
+    model.save_pretrained(folder, state_dict=weights, save_original_format=True)
     saved = 0
     for file in folder.glob("*.safetensors"):
         _, entries = read_tensors(file)

@@ -79,11 +79,12 @@ def names_in(model: Any, stored_names: Iterable[str]) -> dict[str, str]:
     weights = model.state_dict()
     transforms = get_model_conversion_mapping(model)
     renamings = [transform for transform in transforms if isinstance(transform, WeightRenaming)]
+    renamings_alone = adapter_renamings(model)
     names = {}
     for stored_name in stored_names:
         name, _ = rename_source_key(stored_name, renamings, [], model.base_model_prefix, weights)
         if name not in weights:
-            for pattern, replacement in adapter_renamings(model).items():
+            for pattern, replacement in renamings_alone.items():
                 name = re.sub(pattern, replacement, name)
         names[stored_name] = name
     return names

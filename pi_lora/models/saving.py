@@ -2,23 +2,23 @@
 
 import os
 import shutil
-from functools import partial
 from pathlib import Path
 
 from safetensors.torch import save_file
 from transformers.dynamic_module_utils import custom_object_save
-from transformers.utils import GENERATION_CONFIG_NAME, SAFE_WEIGHTS_INDEX_NAME
+from transformers.utils import GENERATION_CONFIG_NAME, SAFE_WEIGHTS_INDEX_NAME, SAFE_WEIGHTS_NAME
 
 from pi_lora.models.composite import names_in
-from pi_lora.models.files import find_file, save_config
+from pi_lora.models.files import save_config
 from pi_lora.models.source import Base, ModelSource
 from pi_lora.models.tokenizer import save_tokenizer
-from pi_lora.models.weights import COMPUTED, read_weights
+from pi_lora.models.weights import COMPUTED, read_header, read_weights
 from pi_lora.scaling.config import Config
 from pi_lora.storage import write_json
 from pi_lora.types import Progress
 
 OTHER_WEIGHTS_FILE = "model-other-parts.safetensors"
+FIRST_OF_SEVERAL = "model-00001-of-00001.safetensors"
 
 
 def save_without_weights(source: ModelSource, config: Config, folder: Path) -> None:
@@ -54,11 +54,17 @@ def save_other_weights(base: Base, folder: Path) -> None:
             others[stored_name] = stored[stored_name].whole()
     if not others:
         return
-    saved = read_weights(str(folder), partial(find_file, str(folder)))
-    weight_map = {name: tensor.path.name for name, tensor in saved.items()}
     save_file(others, folder / OTHER_WEIGHTS_FILE, metadata={"format": "pt"})
-    weight_map |= dict.fromkeys(others, OTHER_WEIGHTS_FILE)
-    total_size = sum(tensor.size for tensor in saved.values()) + sum(tensor.nbytes for tensor in others.values())
+    # transformers would read a file of this name alone, and give the other parts random weights.
+    single_file = folder / SAFE_WEIGHTS_NAME
+    if single_file.exists():
+        single_file.rename(folder / FIRST_OF_SEVERAL)
+    weight_map = {}
+    total_size = 0
+    for file in folder.glob("*.safetensors"):
+        for name, tensor in read_header(file).items():
+            weight_map[name] = file.name
+            total_size += tensor.size
     index = {"metadata": {"total_size": total_size}, "weight_map": weight_map}
     write_json(folder / SAFE_WEIGHTS_INDEX_NAME, index)
 

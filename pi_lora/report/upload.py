@@ -8,7 +8,8 @@ from typing import Any
 from huggingface_hub import CommitOperationAdd, HfApi
 
 from pi_lora.errors import ModelError
-from pi_lora.models.files import CONFIG_FILE, TOKENIZER_FILES, public_name
+from pi_lora.models.files import CONFIG_FILE, PROCESSOR_FILES, TOKENIZER_FILES, public_name
+from pi_lora.models.saving import OTHER_WEIGHTS_FILE
 from pi_lora.recipe.files import RECIPE_FILE, dump_recipe, load_recipe
 from pi_lora.report.card import CARD, refresh_scores
 from pi_lora.report.scores import MeasuredRun
@@ -30,6 +31,7 @@ WEIGHT_FILES = [
     "adapter_model.safetensors",
     "model.safetensors",
     "model-?????-of-?????.safetensors",
+    OTHER_WEIGHTS_FILE,
     "model.safetensors.index.json",
 ]
 # All other files stay here: checkpoints, pickles, and files that a user keeps in the folder.
@@ -38,6 +40,7 @@ UPLOADED_PATTERNS = [
     *DOCUMENTS,
     *WEIGHT_FILES,
     *TOKENIZER_FILES,
+    *PROCESSOR_FILES,
     "recipe.yaml",
     "training.jsonl",
     "pictures/*.png",

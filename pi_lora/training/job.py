@@ -183,10 +183,9 @@ class TrainingJob:
             run = Run(staging)
             if is_main_process():
                 fingerprint = self.source.base.fingerprint(tokenizer_identity(self.source.tokenizer), data.digest)
-                _ = (
-                    self.source.tokenizer_files,
-                    self.source.processor_files,
-                )  # downloaded now: after hours the hub may not be reached
+                # Downloaded now: after hours the hub may not be reached.
+                _ = self.source.tokenizer_files
+                _ = self.source.processor_files
                 run.check_same_fingerprint(self.output, fingerprint, self.source.permissions)
                 write_whole(staging / RECIPE_FILE, dump_recipe(self.recipe))
                 # Decided once: other processes, or a resumption on another machine, could decide otherwise.

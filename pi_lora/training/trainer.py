@@ -126,6 +126,10 @@ class Trainer(SFTTrainer):
             # Groups for a step: a resumption with fewer sequences at once, or on other GPUs, keeps the order.
             self.groups = LengthGroups(self.training.global_batch_size, lengths=data.tokens)
         _change_modules(tuned, recipe)
+        if recipe.tuning.method == "full":
+            # The Trainer of transformers 5.23 loads checkpoints by the names of modules, and ignores the names of
+            # earlier versions that `save_pretrained` gives to the weights of composites and experts.
+            tuned.save_pretrained = partial(tuned.save_pretrained, save_original_format=False)
         # The events of TensorBoard go into the run; by default they are removed with the checkpoints.
         with patch_environment(tensorboard_logging_dir=run.path / "tensorboard"), adapters.kept_values(tuned):
             super().__init__(

@@ -2,6 +2,7 @@
 
 import json
 import shutil
+import signal
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +14,7 @@ from random_runs import TOKENIZER, stored
 from transformers import AutoModelForCausalLM, AutoModelForImageTextToText
 
 import pi_lora
+from pi_lora.errors import Interrupted
 from pi_lora.models.adapter import without_known_warnings
 from pi_lora.models.files import BUILTIN_FOLDER, PROCESSOR_FILES, save_config
 from pi_lora.models.loaded import load_model
@@ -21,6 +23,7 @@ from pi_lora.scaling.config import Extension, language_config, whole_config
 
 FAMILIES = ["gemma3", "mistral3", "qwen3_vl", "qwen3_5"]
 WINDOW = 64
+STEPS = 3
 
 
 def save_composite(model_type: str, folder: Path) -> Path:
@@ -48,18 +51,18 @@ def composite(request: pytest.FixtureRequest, tmp_path: Path) -> Path:
     return save_composite(request.param, tmp_path / "composite")
 
 
-def tuned(base: Path, output: Path, method: str = "lora") -> Path:
-    """The run of two steps on a composite."""
+def tuned(base: Path, output: Path, method: str = "lora", **options: Any) -> Path:
+    """The run of a few steps on a composite."""
     recipe = {
         "model": {"name": str(base)},
         "context": {"target": 2 * WINDOW},
         "tuning": {"method": method, **({"rank": 2} if method == "lora" else {})},
         "data": {"source": {"name": "builtin:stdlib"}},
-        "training": {"steps": 2, "global_batch_size": 1, "warmup_steps": 1, "learning_rate": 0.01},
+        "training": {"steps": STEPS, "global_batch_size": 1, "warmup_steps": 1, "learning_rate": 0.01},
     }
     file = output.with_suffix(".yaml")
     file.write_text(json.dumps(recipe))
-    return Path(pi_lora.train(file, output=output))
+    return Path(pi_lora.train(file, output=output, **options))
 
 
 def text_logits(model: Any) -> torch.Tensor:
@@ -77,6 +80,10 @@ def other_tensors(folder: Path) -> dict[str, torch.Tensor]:
 
 
 def assert_others_as_they_were(written: Path, base: Path) -> None:
+    """As files, and as transformers loads them."""
+    loaded = AutoModelForImageTextToText.from_pretrained(written, dtype=torch.float32).state_dict()
+    for name, tensor in AutoModelForImageTextToText.from_pretrained(base).state_dict().items():
+        assert "language_model" in name or name == "lm_head.weight" or torch.equal(tensor, loaded[name]), name
     before = other_tensors(base)
     after = other_tensors(written)
     assert before
@@ -132,6 +139,20 @@ def test_peft_finds_the_weights_of_an_adapter_in_the_whole_model(composite: Path
     assert not towers
     language = load_model(resolve_model(str(run))).module
     torch.testing.assert_close(text_logits(adapted), text_logits(language), rtol=1e-4, atol=1e-4)
+
+
+def test_interrupted_full_tuning_goes_on_to_the_same_weights(composite: Path, tmp_path: Path) -> None:
+    def interrupt(done: int, total: int, note: str) -> None:
+        if (done, total) == (1, STEPS):
+            signal.raise_signal(signal.SIGINT)
+
+    whole = tuned(composite, tmp_path / "whole", "full")
+    with pytest.raises(Interrupted, match="a checkpoint is kept"):
+        tuned(composite, tmp_path / "run", "full", progress=interrupt)
+    resumed = tuned(composite, tmp_path / "run", "full", resume=True)
+    weights = stored(resumed)
+    for name, tensor in stored(whole).items():
+        assert torch.equal(tensor, weights[name]), name
 
 
 def test_full_tuning_writes_the_whole_checkpoint(composite: Path, tmp_path: Path) -> None:

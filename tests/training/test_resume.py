@@ -9,7 +9,9 @@ from pathlib import Path
 import pytest
 import torch
 from conftest import run_command, small_recipe, train
+from random_runs import save_base
 from safetensors.torch import load_file
+from small_configs import MIXTRAL
 
 from pi_lora.errors import Diverged, Interrupted, RecipeError, RunExistsError
 from pi_lora.recipe.files import dump_recipe
@@ -228,3 +230,15 @@ def test_seconds_add_up_over_a_resumed_run(small_model: Path, tmp_path: Path) ->
     train(recipe, output, resume=True)
     assert before["step"] == 6
     assert Run(output).log[-1]["seconds"] > before["seconds"] > 0
+
+
+def test_full_tuning_of_experts_is_resumed_with_their_weights(tmp_path: Path) -> None:
+    """transformers saves fused experts under the names of earlier versions, which its Trainer does not load."""
+    base = save_base(MIXTRAL, tmp_path / "base")
+    training = {**small_recipe(base).training.model_dump(), "steps": STEPS, "save_every": 3, "learning_rate": 0.01}
+    recipe = small_recipe(base, training=training, tuning={"method": "full"})
+    undisturbed = weights(train(recipe, tmp_path / "whole"))
+    interrupt_at(5, recipe, tmp_path / "run")
+    resumed = weights(train(recipe, tmp_path / "run", resume=True))
+    for name, tensor in undisturbed.items():
+        assert torch.equal(tensor, resumed[name]), name
