@@ -78,12 +78,17 @@ def check_can_write(*files: Path | None) -> None:
 
 
 def check_can_make(output: Path) -> None:
-    """Raise RunExistsError if no folder can be made where `output` will be: in /proc, where all rights say yes."""
+    """Raise RunExistsError if no folder can be made where `output` will be: in /proc, where all rights say yes, or on a
+    full disk.
+    """
     nearest = next(filter(Path.exists, output.resolve().parents))
     try:
         TemporaryDirectory(dir=nearest).cleanup()
-    except OSError:
-        raise RunExistsError(f"{output}: is in a place that cannot be written; choose another --output") from None
+    except OSError as error:
+        reason = error.strerror
+        raise RunExistsError(
+            f"{output}: is in a place that cannot be written ({reason}); choose another --output"
+        ) from None
 
 
 def write_whole(file: Path, text: str) -> None:
