@@ -472,7 +472,7 @@ Refused for every architecture:
 
 A checkpoint of a language model with towers for images or sound is taken as its language model. The towers are not
 loaded, and are written as they were. transformers 4.57.6 gave the logits of 5.23 for extended Gemma 3, Mistral 3 and
-Qwen3-VL (small, random weights; it has no Qwen3.5); other engines were not asked yet. Each composite below is built
+Qwen3-VL (small, random weights; it has no Qwen3.5); vLLM was not asked yet. Each composite below is built
 small and with random weights: `pi-lora` reads text as the whole model does, and the language model passes the check
 above. MRoPE gives text three equal positions, so that a scaling means the same for text as in a plain model.
 
