@@ -12,7 +12,7 @@ import torch
 from transformers import PreTrainedModel
 
 from pi_lora.errors import ModelError
-from pi_lora.merging.deltas import LowRank, OutputTensor, in_threads
+from pi_lora.merging.deltas import LowRank, OutputTensor, Stack, in_threads
 from pi_lora.models.composite import names_in
 from pi_lora.models.device import device, free_memory
 from pi_lora.models.files import find_file, read_config
@@ -100,18 +100,22 @@ def _is_written(tensor: OutputTensor, stored: StoredTensor | None) -> bool:
     """Whether a tensor was written as a copy, or as `W + scaling B A`, added in float32 and rounded once."""
     if stored is None or stored.dtype != tensor.dtype or stored.shape != tensor.source.shape:
         return False
+    if isinstance(tensor.delta, Stack):
+        source_rows = tensor.source.as_matrix()
+        stored_rows = stored.as_matrix()
+        return all(_is_sum(source_rows, part, stored_rows, first) for first, part in tensor.delta.placed())
     if isinstance(tensor.delta, LowRank):
         return _is_sum(tensor.source, tensor.delta, stored)
     return all(map(torch.equal, tensor.blocks(), stored.blocks()))
 
 
-def _is_sum(source: StoredTensor, delta: LowRank, stored: StoredTensor) -> bool:
-    """Whether a stored tensor is `W + scaling B A`.
+def _is_sum(source: StoredTensor, delta: LowRank, stored: StoredTensor, first: int = 0) -> bool:
+    """Whether a stored matrix, which begins at row `first` of its tensor, is `W + scaling B A`.
 
     Every row is compared by a product with random signs, and the first row of a block number by number.
     """
-    a = delta.a.whole().double()
-    b = delta.b.whole().double() * delta.scaling
+    b, a = (factor.double() for factor in delta.factors())
+    b *= delta.scaling
     stored_kind = torch.finfo(stored.dtype)
     # Products of 16-bit numbers are exact in float32.
     compute_dtype = torch.float64 if stored.dtype.itemsize > 2 else torch.float32
@@ -122,9 +126,9 @@ def _is_sum(source: StoredTensor, delta: LowRank, stored: StoredTensor) -> bool:
     update_error = (b.norm(dim=1) * a.norm(dim=0).max()).float() * FLOAT32_ERROR
     # Or how far the smallest numbers of the dtype may have moved a rounded one.
     slack = update_error + stored_kind.tiny * stored_kind.eps
-    for start, stop in spans(stored.shape):
-        base = source.rows(start, stop).to(compute_dtype)
-        written = stored.rows(start, stop).to(compute_dtype)
+    for start, stop in spans(delta.shape):
+        base = source.rows(first + start, first + stop).to(compute_dtype)
+        written = stored.rows(first + start, first + stop).to(compute_dtype)
         expected_products = base @ signs + delta_products[start:stop]
         error = written @ signs - expected_products
         rounding_error = written.norm(dim=1) * (stored_kind.eps / 2 + FLOAT32_ERROR)

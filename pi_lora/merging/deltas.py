@@ -9,6 +9,7 @@ import os
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
+from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +18,7 @@ from transformers import PreTrainedModel
 from transformers.utils import SAFE_WEIGHTS_INDEX_NAME, SAFE_WEIGHTS_NAME
 
 from pi_lora.errors import ModelError
+from pi_lora.merging.experts import Layout, adapted_parameters
 from pi_lora.models.composite import names_in
 from pi_lora.models.device import dtype_named
 from pi_lora.models.files import ADAPTER_WEIGHTS_FILE, AdapterSettings, read_adapter_settings
@@ -28,7 +30,7 @@ PEFT_PREFIX = "base_model.model."
 # Initializations that do not change the base; PiSSA, OLoRA, CorDA and LoftQ subtract theirs from it.
 UNCHANGED_BASE_INITIALIZATIONS = (True, False, "gaussian", "orthogonal", "eva")
 # Kinds of LoRA whose update is not a single matrix product, or depends on the input.
-UNMERGEABLE_SETTINGS = ("use_dora", "alora_invocation_tokens", "arrow_config", "target_parameters")
+UNMERGEABLE_SETTINGS = ("use_dora", "alora_invocation_tokens", "arrow_config")
 # Threads that read, compute and write.
 NUM_THREADS = 2
 # More than the bytes of a block.
@@ -43,18 +45,92 @@ class LowRank:
     a: StoredTensor
     b: StoredTensor
     scaling: float
+    is_transposed: bool = False
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """The shape of the matrix in the base."""
+        shape = (self._outputs, self.a.shape[1])
+        return shape[::-1] if self.is_transposed else shape
+
+    def factors(self) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return B and A in float32, or for a base whose rows are inputs, A and B transposed."""
+        a = self._a()
+        b = self._b()
+        return (a.T, b.T) if self.is_transposed else (b, a)
+
+    def blocks(self, base: StoredTensor, first: int = 0) -> Iterator[torch.Tensor]:
+        """Yield the merged tensor in float32, a few rows at a time. It begins at row `first` of the base."""
+        b, a = self.factors()
+        for start, stop in spans(self.shape):
+            rows = base.rows(first + start, first + stop).float()
+            yield rows.addmm_(b[start:stop], a, alpha=self.scaling)
+
+
+@dataclass(frozen=True)
+class ExpertLowRank(LowRank):
+    """The change of one projection of one expert. `a` and `b` are those of all experts and of joined projections.
+
+    PEFT 0.21 saves A of all experts one below another, and the columns of B by rank and expert. `is_transposed` is that
+    of the stack in transformers: the rows of such a weight are inputs.
+    """
+
+    expert: int
+    num_experts: int
+    projection: int
+    num_projections: int
+    is_transposed: bool
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """The shape of the matrix."""
+        outputs = self.b.shape[0] // self.num_projections
+        inputs = self.a.shape[1]
+        return (inputs, outputs) if self.is_transposed else (outputs, inputs)
+
+    def factors(self) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return B and A in float32; if the matrix is transposed, A and B transposed."""
+        rank = self.a.shape[0] // self.num_experts
+        a = self.a.rows(self.expert * rank, (self.expert + 1) * rank).float()
+        b_of_projections = _whole(self.b)[:, self.expert :: self.num_experts].chunk(self.num_projections)
+        b = b_of_projections[self.projection].float()
+        return (a.T, b.T) if self.is_transposed else (b, a)
+
+
+@lru_cache(maxsize=4)
+def _whole(tensor: StoredTensor) -> torch.Tensor:
+    """Read a tensor that the next experts need as well."""
+    return tensor.whole()
+
+
+@dataclass(frozen=True)
+class Stack:
+    """The changes of the matrices that a tensor of (experts, rows, columns) stacks."""
+
+    num_experts: int
+    parts: list[LowRank]
 
     @property
     def shape(self) -> tuple[int, ...]:
         """The shape of the base's tensor."""
-        return (self.b.shape[0], self.a.shape[1])
+        rows, columns = self.parts[0].shape
+        return (self.num_experts, len(self.parts) * rows // self.num_experts, columns)
+
+    def transposed(self) -> "Stack":
+        """Return the changes of a tensor that is stored with rows and columns exchanged."""
+        parts = [replace(part, is_transposed=not part.is_transposed) for part in self.parts]
+        return replace(self, parts=parts)
+
+    def placed(self) -> Iterator[tuple[int, LowRank]]:
+        """Yield the changes with the rows of the base, counted over all experts, at which they begin."""
+        rows, _ = self.parts[0].shape
+        for number, part in enumerate(self.parts):
+            yield number * rows, part
 
     def blocks(self, base: StoredTensor) -> Iterator[torch.Tensor]:
         """Yield the merged tensor in float32, a few rows at a time."""
-        a = self.a.whole().float()
-        b = self.b.whole().float()
-        for start, stop in spans(self.shape):
-            yield base.rows(start, stop).float().addmm_(b[start:stop], a, alpha=self.scaling)
+        for first, part in self.placed():
+            yield from part.blocks(base.as_matrix(), first)
 
 
 @dataclass(frozen=True)
@@ -75,7 +151,7 @@ class Difference:
 
 
 # A tensor that was trained in full replaces the base's.
-Change = StoredTensor | LowRank
+Change = StoredTensor | LowRank | Stack
 
 
 @dataclass(frozen=True)
@@ -89,7 +165,7 @@ class OutputTensor:
     dtype: torch.dtype
     file: Path
     source: StoredTensor
-    delta: LowRank | Difference | None = None
+    delta: LowRank | Stack | Difference | None = None
 
     @property
     def size(self) -> int:
@@ -109,8 +185,9 @@ class OutputTensor:
             yield cast
 
 
-def read_adapter(folder: Path) -> dict[str, Change]:
-    """Return the changes of the adapter in `folder` by the name of the weight in the base; only headers are read.
+def read_adapter(folder: Path, model: PreTrainedModel) -> dict[str, Change]:
+    """Return the changes of the adapter in `folder` by the name of the weight in `model`, those of experts by the names
+    of the matrices that the weight stacks; only headers are read.
 
     Raise ModelError if the adapter is missing, damaged, incomplete, or of a kind that cannot be merged.
     """
@@ -119,20 +196,50 @@ def read_adapter(folder: Path) -> dict[str, Change]:
     parts = {key.removeprefix(PEFT_PREFIX).removesuffix(".weight"): tensor for key, tensor in stored.items()}
     _check_mergeable(folder, settings, parts)
     changes: dict[str, Change] = {}
-    lora_a_names = [name for name in parts if name.endswith(".lora_A")]
-    for lora_a_name in lora_a_names:
-        module = lora_a_name.removesuffix(".lora_A")
-        lora_b_name = f"{module}.lora_B"
+    changes_of_experts: dict[str, Change] = {}
+    layout = Layout(model)
+    adapted = adapted_parameters(model, settings.target_parameters or ())
+    modules = [name.removesuffix(".lora_A") for name in parts if name.endswith(".lora_A")]
+    for module, module_in_model in names_in(model, modules).items():
         # A part that is left out here is refused: the base has no such tensor.
-        if lora_b_name in parts:
-            a = parts.pop(lora_a_name)
-            b = parts.pop(lora_b_name)
+        if f"{module}.lora_B" not in parts:
+            continue
+        a = parts.pop(f"{module}.lora_A")
+        b = parts.pop(f"{module}.lora_B")
+        weight = adapted.get(module_in_model)
+        if weight and model.get_parameter(weight).dim() == 3:
+            changes_of_experts |= _changes_of_experts(model, layout, weight, a, b, settings)
+        else:
             rank = a.shape[0]
-            changes[f"{module}.weight"] = LowRank(a, b, settings.scaling(module, rank))
+            scaling = settings.scaling(weight or module, rank)
+            changes[weight or f"{module}.weight"] = LowRank(a, b, scaling)
     for tensor in parts.values():
         # A trained bias is saved under the layer that PEFT has wrapped.
         name = tensor.name.removeprefix(PEFT_PREFIX).replace(".base_layer.", ".")
         changes[name] = tensor
+    return _by_name_in(model, changes) | changes_of_experts
+
+
+def _changes_of_experts(
+    model: PreTrainedModel, layout: Layout, weight: str, a: StoredTensor, b: StoredTensor, settings: AdapterSettings
+) -> dict[str, Change]:
+    """Return the changes of the matrices that `weight` stacks, by name."""
+    module, _, _ = weight.rpartition(".")
+    num_experts = model.get_parameter(weight).shape[0]
+    names = layout.parts(weight, num_experts)
+    num_projections = len(names) // num_experts
+    changes: dict[str, Change] = {}
+    for number, name in enumerate(names):
+        changes[name] = ExpertLowRank(
+            a,
+            b,
+            scaling=settings.scaling(weight, a.shape[0] // num_experts),
+            expert=number // num_projections,
+            num_experts=num_experts,
+            projection=number % num_projections,
+            num_projections=num_projections,
+            is_transposed=getattr(model.get_submodule(module), "is_transposed", False),
+        )
     return changes
 
 
@@ -169,9 +276,10 @@ def match_tensors(
     Raises:
         ModelError: Changes do not fit the base; the message names all of them.
     """
-    changes = _by_name_in(model, read_adapter(run))
+    changes = read_adapter(run, model)
     tied = model.all_tied_weights_keys
     stored = _by_name_in(model, base)
+    _stack_experts(changes, stored, Layout(model))
     stored_before = _by_name_in(model, before or {})
     tied_sources = {name: stored[twin] for name, twin in tied.items() if twin in stored}
     sources = {**tied_sources, **stored}
@@ -205,6 +313,17 @@ def match_tensors(
         if not name.endswith(COMPUTED) and not is_copy:
             outputs.append(output_tensor(name))
     return outputs
+
+
+def _stack_experts(changes: dict[str, Change], stored: Mapping[str, StoredTensor], layout: Layout) -> None:
+    """Replace the changes of the matrices that a stored tensor stacks by one for the tensor."""
+    for name, tensor in stored.items():
+        if len(tensor.shape) == 3:
+            num_experts = tensor.shape[0]
+            parts = layout.parts(name, num_experts)
+            if changes.keys() >= set(parts):
+                stack = Stack(num_experts, [changes.pop(part) for part in parts])
+                changes[name] = stack if stack.shape == tensor.shape else stack.transposed()
 
 
 def _by_name_in(model: PreTrainedModel, stored: Mapping[str, Any]) -> dict[str, Any]:
@@ -244,6 +363,7 @@ def in_threads(
                 progress(done, total, note)
     finally:
         torch.set_num_threads(torch_threads)
+        _whole.cache_clear()
 
 
 def write_tensors(tensors: Sequence[OutputTensor], folder: Path, progress: Progress) -> None:

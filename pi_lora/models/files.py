@@ -150,6 +150,7 @@ class AdapterSettings(BaseModel):
     use_rslora: bool | None = False
     init_lora_weights: bool | str | None = True
     modules_to_save: list[str] | None = None
+    target_parameters: list[str] | None = None
     alpha_pattern: dict[str, float] | None = None
 
     def scaling(self, module: str, rank: int) -> float:

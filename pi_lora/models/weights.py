@@ -9,7 +9,7 @@ import hashlib
 import json
 import math
 from collections.abc import Callable, Iterable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Annotated, NamedTuple
 
@@ -103,7 +103,14 @@ class StoredTensor:
 
     def blocks(self) -> Iterator[torch.Tensor]:
         """Yield the tensor, a few rows at a time."""
-        return (self.rows(start, stop) for start, stop in spans(self.shape))
+        matrix = self.as_matrix()
+        return (matrix.rows(start, stop) for start, stop in spans(matrix.shape))
+
+    def as_matrix(self) -> "StoredTensor":
+        """Return a stack of matrices as one matrix, and any other tensor as it is."""
+        if len(self.shape) < 3:
+            return self
+        return replace(self, shape=(math.prod(self.shape[:-1]), self.shape[-1]))
 
     def equals(self, other: "StoredTensor") -> bool:
         """Whether another tensor has the same numbers."""
