@@ -16,6 +16,7 @@ from pi_lora.models.files import BUILTIN_FOLDER, save_config
 from pi_lora.models.resolve import resolve_model
 from pi_lora.scaling.config import Extension
 
+TWICE = Extension(128, 64)
 TOKENIZER = ("tokenizer.json", "tokenizer_config.json")
 
 
@@ -41,8 +42,8 @@ def put_on_hub(model: Path, name: str, cache: Path, monkeypatch: pytest.MonkeyPa
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(cache))
 
 
-def save_run(base: Path, folder: Path, **settings: Any) -> Path:
-    """A run that stretches `base` by 2 with an adapter of random numbers, as `LoraConfig(**settings)` says."""
+def save_run(base: Path, folder: Path, extension: Extension = TWICE, **settings: Any) -> Path:
+    """A run that stretches `base` by 2, or by the `extension`, with an adapter of random numbers, as `LoraConfig(**settings)` says."""
     found = resolve_model(str(base))
     adapted = _adapted(base, LoraConfig(task_type="CAUSAL_LM", **settings))
     torch.manual_seed(1)
@@ -51,7 +52,7 @@ def save_run(base: Path, folder: Path, **settings: Any) -> Path:
             if weight.requires_grad:
                 weight.add_(torch.randn_like(weight) * 0.05)
     adapted.save_pretrained(folder, save_embedding_layers=False)
-    save_config(found.extended(Extension(128, 64)).config, folder)
+    save_config(found.extended(extension).config, folder)
     for name in TOKENIZER:
         shutil.copyfile(BUILTIN_FOLDER / "tiny" / name, folder / name)
     settings_file = folder / "adapter_config.json"

@@ -40,66 +40,47 @@ DTYPE_NAMES = {dtype: name for name, dtype in DTYPES.items()}
 
 @dataclass(frozen=True)
 class LowRank:
-    """`W + scaling B A` (Hu et al. 2021), with `a` of rank x inputs and `b` of outputs x rank."""
+    """`W + scaling B A` (Hu et al. 2021) of one matrix, with `a` of rank x inputs and `b` of outputs x rank.
+
+    Of experts, PEFT 0.21 saves all A one below another, and the columns of all B by rank and expert. Projections that
+    are joined share A. A transposed matrix has its inputs in rows.
+    """
 
     a: StoredTensor
     b: StoredTensor
     scaling: float
+    expert: int = 0
+    num_experts: int = 1
+    projection: int = 0
+    num_projections: int = 1
     is_transposed: bool = False
 
     @property
     def shape(self) -> tuple[int, ...]:
         """The shape of the matrix in the base."""
-        shape = (self._outputs, self.a.shape[1])
-        return shape[::-1] if self.is_transposed else shape
+        outputs = self.b.shape[0] // self.num_projections
+        inputs = self.a.shape[1]
+        return (inputs, outputs) if self.is_transposed else (outputs, inputs)
 
     def factors(self) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return B and A in float32, or for a base whose rows are inputs, A and B transposed."""
-        a = self._a()
-        b = self._b()
+        """Return B and A in float32, or of a transposed matrix A and B transposed."""
+        rank = self.a.shape[0] // self.num_experts
+        a = self.a.rows(self.expert * rank, (self.expert + 1) * rank).float()
+        b_of_expert = _whole(self.b)[:, self.expert :: self.num_experts]
+        b = b_of_expert.chunk(self.num_projections)[self.projection].float()
         return (a.T, b.T) if self.is_transposed else (b, a)
 
     def blocks(self, base: StoredTensor, first: int = 0) -> Iterator[torch.Tensor]:
-        """Yield the merged tensor in float32, a few rows at a time. It begins at row `first` of the base."""
+        """Yield the merged matrix in float32, a few rows at a time. It begins at row `first` of the base."""
         b, a = self.factors()
         for start, stop in spans(self.shape):
             rows = base.rows(first + start, first + stop).float()
             yield rows.addmm_(b[start:stop], a, alpha=self.scaling)
 
 
-@dataclass(frozen=True)
-class ExpertLowRank(LowRank):
-    """The change of one projection of one expert. `a` and `b` are those of all experts and of joined projections.
-
-    PEFT 0.21 saves A of all experts one below another, and the columns of B by rank and expert. `is_transposed` is that
-    of the stack in transformers: the rows of such a weight are inputs.
-    """
-
-    expert: int
-    num_experts: int
-    projection: int
-    num_projections: int
-    is_transposed: bool
-
-    @property
-    def shape(self) -> tuple[int, ...]:
-        """The shape of the matrix."""
-        outputs = self.b.shape[0] // self.num_projections
-        inputs = self.a.shape[1]
-        return (inputs, outputs) if self.is_transposed else (outputs, inputs)
-
-    def factors(self) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return B and A in float32; if the matrix is transposed, A and B transposed."""
-        rank = self.a.shape[0] // self.num_experts
-        a = self.a.rows(self.expert * rank, (self.expert + 1) * rank).float()
-        b_of_projections = _whole(self.b)[:, self.expert :: self.num_experts].chunk(self.num_projections)
-        b = b_of_projections[self.projection].float()
-        return (a.T, b.T) if self.is_transposed else (b, a)
-
-
 @lru_cache(maxsize=4)
 def _whole(tensor: StoredTensor) -> torch.Tensor:
-    """Read a tensor that the next experts need as well."""
+    """Read the B of all experts, which each of them needs."""
     return tensor.whole()
 
 
@@ -230,7 +211,7 @@ def _changes_of_experts(
     num_projections = len(names) // num_experts
     changes: dict[str, Change] = {}
     for number, name in enumerate(names):
-        changes[name] = ExpertLowRank(
+        changes[name] = LowRank(
             a,
             b,
             scaling=settings.scaling(weight, a.shape[0] // num_experts),

@@ -5,7 +5,7 @@ from collections.abc import Iterable
 
 from transformers import PreTrainedModel
 from transformers.conversion_mapping import get_model_conversion_mapping
-from transformers.core_model_loading import Concatenate, MergeModulelist, WeightConverter
+from transformers.core_model_loading import Concatenate, MergeModulelist, Transpose, WeightConverter
 
 from pi_lora.errors import ModelError
 
@@ -36,7 +36,10 @@ class Layout:
             stored_name, pattern = reverse.rename_source_key(name)
             if pattern is None:
                 continue
-            if [type(operation) for operation in converter.operations] not in STACKING:
+            operations = [type(operation) for operation in converter.operations]
+            if operations == [Transpose]:
+                break
+            if operations not in STACKING:
                 raise ModelError(f"{name}: is stored in a form of its own, which cannot be merged")
             first_pattern = reverse.target_patterns[0]
             of_projections = [stored_name.replace(first_pattern, other) for other in reverse.target_patterns]

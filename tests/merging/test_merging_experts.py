@@ -6,31 +6,41 @@ from typing import Any
 import pytest
 import torch
 from architectures import small_config
-from random_runs import save_base, save_run, stored, tuned
-from transformers import AutoModelForCausalLM
+from random_runs import TWICE, save_base, save_run, stored, tuned
+from transformers import AutoModelForCausalLM, PreTrainedConfig
 
 from pi_lora.api import merge
+from pi_lora.scaling.config import Extension
 
 IDS = torch.randint(2, 60, (2, 100), generator=torch.Generator().manual_seed(5))
 STACKED = ["experts.gate_up_proj", "experts.down_proj"]
+# One of each kind: stored by expert, under older names, stacked and renamed, stacked and transposed.
+QUICK = ("qwen3_moe", "mixtral", "granitemoe", "gpt_oss")
 KINDS = (
-    "deepseek_v2 deepseek_v3 ernie4_5_moe glm4_moe glm4_moe_lite gpt_oss granitemoe longcat_flash minimax minimax_m2 "
-    "mixtral olmoe qwen2_moe qwen3_moe qwen3_next solar_open"
+    "aria_text axk1 axk2 deepseek_v2 deepseek_v3 deepseek_v32 dots1 ernie4_5_moe flex_olmo glm4_moe glm4_moe_lite "
+    "glm_moe_dsa granitemoe_swa granitemoehybrid granitemoeshared hunyuan_v1_moe hy_v3 hy_v4 laguna lfm2_moe "
+    "longcat_flash mellum mimo_v2_flash minimax minimax_m2 minimax_m3_vl_text olmoe qwen2_moe qwen3_5_moe_text "
+    "qwen3_next solar_open"
 ).split()
 
 
-@torch.no_grad()
-@pytest.mark.parametrize("kind", KINDS)
-def test_adapted_experts_are_merged(kind: str, tmp_path: Path) -> None:
-    config = small_config(kind)
+def config_of(kind: str) -> PreTrainedConfig:
+    config: Any = small_config(kind)
     config.vocab_size = 1024
-    base = save_base(config, tmp_path / "base")
-    run = save_run(base, tmp_path / "run", r=2, target_modules=["o_proj"], target_parameters=STACKED)
-    expected = tuned(base, run)
-    logits = expected(IDS).logits
+    if kind == "gpt_oss":
+        config.rope_parameters = {**config.rope_parameters, "factor": 4.0, "original_max_position_embeddings": 16}
+    return config
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("kind", [*QUICK, *(pytest.param(kind, marks=pytest.mark.slow) for kind in KINDS)])
+def test_adapted_experts_are_merged(kind: str, tmp_path: Path) -> None:
+    base = save_base(config_of(kind), tmp_path / "base")
+    extension = Extension(128, scaling="yarn") if kind == "gpt_oss" else TWICE
+    targets = {"target_modules": ["o_proj", "out_proj"], "target_parameters": STACKED}
+    run = save_run(base, tmp_path / "run", extension, r=2, **targets)
+    logits = tuned(base, run)(IDS).logits
     merged = merge(run, tmp_path / "merged", check="logits")
     assert stored(merged.folder).keys() == stored(base).keys()
     model = AutoModelForCausalLM.from_pretrained(merged.folder)
-    difference = (model(IDS).logits - logits).abs().max()
-    print(kind, float(difference), float((AutoModelForCausalLM.from_pretrained(base)(IDS).logits-logits).abs().max()), merged.lines)
     torch.testing.assert_close(model(IDS).logits, logits, rtol=1e-5, atol=1e-5)
