@@ -18,7 +18,7 @@ from transformers import PreTrainedModel
 from transformers.utils import SAFE_WEIGHTS_INDEX_NAME, SAFE_WEIGHTS_NAME
 
 from pi_lora.errors import ModelError
-from pi_lora.merging.experts import Layout, adapted_parameters
+from pi_lora.models.experts import Layout, adapted_parameters
 from pi_lora.models.composite import names_in
 from pi_lora.models.device import dtype_named
 from pi_lora.models.files import ADAPTER_WEIGHTS_FILE, AdapterSettings, read_adapter_settings

@@ -130,8 +130,7 @@ def _attention_widths(config: "PreTrainedConfig") -> tuple[int, int]:
 def _lora_numbers(linears: "Mapping[str, nn.Linear]", experts: "Mapping[str, nn.Parameter]") -> dict[str, int]:
     """Return the numbers in the matrices of LoRA per rank, by names that `tuning.target_modules` may have.
 
-    PEFT 0.21 adapts every expert of most mixtures, with twice the rank where two projections are fused; it then leaves
-    dense and shared MLPs out. It leaves out the experts of other mixtures. Here all of them count.
+    Stacked experts have an adapter each. Routers are counted, although they do not train.
     """
     per_rank: Counter[str] = Counter()
     for name, module in linears.items():
@@ -140,11 +139,8 @@ def _lora_numbers(linears: "Mapping[str, nn.Linear]", experts: "Mapping[str, nn.
             targets.append("attention")
         for target in dict.fromkeys(targets):
             per_rank[target] += module.in_features + module.out_features
-    for name, weight in experts.items():
-        numbers = len(weight) * sum(weight.shape[1:])
-        if "gate_up" in name:
-            numbers *= 2
-        per_rank["all-linear"] += numbers
+    for weight in experts.values():
+        per_rank["all-linear"] += len(weight) * sum(weight.shape[1:])
     return dict(sorted(per_rank.items()))
 
 

@@ -1,8 +1,10 @@
-"""Experts: weights of the model that stack one matrix for each expert, and the tensors that files hold instead."""
+"""Experts: weights of a model that stack a matrix for each expert, and the matrices that files hold instead."""
 
 from collections import defaultdict
 from collections.abc import Iterable
+from functools import cached_property
 
+from torch import nn
 from transformers import PreTrainedModel
 from transformers.conversion_mapping import get_model_conversion_mapping
 from transformers.core_model_loading import Concatenate, MergeModulelist, Transpose, WeightConverter
@@ -11,6 +13,7 @@ from pi_lora.errors import ModelError
 
 # How transformers 5 joins the stored matrices of experts: stacked, or stacked with gate and up projections joined.
 STACKING = ([MergeModulelist], [MergeModulelist, Concatenate])
+ROUTERS = {"gate", "router"}
 
 
 class Layout:
@@ -26,6 +29,12 @@ class Layout:
             if isinstance(transform, WeightConverter):
                 self.converters.append(transform)
 
+    @cached_property
+    def projections(self) -> set[str]:
+        """The names of the stored projections of experts, such as `gate_proj`."""
+        patterns = [pattern for converter in self.converters for pattern in converter.source_patterns]
+        return {pattern.split(".")[-2] for pattern in patterns if "experts.*." in pattern}
+
     def parts(self, name: str, num_experts: int) -> list[str]:
         """Return the names of the matrices that the weight `name` stacks: all projections of an expert, then the next.
 
@@ -40,11 +49,39 @@ class Layout:
             if operations == [Transpose]:
                 break
             if operations not in STACKING:
-                raise ModelError(f"{name}: is stored in a form of its own, which cannot be merged")
+                raise ModelError(f"{name}: is stored in a form of its own, into which no adapter can be merged")
             first_pattern = reverse.target_patterns[0]
             of_projections = [stored_name.replace(first_pattern, other) for other in reverse.target_patterns]
             return [part.replace("*", str(expert)) for expert in range(num_experts) for part in of_projections]
         return [f"{name}[{expert}]" for expert in range(num_experts)]
+
+
+def linear_targets(model: PreTrainedModel) -> tuple[list[str], list[str]]:
+    """Return the names of all linear layers without the head and routers as `target_modules` of PEFT, and those of
+    stacked experts as its `target_parameters`.
+
+    Routers stay as they are: their tuning can be unstable, and the routing of the base generalizes. PEFT 0.21 takes the
+    name of a projection of experts for all experts. So dense and shared MLPs with projections of that name are
+    parameters, too; quantized ones do not train.
+    """
+    stacks = set()
+    for name, weight in model.named_parameters():
+        module, _, parameter = name.rpartition(".")
+        if module.endswith(".experts") and weight.dim() == 3:
+            stacks.add(f"experts.{parameter}")
+    projections = Layout(model).projections
+    modules = set()
+    parameters = sorted(stacks)
+    for name, module in model.named_modules():
+        path = name.split(".")
+        is_linear = isinstance(module, nn.Linear) and module is not model.get_output_embeddings()
+        if not is_linear or not ROUTERS.isdisjoint(path):
+            continue
+        if path[-1] not in projections:
+            modules.add(path[-1])
+        elif module.weight.is_floating_point():
+            parameters.append(f"{name}.weight")
+    return sorted(modules), parameters
 
 
 def adapted_parameters(model: PreTrainedModel, targets: Iterable[str]) -> dict[str, str]:
