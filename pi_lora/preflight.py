@@ -12,7 +12,7 @@ from huggingface_hub.errors import HfHubHTTPError, NotASafetensorsRepoError, Saf
 from pi_lora.data.examples import data_problems
 from pi_lora.data.sources import HELD_OUT_KEYS, PINNED
 from pi_lora.errors import ModelError, PiLoraError, RecipeError, first_line
-from pi_lora.models.adapter import check_shape
+from pi_lora.models.adapter import check_shape, check_targets
 from pi_lora.models.files import BUILTIN
 from pi_lora.models.resolve import resolve_for_training
 from pi_lora.models.source import Base, ModelSource
@@ -96,6 +96,8 @@ def plan_or_refuse(name: str, plan: TrainingPlan | None, *, force: bool = False)
 def _check_model(recipe: Recipe, permissions: Permissions, resumed: Path | None = None) -> ModelSource:
     source = resolve_for_training(recipe, permissions=permissions, resumed=resumed)
     _check_quantization(source.base, recipe.tuning.method)
+    if recipe.tuning.method != "full":
+        check_targets(recipe.tuning, source.base.meta_model)
     if source.adapter:
         check_shape(source.adapter, recipe.tuning, source.base.meta_model)
     _check_kernel(source.base, recipe.model.attention)

@@ -66,7 +66,8 @@ class LowRank:
         """Return B and A in float32, or of a transposed matrix A and B transposed."""
         rank = self.a.shape[0] // self.num_experts
         a = self.a.rows(self.expert * rank, (self.expert + 1) * rank).float()
-        b_of_expert = _whole(self.b)[:, self.expert :: self.num_experts]
+        b_of_all = _whole(self.b) if self.num_experts > 1 else self.b.whole()
+        b_of_expert = b_of_all[:, self.expert :: self.num_experts]
         b = b_of_expert.chunk(self.num_projections)[self.projection].float()
         return (a.T, b.T) if self.is_transposed else (b, a)
 
@@ -177,49 +178,44 @@ def read_adapter(folder: Path, model: PreTrainedModel) -> dict[str, Change]:
     parts = {key.removeprefix(PEFT_PREFIX).removesuffix(".weight"): tensor for key, tensor in stored.items()}
     _check_mergeable(folder, settings, parts)
     changes: dict[str, Change] = {}
-    changes_of_experts: dict[str, Change] = {}
     layout = Layout(model)
     adapted = adapted_parameters(model, settings.target_parameters or ())
     modules = [name.removesuffix(".lora_A") for name in parts if name.endswith(".lora_A")]
-    for module, module_in_model in names_in(model, modules).items():
+    names = names_in(model, [f"{module}.weight" for module in modules])
+    for module in modules:
         # A part that is left out here is refused: the base has no such tensor.
-        if f"{module}.lora_B" not in parts:
-            continue
-        a = parts.pop(f"{module}.lora_A")
-        b = parts.pop(f"{module}.lora_B")
-        weight = adapted.get(module_in_model)
-        if weight and model.get_parameter(weight).dim() == 3:
-            changes_of_experts |= _changes_of_experts(model, layout, weight, a, b, settings)
-        else:
-            rank = a.shape[0]
-            scaling = settings.scaling(weight or module, rank)
-            changes[weight or f"{module}.weight"] = LowRank(a, b, scaling)
-    for tensor in parts.values():
-        # A trained bias is saved under the layer that PEFT has wrapped.
-        name = tensor.name.removeprefix(PEFT_PREFIX).replace(".base_layer.", ".")
-        changes[name] = tensor
-    return _by_name_in(model, changes) | changes_of_experts
+        if f"{module}.lora_B" in parts:
+            a = parts.pop(f"{module}.lora_A")
+            b = parts.pop(f"{module}.lora_B")
+            name = names[f"{module}.weight"]
+            parameter = adapted.get(name.removesuffix(".weight"))
+            scaling = settings.scaling(parameter or module, a.shape[0] // layout.num_experts(parameter or name))
+            changes |= _low_rank_changes(layout, parameter or name, a, b, scaling)
+    # A trained bias is saved under the layer that PEFT has wrapped.
+    others = {
+        tensor.name.removeprefix(PEFT_PREFIX).replace(".base_layer.", "."): tensor for tensor in parts.values()
+    }
+    return changes | _by_name_in(model, others)
 
 
-def _changes_of_experts(
-    model: PreTrainedModel, layout: Layout, weight: str, a: StoredTensor, b: StoredTensor, settings: AdapterSettings
+def _low_rank_changes(
+    layout: Layout, weight: str, a: StoredTensor, b: StoredTensor, scaling: float
 ) -> dict[str, Change]:
-    """Return the changes of the matrices that `weight` stacks, by name."""
-    module, _, _ = weight.rpartition(".")
-    num_experts = model.get_parameter(weight).shape[0]
-    names = layout.parts(weight, num_experts)
+    """Return the changes of the matrices that a weight of the model joins, by name."""
+    names = layout.parts(weight)
+    num_experts = layout.num_experts(weight)
     num_projections = len(names) // num_experts
     changes: dict[str, Change] = {}
     for number, name in enumerate(names):
         changes[name] = LowRank(
             a,
             b,
-            scaling=settings.scaling(weight, a.shape[0] // num_experts),
+            scaling,
             expert=number // num_projections,
             num_experts=num_experts,
             projection=number % num_projections,
             num_projections=num_projections,
-            is_transposed=getattr(model.get_submodule(module), "is_transposed", False),
+            is_transposed=layout.is_transposed(weight),
         )
     return changes
 
@@ -299,9 +295,9 @@ def match_tensors(
 def _stack_experts(changes: dict[str, Change], stored: Mapping[str, StoredTensor], layout: Layout) -> None:
     """Replace the changes of the matrices that a stored tensor stacks by one for the tensor."""
     for name, tensor in stored.items():
-        if len(tensor.shape) == 3:
-            num_experts = tensor.shape[0]
-            parts = layout.parts(name, num_experts)
+        num_experts = layout.num_experts(name)
+        if num_experts > 1:
+            parts = layout.parts(name)
             if changes.keys() >= set(parts):
                 stack = Stack(num_experts, [changes.pop(part) for part in parts])
                 changes[name] = stack if stack.shape == tensor.shape else stack.transposed()

@@ -15,15 +15,16 @@ import peft
 import torch
 from peft import LoraConfig, PeftModel
 from peft.helpers import disable_input_dtype_casting as disable_input_dtype_casting
+from peft.tuners.lora import LoraLayer, ParamWrapper
 from peft.utils import ModulesToSaveWrapper
 from safetensors import SafetensorError
 from torch import nn
 from transformers import PreTrainedModel
 
-from pi_lora.errors import ModelError
+from pi_lora.errors import ModelError, RecipeError, first_line
 from pi_lora.models import files
 from pi_lora.models.composite import adapter_renamings, other_parts
-from pi_lora.models.experts import linear_targets
+from pi_lora.models.experts import Layout, linear_targets
 from pi_lora.models.weights import check_finite, read_tensors
 from pi_lora.recipe.schema import Tuning
 from pi_lora.storage import read_json, write_json
@@ -73,7 +74,7 @@ def check_shape(folder: Path, tuning: Tuning, base: PreTrainedModel) -> None:
     settings = files.read_adapter_settings(folder)
     _, entries = read_tensors(folder / files.ADAPTER_WEIGHTS_FILE)
     stored_shapes = {name: entry.shape for name, entry in entries.items()}
-    tuned = prepare_for_tuning(deepcopy(base), tuning, "")
+    tuned = _prepare_on_meta(base, tuning)
     described_shapes = {
         _saved_name(name): list(weight.shape)
         for name, weight in tuned.named_parameters(remove_duplicate=False)
@@ -88,6 +89,27 @@ def check_shape(folder: Path, tuning: Tuning, base: PreTrainedModel) -> None:
             "take over the tuning of its recipe.yaml, or merge it first (pi-lora merge "
             f"{shlex.quote(str(folder))}) and tune its weights"
         )
+
+
+def check_targets(tuning: Tuning, base: PreTrainedModel) -> None:
+    """Raise an error if PEFT cannot adapt `base`, on the meta device, as `tuning` says, or no merge could add the
+    adapter to the stored weights.
+    """
+    try:
+        tuned = _prepare_on_meta(base, tuning)
+    except ValueError as error:
+        raise RecipeError([f"tuning: {first_line(error)}"]) from None
+    layout = Layout(base)
+    for name, module in tuned.named_modules():
+        if isinstance(module, LoraLayer):
+            module_name = name.removeprefix("base_model.model.").replace(".base_layer", "")
+            parameter = module.parameter_name if isinstance(module, ParamWrapper) else "weight"
+            layout.parts(f"{module_name}.{parameter}")
+
+
+def _prepare_on_meta(base: PreTrainedModel, tuning: Tuning) -> Any:
+    with torch.device("meta"):
+        return prepare_for_tuning(deepcopy(base), tuning, "")
 
 
 def train_in_float32(model: nn.Module) -> None:
@@ -202,17 +224,20 @@ def load_adapter(model: PreTrainedModel, folder: Path, *, dropout: float = 0.0, 
 
 @contextmanager
 def without_known_warnings() -> Iterator[None]:
-    """Ignore four warnings of PEFT 0.21.
+    """Ignore five warnings of PEFT 0.21.
 
     The name of activation checkpointing, also in TRL 1.16, is deprecated in transformers 5.23. PEFT looks for the
-    config of the base in a checkpoint, and for the parts of a composite that are left out. The fourth warning is ours,
-    to users of plain PEFT.
+    config of the base in a checkpoint, for the parts of a composite that are left out, and for the ranks that it gives
+    to experts among modules, though they are parameters. The fifth warning is ours, to users of plain PEFT.
     """
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", ".*gradient_checkpointing(_kwargs|_enable)?` is deprecated", FutureWarning)
         warnings.filterwarnings("ignore", r"Could not find a config file in builtin:", UserWarning)
         warnings.filterwarnings(
             "ignore", "You have passed exclude_modules=.* but no modules were excluded", UserWarning
+        )
+        warnings.filterwarnings(
+            "ignore", r"The following \w+_pattern keys did not match .*: \['\.\*\\\\\.gate_up_proj'\]", RuntimeWarning
         )
         warnings.filterwarnings("ignore", rf"Unexpected keyword arguments \['{files.WARNING}'\]", UserWarning)
         yield

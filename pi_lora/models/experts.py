@@ -2,7 +2,6 @@
 
 from collections import defaultdict
 from collections.abc import Iterable
-from functools import cached_property
 
 from torch import nn
 from transformers import PreTrainedModel
@@ -11,8 +10,8 @@ from transformers.core_model_loading import Concatenate, MergeModulelist, Transp
 
 from pi_lora.errors import ModelError
 
-# How transformers 5 joins the stored matrices of experts: stacked, or stacked with gate and up projections joined.
-STACKING = ([MergeModulelist], [MergeModulelist, Concatenate])
+# How transformers 5 joins stored matrices: those of experts are stacked, and gate and up projections joined.
+JOINED = ([MergeModulelist], [MergeModulelist, Concatenate], [Concatenate])
 ROUTERS = {"gate", "router"}
 
 
@@ -24,36 +23,45 @@ class Layout:
     """
 
     def __init__(self, model: PreTrainedModel) -> None:
-        self.converters = []
-        for transform in get_model_conversion_mapping(model):
-            if isinstance(transform, WeightConverter):
-                self.converters.append(transform)
+        self.model = model
+        self.weights = model.state_dict()
+        transforms = get_model_conversion_mapping(model)
+        self.converters = [transform for transform in transforms if isinstance(transform, WeightConverter)]
 
-    @cached_property
+    @property
     def projections(self) -> set[str]:
         """The names of the stored projections of experts, such as `gate_proj`."""
         patterns = [pattern for converter in self.converters for pattern in converter.source_patterns]
         return {pattern.split(".")[-2] for pattern in patterns if "experts.*." in pattern}
 
-    def parts(self, name: str, num_experts: int) -> list[str]:
-        """Return the names of the matrices that the weight `name` stacks: all projections of an expert, then the next.
+    def num_experts(self, name: str) -> int:
+        """Return the number of matrices in a weight of the model; 1 for a name that the model does not have."""
+        weight = self.weights.get(name)
+        return len(weight) if weight is not None and weight.dim() == 3 else 1
+
+    def is_transposed(self, name: str) -> bool:
+        """Whether inputs are in the rows of the matrices of a weight."""
+        module, _, _ = name.rpartition(".")
+        return name in self.weights and getattr(self.model.get_submodule(module), "is_transposed", False)
+
+    def parts(self, name: str) -> list[str]:
+        """Return the names of the matrices that the weight `name` joins: all projections of an expert, then the next.
 
         Raise ModelError if files hold that weight in another form.
         """
+        experts = range(self.num_experts(name))
         for converter in self.converters:
             reverse = converter.reverse_transform()
             stored_name, pattern = reverse.rename_source_key(name)
-            if pattern is None:
-                continue
             operations = [type(operation) for operation in converter.operations]
-            if operations == [Transpose]:
-                break
-            if operations not in STACKING:
-                raise ModelError(f"{name}: is stored in a form of its own, into which no adapter can be merged")
+            if pattern is None or operations == [Transpose]:
+                continue
+            if operations not in JOINED:
+                raise ModelError(f"{name}: files hold it in another form, into which no adapter can be merged")
             first_pattern = reverse.target_patterns[0]
             of_projections = [stored_name.replace(first_pattern, other) for other in reverse.target_patterns]
-            return [part.replace("*", str(expert)) for expert in range(num_experts) for part in of_projections]
-        return [f"{name}[{expert}]" for expert in range(num_experts)]
+            return [part.replace("*", str(expert)) for expert in experts for part in of_projections]
+        return [f"{name}[{expert}]" for expert in experts] if len(experts) > 1 else [name]
 
 
 def linear_targets(model: PreTrainedModel) -> tuple[list[str], list[str]]:

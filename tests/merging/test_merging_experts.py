@@ -1,5 +1,6 @@
 """Mixtures of experts: an adapter on stacked weights is merged into the tensors that the files have."""
 
+import json
 from pathlib import Path
 from typing import Any
 
@@ -7,6 +8,7 @@ import pytest
 import torch
 from architectures import small_config
 from random_runs import TWICE, save_base, save_run, stored, tuned
+from safetensors.torch import save_file
 from transformers import AutoModelForCausalLM, PreTrainedConfig
 
 from pi_lora.api import merge
@@ -44,3 +46,39 @@ def test_adapted_experts_are_merged(kind: str, tmp_path: Path) -> None:
     assert stored(merged.folder).keys() == stored(base).keys()
     model = AutoModelForCausalLM.from_pretrained(merged.folder)
     torch.testing.assert_close(model(IDS).logits, logits, rtol=1e-5, atol=1e-5)
+
+
+def save_adapter_4(base: Path, kind: str, folder: Path) -> Path:
+    """An adapter made with transformers 4, where each expert has linear layers."""
+    run = save_run(base, folder, r=2, target_modules=["q_proj"])
+    matrices: dict[str, torch.Tensor] = {}
+    for name, weight in stored(base).items():
+        if ".experts." in name:
+            module = f"base_model.model.{name.removesuffix('.weight')}"
+            outputs, inputs = weight.shape
+            matrices[f"{module}.lora_A.weight"] = torch.randn(2, inputs) * 0.1
+            matrices[f"{module}.lora_B.weight"] = torch.randn(outputs, 2) * 0.1
+    save_file(stored(run) | matrices, run / "adapter_model.safetensors")
+    settings = json.loads((run / "adapter_config.json").read_text())
+    settings["target_modules"] = ["q_proj", *PROJECTIONS[kind]]
+    (run / "adapter_config.json").write_text(json.dumps(settings))
+    return run
+
+
+PROJECTIONS = {"qwen3_moe": ["gate_proj", "up_proj", "down_proj"], "mixtral": ["w1", "w2", "w3"]}
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("is_stacked", [False, True], ids=["stored by expert", "stored stacked"])
+@pytest.mark.parametrize("kind", PROJECTIONS)
+def test_an_adapter_of_transformers_4_is_merged(kind: str, is_stacked: bool, tmp_path: Path) -> None:
+    base = save_base(config_of(kind), tmp_path / "base")
+    run = save_adapter_4(base, kind, tmp_path / "run")
+    expected = tuned(base, run)(IDS).logits
+    if is_stacked:
+        model = AutoModelForCausalLM.from_pretrained(base)
+        save_file(model.state_dict(), base / "model.safetensors", {"format": "pt"})
+    merged = merge(run, tmp_path / "merged", check="logits").folder
+    assert stored(merged).keys() == stored(base).keys()
+    logits = AutoModelForCausalLM.from_pretrained(merged)(IDS).logits
+    torch.testing.assert_close(logits, expected, rtol=1e-5, atol=1e-5)
