@@ -11,7 +11,7 @@ import pytest
 import torch
 from conftest import small_recipe
 from huggingface_hub.errors import NotASafetensorsRepoError
-from random_runs import put_on_hub
+from random_runs import put_on_hub, save_base
 
 from pi_lora import api, preflight
 from pi_lora.errors import ModelError, PiLoraError, RecipeError, RunExistsError
@@ -55,6 +55,24 @@ def test_a_dry_run_reports_every_failure_of_the_run(
         check(recipe, tmp_path / "runs" / "run", ask_hub=True)
     assert line in str(raised.value)
     assert "\n" not in str(raised.value)
+
+
+@pytest.mark.parametrize(
+    ("kind", "tuning", "line"),
+    [
+        ("qwen3_moe", {"dropout": 0.1}, "tuning: lora.ParamWrapper does not work with lora_dropout"),
+        ("qwen3_moe", {"target_modules": ["up_proj"]}, "tuning: Cannot convert PEFT target.* also targeting gate_proj"),
+        ("hrm_text", {}, "q_proj.weight: files hold it in another form, into which no adapter can be merged"),
+    ],
+)
+def test_an_adapter_that_cannot_be_made_or_merged_is_refused(
+    kind: str, tuning: dict[str, Any], line: str, tmp_path: Path
+) -> None:
+    config: Any = architectures.small_config(kind)
+    config.vocab_size = 1024
+    base = save_base(config, tmp_path / "base")
+    with pytest.raises(PiLoraError, match=line):
+        check(small_recipe(base, tuning=tuning), tmp_path / "run")
 
 
 def test_all_problems_are_reported_at_once(small_model: Path, tmp_path: Path) -> None:

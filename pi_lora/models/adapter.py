@@ -39,6 +39,7 @@ def prepare_for_tuning(
         return model.requires_grad_()
     # LongLoRA finds plain LoRA (Hu et al. 2021) worse at long context without embeddings and norms trained in full.
     modules_to_save = _modules_to_save(model, tuning)
+    target_modules: str | list[str]
     target_parameters: list[str] = []
     if tuning.target_modules == "all-linear":
         target_modules, target_parameters = linear_targets(model)
@@ -284,7 +285,8 @@ def _saved_module_wrappers(model: PeftModel) -> list[ModulesToSaveWrapper]:
     for module in model.modules():
         if isinstance(module, ModulesToSaveWrapper):
             original = module.original_module
-            if isinstance(original, (nn.Embedding, nn.Linear)) or "Norm" in type(original).__name__:
+            is_norm = "Norm" in type(original).__name__ and _has_weights(original)
+            if is_norm or isinstance(original, (nn.Embedding, nn.Linear)):
                 wrappers.append(module)
     return wrappers
 
@@ -296,19 +298,27 @@ def _saved_name(name: str) -> str:
 
 
 def _modules_to_save(model: PreTrainedModel, tuning: Tuning) -> list[str]:
-    """Return the last part of the names of the modules that train in full, in addition to LoRA: the whole names in a
-    composite, whose other parts may have modules of the same last names.
+    """Return the last part of the names of the modules that train in full, in addition to LoRA: the whole names where
+    other modules may have the same last names, as in a composite.
     """
     names = []
     embeddings = model.get_input_embeddings()
     for name, module in model.named_modules():
-        # The norms of OLMo have no parameters.
-        is_norm = "Norm" in type(module).__name__ and any(True for _ in module.parameters())
+        is_norm = "Norm" in type(module).__name__ and _has_weights(module)
         trains_as_embedding = tuning.with_embeddings and module is embeddings
         trains_as_norm = tuning.with_norms and is_norm
         if trains_as_embedding or trains_as_norm:
             names.append(name)
-    return sorted(names if other_parts(model) else _last_parts(names))
+    last_parts = _last_parts(names)
+    # A number may be the name of anything.
+    if other_parts(model) or any(name.isdigit() for name in last_parts):
+        return sorted(names)
+    return sorted(last_parts)
+
+
+def _has_weights(module: nn.Module) -> bool:
+    """Whether a module has parameters, which the norms of OLMo and some of Gemma 4 have not."""
+    return any(True for _ in module.parameters())
 
 
 def _attention_names(model: nn.Module) -> set[str]:

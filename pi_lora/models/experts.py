@@ -64,9 +64,9 @@ class Layout:
         return [f"{name}[{expert}]" for expert in experts] if len(experts) > 1 else [name]
 
 
-def linear_targets(model: PreTrainedModel) -> tuple[list[str], list[str]]:
-    """Return the names of all linear layers without the head and routers as `target_modules` of PEFT, and those of
-    stacked experts as its `target_parameters`.
+def linear_targets(model: PreTrainedModel) -> tuple[str | list[str], list[str]]:
+    """Return all linear layers without the head and routers as `target_modules` of PEFT, and stacked experts as its
+    `target_parameters`.
 
     Routers stay as they are: their tuning can be unstable, and the routing of the base generalizes. PEFT 0.21 takes the
     name of a projection of experts for all experts. So dense and shared MLPs with projections of that name are
@@ -78,6 +78,8 @@ def linear_targets(model: PreTrainedModel) -> tuple[list[str], list[str]]:
         if module.endswith(".experts") and weight.dim() == 3:
             stacks.add(f"experts.{parameter}")
     projections = Layout(model).projections
+    if not stacks and not projections:
+        return "all-linear", []
     modules = set()
     parameters = sorted(stacks)
     for name, module in model.named_modules():

@@ -7,11 +7,12 @@ from typing import Any
 import pytest
 import torch
 from architectures import small_config
+from conftest import small_recipe, train
 from random_runs import TWICE, save_base, save_run, stored, tuned
 from safetensors.torch import save_file
 from transformers import AutoModelForCausalLM, PreTrainedConfig
 
-from pi_lora.api import merge
+from pi_lora.api import load, merge
 from pi_lora.scaling.config import Extension
 
 IDS = torch.randint(2, 60, (2, 100), generator=torch.Generator().manual_seed(5))
@@ -25,6 +26,9 @@ KINDS = (
     "qwen3_next solar_open"
 ).split()
 
+PROJECTIONS = {"qwen3_moe": ["gate_proj", "up_proj", "down_proj"], "mixtral": ["w1", "w2", "w3"]}
+SLOW = pytest.mark.slow
+
 
 def config_of(kind: str) -> PreTrainedConfig:
     config: Any = small_config(kind)
@@ -35,7 +39,7 @@ def config_of(kind: str) -> PreTrainedConfig:
 
 
 @torch.no_grad()
-@pytest.mark.parametrize("kind", [*QUICK, *(pytest.param(kind, marks=pytest.mark.slow) for kind in KINDS)])
+@pytest.mark.parametrize("kind", [*QUICK, *(pytest.param(kind, marks=SLOW) for kind in KINDS)])
 def test_adapted_experts_are_merged(kind: str, tmp_path: Path) -> None:
     base = save_base(config_of(kind), tmp_path / "base")
     extension = Extension(128, scaling="yarn") if kind == "gpt_oss" else TWICE
@@ -46,6 +50,22 @@ def test_adapted_experts_are_merged(kind: str, tmp_path: Path) -> None:
     assert stored(merged.folder).keys() == stored(base).keys()
     model = AutoModelForCausalLM.from_pretrained(merged.folder)
     torch.testing.assert_close(model(IDS).logits, logits, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("kind", ["deepseek_v3", *(pytest.param(kind, marks=SLOW) for kind in [*QUICK, *KINDS])])
+def test_experts_that_trained_are_merged_and_routers_do_not_train(kind: str, tmp_path: Path) -> None:
+    """Dense and shared MLPs train as well."""
+    base = save_base(config_of(kind), tmp_path / "base")
+    recipe = small_recipe(base, scaling="yarn" if kind == "gpt_oss" else "pi")
+    run = train(recipe, tmp_path / "run")
+    merged = merge(run, tmp_path / "merged", check="logits").folder
+    before = stored(base)
+    unchanged = {name for name, weight in stored(merged).items() if torch.equal(weight, before[name])}
+    assert not {name for name in unchanged if "_proj.weight" in name or "experts" in name}
+    assert {name for name in before if name.endswith(("gate.weight", "router.weight", "classifier.weight"))} <= unchanged
+    with torch.no_grad():
+        logits = AutoModelForCausalLM.from_pretrained(merged)(IDS).logits
+        torch.testing.assert_close(logits, load(str(run)).module(IDS).logits, rtol=1e-5, atol=2e-5)
 
 
 def save_adapter_4(base: Path, kind: str, folder: Path) -> Path:
@@ -64,8 +84,6 @@ def save_adapter_4(base: Path, kind: str, folder: Path) -> Path:
     (run / "adapter_config.json").write_text(json.dumps(settings))
     return run
 
-
-PROJECTIONS = {"qwen3_moe": ["gate_proj", "up_proj", "down_proj"], "mixtral": ["w1", "w2", "w3"]}
 
 
 @torch.no_grad()

@@ -4,6 +4,7 @@ from typing import Any
 
 import pytest
 import torch
+from architectures import small_config
 from peft import AutoPeftModelForCausalLM, PeftModel
 from peft.tuners.tuners_utils import BaseTunerLayer
 from safetensors.torch import load_file, save_file
@@ -65,6 +66,16 @@ def test_exactly_the_named_modules_train(
         RecipeError, match="target_modules: q_prog: no such linear layer; choose from all-linear, attention"
     ):
         trained_parameters(shape, Tuning(target_modules=("q_prog",)))
+
+
+@pytest.mark.parametrize("kind", ["gemma4_text", "longcat_flash"])
+def test_norms_without_weights_and_with_numbers_for_names_are_told_apart(kind: str) -> None:
+    model = AutoModelForCausalLM.from_config(small_config(kind))
+    norms = {name for name, module in model.named_modules() if "Norm" in type(module).__name__}
+    weights = {name for name, _ in model.named_parameters() if name.rpartition(".")[0] in norms}
+    tuned = prepare_for_tuning(model, Tuning(rank=2), "base")
+    trained = {name.removeprefix("base_model.model.") for name in trained_names(tuned)}
+    assert weights == {name.replace("modules_to_save.default.", "") for name in trained if "norm" in name}
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
