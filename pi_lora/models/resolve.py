@@ -287,6 +287,9 @@ def _resolve_base(name: str, revision: str, permissions: Permissions) -> Base:
         settings_file = find_file(path, SETTINGS_FILE, revision)
         settings = read_json(settings_file, Json, "download it again") if settings_file else {}
         own = normalize_max_positions(own, settings.get("model_max_length"))
+    if "num_local_experts" in own:
+        # The name by which transformers 4 reads Qwen 3's, and TRL 1.16 all.
+        own["num_experts"] = own["num_local_experts"]
     if own.get("tie_word_embeddings") and _stores_another_head(path, revision):
         own["tie_word_embeddings"] = False
     return Base(

@@ -11,6 +11,7 @@ import torch
 from architectures import small_composite
 from peft import LoraConfig, PeftModel, get_peft_model
 from random_runs import TOKENIZER, stored
+from safetensors.torch import save_file
 from transformers import AutoModelForCausalLM, AutoModelForImageTextToText
 
 import pi_lora
@@ -153,6 +154,18 @@ def test_interrupted_full_tuning_goes_on_to_the_same_weights(composite: Path, tm
     weights = stored(resumed)
     for name, tensor in stored(whole).items():
         assert torch.equal(tensor, weights[name]), name
+
+
+def test_experts_are_merged_as_the_checkpoint_stores_them(tmp_path: Path) -> None:
+    """Published ones of Qwen 3 have the inputs of experts in rows."""
+    base = save_composite("qwen3_vl_moe", tmp_path / "base")
+    weights = {name: weight.mT.contiguous() if "experts" in name else weight for name, weight in stored(base).items()}
+    save_file(weights, base / "model.safetensors", {"format": "pt"})
+    merged = Path(pi_lora.merge(tuned(base, tmp_path / "run"), output=tmp_path / "merged", check="logits"))
+    after = stored(merged)
+    for name, weight in weights.items():
+        assert weight.shape == after[name].shape
+        assert "experts" not in name or not torch.equal(weight, after[name])
 
 
 def test_full_tuning_writes_the_whole_checkpoint(composite: Path, tmp_path: Path) -> None:

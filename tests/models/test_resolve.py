@@ -4,6 +4,7 @@ import shutil
 from pathlib import Path
 
 import pytest
+from architectures import small_config
 import torch
 from architectures import small_config
 from random_runs import put_on_hub
@@ -231,3 +232,9 @@ def test_only_the_recorded_commit_is_the_base_of_a_run_without_reading_weights(
     load_recorded("b" * 40, digest, "someone/model")
     with pytest.raises(ModelError, match=r"other/model \(.*\) has other weights than those that it was tuned on"):
         load_recorded("b" * 40, digest, "other/model")
+
+
+def test_the_number_of_experts_has_the_names_of_transformers_4_and_5(tmp_path: Path) -> None:
+    small_config("qwen3_moe").save_pretrained(tmp_path)
+    config = resolve_model(str(tmp_path)).config
+    assert config["num_experts"] == config["num_local_experts"] == 4
