@@ -43,7 +43,7 @@ def put_on_hub(model: Path, name: str, cache: Path, monkeypatch: pytest.MonkeyPa
 
 
 def save_run(base: Path, folder: Path, extension: Extension = TWICE, **settings: Any) -> Path:
-    """A run that stretches `base` by 2, or by the `extension`, with an adapter of random numbers, as `LoraConfig(**settings)` says."""
+    """A run that extends `base`, with an adapter of random numbers, as `LoraConfig(**settings)` says."""
     found = resolve_model(str(base))
     adapted = _adapted(base, LoraConfig(task_type="CAUSAL_LM", **settings))
     torch.manual_seed(1)

@@ -18,9 +18,9 @@ from transformers import PreTrainedModel
 from transformers.utils import SAFE_WEIGHTS_INDEX_NAME, SAFE_WEIGHTS_NAME
 
 from pi_lora.errors import ModelError
-from pi_lora.models.experts import Layout, adapted_parameters
 from pi_lora.models.composite import names_in
 from pi_lora.models.device import dtype_named
+from pi_lora.models.experts import Layout, adapted_parameters
 from pi_lora.models.files import ADAPTER_WEIGHTS_FILE, AdapterSettings, read_adapter_settings
 from pi_lora.models.weights import COMPUTED, DTYPES, LENGTH_BYTES, METADATA, StoredTensor, finite, read_header, spans
 from pi_lora.storage import write_json
@@ -192,9 +192,7 @@ def read_adapter(folder: Path, model: PreTrainedModel) -> dict[str, Change]:
             scaling = settings.scaling(parameter or module, a.shape[0] // layout.num_experts(parameter or name))
             changes |= _low_rank_changes(layout, parameter or name, a, b, scaling)
     # A trained bias is saved under the layer that PEFT has wrapped.
-    others = {
-        tensor.name.removeprefix(PEFT_PREFIX).replace(".base_layer.", "."): tensor for tensor in parts.values()
-    }
+    others = {tensor.name.removeprefix(PEFT_PREFIX).replace(".base_layer.", "."): tensor for tensor in parts.values()}
     return changes | _by_name_in(model, others)
 
 

@@ -62,7 +62,9 @@ def test_experts_that_trained_are_merged_and_routers_do_not_train(kind: str, tmp
     before = stored(base)
     unchanged = {name for name, weight in stored(merged).items() if torch.equal(weight, before[name])}
     assert not {name for name in unchanged if "_proj.weight" in name or "experts" in name}
-    assert {name for name in before if name.endswith(("gate.weight", "router.weight", "classifier.weight"))} <= unchanged
+    assert {
+        name for name in before if name.endswith(("gate.weight", "router.weight", "classifier.weight"))
+    } <= unchanged
     with torch.no_grad():
         logits = AutoModelForCausalLM.from_pretrained(merged)(IDS).logits
         torch.testing.assert_close(logits, load(str(run)).module(IDS).logits, rtol=1e-5, atol=2e-5)
@@ -83,7 +85,6 @@ def save_adapter_4(base: Path, kind: str, folder: Path) -> Path:
     settings["target_modules"] = ["q_proj", *PROJECTIONS[kind]]
     (run / "adapter_config.json").write_text(json.dumps(settings))
     return run
-
 
 
 @torch.no_grad()

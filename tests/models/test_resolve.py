@@ -4,7 +4,6 @@ import shutil
 from pathlib import Path
 
 import pytest
-from architectures import small_config
 import torch
 from architectures import small_config
 from random_runs import put_on_hub
