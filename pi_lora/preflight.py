@@ -14,6 +14,7 @@ from pi_lora.data.sources import HELD_OUT_KEYS, PINNED
 from pi_lora.errors import ModelError, PiLoraError, RecipeError, first_line
 from pi_lora.models.adapter import check_shape, check_targets
 from pi_lora.models.files import BUILTIN
+from pi_lora.models.quantized import BITSANDBYTES, check_quantization, quantization_of
 from pi_lora.models.resolve import resolve_for_training
 from pi_lora.models.source import Base, ModelSource
 from pi_lora.models.weights import read_weights
@@ -22,9 +23,6 @@ from pi_lora.planning.training_plan import TrainingPlan
 from pi_lora.recipe.schema import Data, Recipe
 from pi_lora.run import Run, check_output, staging_path
 from pi_lora.types import NO_PERMISSIONS, Permissions
-
-# Kinds of quantized weights that LoRA takes.
-TUNABLE_QUANTIZED = ("bitsandbytes", "mxfp4")
 
 
 def check(
@@ -118,11 +116,12 @@ def _check_kernel(base: Base, kernel: str) -> None:
 
 
 def _check_quantization(base: Base, method: str) -> None:
-    kind = base.config.get("quantization_config", {}).get("quant_method")
-    if kind and (method == "full" or kind not in TUNABLE_QUANTIZED):
+    check_quantization(base)
+    kind = quantization_of(base.config)
+    if kind and (method == "full" or (method == "qlora" and kind != BITSANDBYTES)):
         raise ModelError(
             f"{base.name}: has weights quantized by {kind}, which tuning.method: {method} does not take; "
-            "name the model that it was made from"
+            "take lora, or name the model that it was made from"
         )
 
 

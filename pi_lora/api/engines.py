@@ -126,6 +126,7 @@ def extend(
     with ui.working(LIBRARIES):
         from pi_lora.evaluation.probe import read_probe
         from pi_lora.evaluation.suite import write_scores
+        from pi_lora.models.quantized import check_quantization
         from pi_lora.models.saving import copy_generation_config, link_weights, save_without_weights, weight_files
         from pi_lora.report.card import CARD, card_of
         from pi_lora.report.scores import MeasuredRun
@@ -138,6 +139,7 @@ def extend(
     folder = path_of(output)
     scores = read_probe(path_of(probe)).scores_by_stage(source.name, target, scaling) if probe else {}
     check_can_make(folder)
+    check_quantization(source.base)
     files = weight_files(source)
     with staged(folder) as staging, ui.progress("linking weights") as linked:
         run = MeasuredRun(staging, untuned=True, base_name=source.base.name)

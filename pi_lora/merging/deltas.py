@@ -9,7 +9,6 @@ import os
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
-from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +21,17 @@ from pi_lora.models.composite import names_in
 from pi_lora.models.device import dtype_named
 from pi_lora.models.experts import Layout, adapted_parameters
 from pi_lora.models.files import ADAPTER_WEIGHTS_FILE, AdapterSettings, read_adapter_settings
-from pi_lora.models.weights import COMPUTED, DTYPES, LENGTH_BYTES, METADATA, StoredTensor, finite, read_header, spans
+from pi_lora.models.weights import (
+    COMPUTED,
+    DTYPES,
+    LENGTH_BYTES,
+    METADATA,
+    StoredTensor,
+    finite,
+    keep,
+    read_header,
+    spans,
+)
 from pi_lora.storage import write_json
 from pi_lora.types import Progress
 
@@ -66,7 +75,7 @@ class LowRank:
         """Return B and A in float32, or of a transposed matrix A and B transposed."""
         rank = self.a.shape[0] // self.num_experts
         a = self.a.rows(self.expert * rank, (self.expert + 1) * rank).float()
-        b_of_all = _whole(self.b) if self.num_experts > 1 else self.b.whole()
+        b_of_all = keep(self.b.whole) if self.num_experts > 1 else self.b.whole()
         b_of_expert = b_of_all[:, self.expert :: self.num_experts]
         b = b_of_expert.chunk(self.num_projections)[self.projection].float()
         return (a.T, b.T) if self.is_transposed else (b, a)
@@ -77,12 +86,6 @@ class LowRank:
         for start, stop in spans(self.shape):
             rows = base.rows(first + start, first + stop).float()
             yield rows.addmm_(b[start:stop], a, alpha=self.scaling)
-
-
-@lru_cache(maxsize=4)
-def _whole(tensor: StoredTensor) -> torch.Tensor:
-    """Read the B of all experts, which each of them needs."""
-    return tensor.whole()
 
 
 @dataclass(frozen=True)
@@ -338,7 +341,7 @@ def in_threads(
                 progress(done, total, note)
     finally:
         torch.set_num_threads(torch_threads)
-        _whole.cache_clear()
+        keep.cache_clear()
 
 
 def write_tensors(tensors: Sequence[OutputTensor], folder: Path, progress: Progress) -> None:

@@ -6,11 +6,11 @@ from typing import Literal
 
 from transformers import PreTrainedConfig, PreTrainedModel
 
-from pi_lora.errors import ModelError
 from pi_lora.merging.check import check_logits, check_model, check_tensors
 from pi_lora.merging.deltas import OutputTensor, match_tensors, write_tensors
 from pi_lora.models.composite import names_in
 from pi_lora.models.files import public_name
+from pi_lora.models.quantized import check_quantization, dequantized
 from pi_lora.models.quiet import quiet_loading
 from pi_lora.models.resolve import base_of_adapter, require_adapter
 from pi_lora.models.saving import copy_generation_config, save_without_weights
@@ -100,7 +100,7 @@ def plan_merge(run: ModelSource, *, dtype: str | None, sibling: bool) -> Merge:
             model. The sibling gets the scaling too.
 
     Raises:
-        ModelError: `run` is no adapter, or the base is missing, damaged, quantized or another one.
+        ModelError: `run` is no adapter, or the base is missing, damaged, of an unknown quantization, or another one.
     """
     adapter = require_adapter(run.name, run.adapter)
     source = run
@@ -109,24 +109,21 @@ def plan_merge(run: ModelSource, *, dtype: str | None, sibling: bool) -> Merge:
     if sibling:
         source = _onto_sibling(run)
         tuned_on = base_of_adapter(adapter, permissions=run.permissions)
-        before = read_weights(tuned_on.name, tuned_on.file)
+        before = dequantized(read_weights(tuned_on.name, tuned_on.file), tuned_on.config)
         lines.append(f"sibling: tuned on {public_name(tuned_on.name)}, and added to {public_name(source.base.name)}")
     else:
         run.check_base_fingerprint()
     base = source.base
-    if base.config.get("quantization_config"):
-        raise ModelError(
-            f"{base.name}: has quantized weights; name the model that it was made from "
-            "with --base MODEL --allow-mismatch"
-        )
+    check_quantization(base)
+    plain_config = {key: entry for key, entry in source.config.items() if key != "quantization_config"}
     assert base.config_class, "a shipped config is for plans"
     with quiet_loading():
-        expected = build_on_meta(base.config_class, source.config)
-    base_tensors = read_weights(base.name, base.file)
+        expected = build_on_meta(base.config_class, plain_config)
+    base_tensors = dequantized(read_weights(base.name, base.file), base.config)
     tensors = match_tensors(expected, base_tensors, adapter, dtype=dtype, before=before)
     largest = max(tensors, key=lambda tensor: tensor.size)
     stored_dtype = str(largest.dtype).removeprefix("torch.")
-    config = {**source.config, "architectures": [type(expected).__name__], "dtype": stored_dtype}
+    config = {**plain_config, "architectures": [type(expected).__name__], "dtype": stored_dtype}
     names = names_in(expected, [tensor.name for tensor in tensors])
     if any(name in expected.all_tied_weights_keys for name in names.values()):
         config["tie_word_embeddings"] = False

@@ -19,6 +19,7 @@ from pi_lora.models.device import (
     dtype_of_base,
     measured_under_autocast,
 )
+from pi_lora.models.quantized import DEQUANTIZED_ON_LOADING, quantization_of
 from pi_lora.models.quiet import quiet_loading
 from pi_lora.models.source import ModelSource
 from pi_lora.models.weights import check_finite
@@ -140,11 +141,14 @@ def load_base(
     if placement == "empty":
         return empty_module(source.typed_config, dtype, kernel)
     options = _placement_options(placement, dtype)
+    config = source.typed_config
+    if quantization_of(source.config) in DEQUANTIZED_ON_LOADING:
+        config.quantization_config = {**config.quantization_config, "dequantize": True}
     with quiet_loading():
         try:
             module, report = AutoModelForCausalLM.from_pretrained(
                 base.path,
-                config=source.typed_config,
+                config=config,
                 dtype=QUANTIZED_FROM if placement == "quantized" else dtype,
                 attn_implementation=kernel,
                 use_safetensors=True,

@@ -10,6 +10,7 @@ import json
 import math
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, replace
+from functools import lru_cache
 from pathlib import Path
 from typing import Annotated, NamedTuple
 
@@ -35,6 +36,8 @@ DTYPES = {
     "I8": torch.int8,
     "U8": torch.uint8,
     "BOOL": torch.bool,
+    "F8_E4M3": torch.float8_e4m3fn,
+    "F8_E8M0": torch.float8_e8m0fnu,
 }
 # Old checkpoints store the unscaled frequencies of their rope; every reader computes them from the config.
 COMPUTED = "rotary_emb.inv_freq"
@@ -119,6 +122,12 @@ class StoredTensor:
     def whole(self) -> torch.Tensor:
         """Read the whole tensor."""
         return self.rows(0, self.shape[0])
+
+
+@lru_cache(maxsize=4)
+def keep(read: Callable[..., torch.Tensor], *arguments: int) -> torch.Tensor:
+    """Return what `read` returns, and keep it for the next callers; whoever writes files empties this cache."""
+    return read(*arguments)
 
 
 def spans(shape: tuple[int, ...]) -> Iterator[tuple[int, int]]:

@@ -1,0 +1,183 @@
+"""Quantized weights, dequantized a few rows at a time as they are read."""
+
+import importlib.util
+import json
+import math
+import re
+from collections import defaultdict
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from huggingface_hub import ModelCard
+
+from pi_lora.errors import ModelError
+from pi_lora.models.source import Base
+from pi_lora.models.weights import StoredTensor, keep
+from pi_lora.scaling.config import Config
+
+BITSANDBYTES = "bitsandbytes"
+# Kinds that transformers dequantizes when it loads them, for a training as well.
+DEQUANTIZED_ON_LOADING = ("fp8", "mxfp4")
+# The parts of a quantized weight, by what follows its name or that of its module. Scales of activations are ignored.
+NUMBERS = "numbers"
+SCALES = ("absmax", "SCB", "scales", "scale_inv")
+PARTS_OF_MODULES = r"\.(SCB|weight_format|input_scale|activation_scale)$"
+# The scales of bitsandbytes that have a scale in common.
+NESTED_BLOCK = 256
+
+
+def quantization_of(config: Config) -> str | None:
+    """Return the kind of quantization of the weights of a model."""
+    settings: Mapping[str, Any] = config.get("quantization_config") or {}
+    kind: str | None = settings.get("quant_method")
+    return kind
+
+
+def check_quantization(base: Base) -> None:
+    """Raise ModelError if the weights of `base` are of a kind that is not dequantized here."""
+    kind = quantization_of(base.config)
+    if kind == BITSANDBYTES and importlib.util.find_spec(BITSANDBYTES) is None:
+        raise ModelError(f"{base.name}: needs the package {BITSANDBYTES}; pip install 'pi-lora[qlora]'")
+    if kind in (None, BITSANDBYTES, *DEQUANTIZED_ON_LOADING):
+        return
+    card = base.file("README.md")
+    original = ModelCard.load(card).data.get("base_model") if card else None
+    named = f" ({original})" if original else ""
+    raise ModelError(
+        f"{base.name}: has weights quantized by {kind}, which are not dequantized here; "
+        f"name the model that it was made from{named}"
+    )
+
+
+@dataclass(frozen=True)
+class Quantized(StoredTensor):
+    """A weight that is read as bfloat16 or a wider type, with the tensors that hold its numbers and their scales."""
+
+    numbers: StoredTensor
+    scales: StoredTensor
+
+
+@dataclass(frozen=True)
+class Fp8(Quantized):
+    """A matrix of 8-bit floating point with a scale for every block of rows and columns, or one scale."""
+
+    block: tuple[int, int]
+
+    def rows(self, start: int, stop: int) -> torch.Tensor:
+        """Read rows `start` to `stop` (exclusive)."""
+        numbers = self.numbers.rows(start, stop).float()
+        scales = self.scales.whole().float()
+        if scales.numel() > 1:
+            height, width = self.block
+            of_rows = torch.arange(start, stop) // height
+            of_columns = torch.arange(self.shape[1]) // width
+            scales = scales[of_rows][:, of_columns]
+        return numbers * scales
+
+
+@dataclass(frozen=True)
+class Int8(Quantized):
+    """A matrix of bytes with a scale for every row (LLM.int8)."""
+
+    def rows(self, start: int, stop: int) -> torch.Tensor:
+        """Read rows `start` to `stop` (exclusive)."""
+        return self.numbers.rows(start, stop).float() * self.scales.rows(start, stop)[:, None] / 127
+
+
+@dataclass(frozen=True)
+class Mxfp4(Quantized):
+    """Stacked experts in 4-bit floating point, with a scale for 32 numbers; their rows are the columns in the file."""
+
+    def rows(self, start: int, stop: int) -> torch.Tensor:
+        """Read rows `start` to `stop` (exclusive), counted over all experts."""
+        height = self.numbers.shape[2] * self.numbers.shape[3] * 2
+        experts = range(start // height, (stop - 1) // height + 1)
+        rows = torch.cat([keep(self.expert, number) for number in experts])
+        first = start - experts.start * height
+        return rows[first : first + stop - start]
+
+    def expert(self, number: int) -> torch.Tensor:
+        """Read the matrix of one expert."""
+        from transformers.integrations.mxfp4 import convert_moe_packed_tensors
+
+        blocks = self.numbers.rows(number, number + 1)
+        scales = self.scales.rows(number, number + 1)
+        return convert_moe_packed_tensors(blocks, scales)[0]
+
+
+@dataclass(frozen=True)
+class FourBit(Quantized):
+    """A matrix of bitsandbytes: 4-bit codes, and a scale for every block, which may have scales of their own."""
+
+    parts: tuple[tuple[str, StoredTensor], ...]
+    block: int
+
+    def rows(self, start: int, stop: int) -> torch.Tensor:
+        """Read rows `start` to `stop` (exclusive)."""
+        from bitsandbytes.functional import QuantState, dequantize_4bit  # an optional package
+
+        columns = self.shape[1]
+        step = self.block * NESTED_BLOCK
+        first = start * columns // step * step
+        last = min(math.prod(self.shape), math.ceil(stop * columns / step) * step)
+        parts = {name: tensor.whole() for name, tensor in self.parts}
+        parts["absmax"] = self.scales.rows(first // self.block, math.ceil(last / self.block))
+        if "nested_absmax" in parts:
+            parts["nested_absmax"] = parts["nested_absmax"][first // step : math.ceil(last / step)]
+        state = QuantState.from_dict(parts, device=torch.device("cpu"))
+        state.shape = torch.Size([last - first])
+        state.dtype = torch.float32
+        values = dequantize_4bit(self.numbers.rows(first // 2, math.ceil(last / 2)), state).flatten()
+        return values[start * columns - first : stop * columns - first].view(stop - start, columns)
+
+
+def dequantized(stored: Mapping[str, StoredTensor], config: Config) -> dict[str, StoredTensor]:
+    """Return the weights of a model by name; those that are quantized are dequantized as they are read."""
+    if quantization_of(config) is None:
+        return dict(stored)
+    weights: dict[str, dict[str, StoredTensor]] = defaultdict(dict)
+    for key, tensor in stored.items():
+        name, part = _part_of(key)
+        weights[name][part] = tensor
+    block = config["quantization_config"].get("weight_block_size") or (1, 1)
+    return {name: _joined(name, parts, tuple(block)) for name, parts in weights.items()}
+
+
+def _part_of(key: str) -> tuple[str, str]:
+    """Return the name of the weight to which a tensor belongs, and the part of the weight that it is."""
+    key = re.sub(PARTS_OF_MODULES, r".weight.\1", key)
+    found = re.fullmatch(r"(.*\.weight)\.(.+)|(.*)_(scale_inv|blocks|scales)", key)
+    if found is None:
+        return key, NUMBERS
+    name, part = (group for group in found.groups() if group)
+    return name, part
+
+
+def _joined(name: str, parts: dict[str, StoredTensor], block: tuple[int, int]) -> StoredTensor:
+    numbers = parts.pop("blocks", None) or parts.pop(NUMBERS)
+    scales = next((parts.pop(part) for part in SCALES if part in parts), None)
+    if scales is None:
+        return numbers
+    common: dict[str, Any] = {
+        "name": name,
+        "dtype": torch.bfloat16,
+        "shape": numbers.shape,
+        "path": numbers.path,
+        "offset": numbers.offset,
+        "numbers": numbers,
+        "scales": scales,
+    }
+    if scales.name.endswith(".absmax"):
+        settings = next(tensor for part, tensor in parts.items() if part.startswith("quant_state"))
+        state = json.loads(bytes(settings.whole().tolist()))
+        common["shape"] = tuple(state["shape"])
+        return FourBit(**common, parts=tuple(parts.items()), block=state["blocksize"])
+    if scales.name.endswith(".SCB"):
+        return Int8(**common)
+    if scales.name.endswith("_scales"):
+        experts, columns, groups, size = numbers.shape
+        common["shape"] = (experts, groups * size * 2, columns)
+        return Mxfp4(**common)
+    return Fp8(**common, block=block)
