@@ -142,7 +142,8 @@ def load_base(
         return empty_module(source.typed_config, dtype, kernel)
     options = _placement_options(placement, dtype)
     config = source.typed_config
-    if quantization_of(source.config) in DEQUANTIZED_ON_LOADING:
+    is_dequantized = quantization_of(source.config) in DEQUANTIZED_ON_LOADING
+    if is_dequantized:
         config.quantization_config = {**config.quantization_config, "dequantize": True}
     with quiet_loading():
         try:
@@ -171,6 +172,9 @@ def load_base(
             f"{base.name}: stores another head than the embeddings to which its config ties it; "
             "run this again now that it is downloaded, or write tie_word_embeddings: false into its config.json"
         )
+    if is_dequantized:
+        # transformers 5.23 leaves the other weights of an FP8 model in the stored dtype.
+        _cast_weights(module, dtype)
     if placement == "quantized":
         _compute_in(dtype, module)
     loaded: PreTrainedModel = module
@@ -264,7 +268,11 @@ def _compute_in(dtype: torch.dtype, model: PreTrainedModel) -> None:
     for layer in model.modules():
         if isinstance(layer, Linear4bit):
             layer.support_avx512bf16_for_cpu = False
+    _cast_weights(model, dtype)
+    model.config.dtype = dtype
+
+
+def _cast_weights(model: PreTrainedModel, dtype: torch.dtype) -> None:
     for weight in model.parameters():
         if weight.is_floating_point():
             weight.data = weight.data.to(dtype)
-    model.config.dtype = dtype

@@ -121,7 +121,8 @@ class StoredTensor:
 
     def whole(self) -> torch.Tensor:
         """Read the whole tensor."""
-        return self.rows(0, self.shape[0])
+        rows = self.shape[0] if self.shape else 1
+        return self.rows(0, rows).view(self.shape)
 
 
 @lru_cache(maxsize=4)

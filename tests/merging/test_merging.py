@@ -181,12 +181,3 @@ def test_an_adapter_made_elsewhere_needs_a_config_and_a_base(small_model: Path, 
     assert "positions are divided by 2" in (merged / "README.md").read_text()
 
 
-def test_a_base_of_quantized_weights_is_refused(small_model: Path, lora_run: Path, tmp_path: Path) -> None:
-    """As adapters by Unsloth name theirs (-bnb-4bit)."""
-    base = Path(shutil.copytree(small_model, tmp_path / "base-bnb-4bit"))
-    config = json.loads((base / "config.json").read_text())
-    nf4 = {"quant_method": "bitsandbytes", "load_in_4bit": True}
-    (base / "config.json").write_text(json.dumps({**config, "quantization_config": nf4}))
-    with pytest.raises(ModelError, match=r"base-bnb-4bit: has quantized weights; name the model that it was made from"):
-        merge(lora_run, tmp_path / "merged", base=str(base))
-    assert not (tmp_path / "merged").exists()

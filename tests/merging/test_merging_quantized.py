@@ -1,0 +1,163 @@
+"""Quantized bases: what transformers dequantizes is what an adapter is added to, and full weights are written."""
+
+import importlib.util
+import json
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from architectures import small_config
+from conftest import run_command, small_recipe, train
+from random_runs import TWICE, save_base, save_run, stored
+from safetensors.torch import save_file
+from small_configs import SIZES
+from transformers import AutoModelForCausalLM, BitsAndBytesConfig, LlamaConfig
+
+from pi_lora.api import load, merge
+from pi_lora.errors import ModelError
+from pi_lora.models.loaded import load_base
+from pi_lora.models.quantized import dequantized
+from pi_lora.models.resolve import resolve_model
+from pi_lora.models.weights import read_weights
+from pi_lora.scaling.config import Extension
+
+NEEDS_BITSANDBYTES = pytest.mark.skipif(
+    importlib.util.find_spec("bitsandbytes") is None, reason="bitsandbytes is not installed"
+)
+# Rows and columns that are no multiple of what shares a scale.
+LLAMA = LlamaConfig(**{**SIZES, "hidden_size": 192, "intermediate_size": 320})
+
+
+def mark(folder: Path, **quantization: Any) -> None:
+    file = folder / "config.json"
+    config = json.loads(file.read_text())
+    file.write_text(json.dumps({**config, "quantization_config": quantization}))
+
+
+def with_bitsandbytes(folder: Path, **options: Any) -> None:
+    plain = save_base(LLAMA, folder, torch.bfloat16)
+    AutoModelForCausalLM.from_pretrained(plain, quantization_config=BitsAndBytesConfig(**options)).save_pretrained(
+        folder
+    )
+
+
+def with_fp8(folder: Path, kind: str = "llama", block: int | None = 64) -> None:
+    """As Qwen and DeepSeek publish theirs: every block divided by a scale of its own."""
+    config = LLAMA if kind == "llama" else small_config(kind)
+    config.vocab_size = 1024
+    save_base(config, folder, torch.bfloat16)
+    tensors = {}
+    for name, weight in stored(folder).items():
+        tensors[name] = weight
+        if name.endswith("_proj.weight"):
+            rows, columns = weight.shape
+            shape = (-(-rows // block), -(-columns // block)) if block else (1, 1)
+            scales = torch.rand(shape) * 0.001 + 0.0001
+            tensors[name] = (torch.randn(rows, columns) * 100).to(torch.float8_e4m3fn)
+            tensors[f"{name}_scale_inv"] = scales if block else scales.reshape(())
+    save_file(tensors, folder / "model.safetensors", {"format": "pt"})
+    size = [block, block] if block else None
+    mark(folder, quant_method="fp8", activation_scheme="dynamic", weight_block_size=size)
+
+
+def with_mxfp4(folder: Path) -> None:
+    config: Any = small_config("gpt_oss")
+    config.vocab_size = 1024
+    config.rope_parameters = {**config.rope_parameters, "factor": 4.0, "original_max_position_embeddings": 16}
+    save_base(config, folder, torch.bfloat16)
+    tensors = {}
+    for name, weight in stored(folder).items():
+        if name.endswith(("gate_up_proj", "down_proj")):
+            experts, rows, columns = weight.shape
+            tensors[f"{name}_blocks"] = torch.randint(0, 256, (experts, columns, rows // 32, 16), dtype=torch.uint8)
+            tensors[f"{name}_scales"] = torch.randint(118, 121, (experts, columns, rows // 32), dtype=torch.uint8)
+        else:
+            tensors[name] = weight
+    save_file(tensors, folder / "model.safetensors", {"format": "pt"})
+    mark(folder, quant_method="mxfp4", modules_to_not_convert=["self_attn", "lm_head", "router", "embed_tokens"])
+
+
+ADAPTER: dict[str, Any] = {"r": 2, "target_modules": ["q_proj", "v_proj"], "lora_alpha": 4}
+FOUR_BIT = {"load_in_4bit": True, "bnb_4bit_quant_type": "nf4", "bnb_4bit_compute_dtype": torch.bfloat16}
+KINDS: dict[str, Callable[[Path], None]] = {
+    "nf4": lambda folder: with_bitsandbytes(folder, **FOUR_BIT, bnb_4bit_use_double_quant=True),
+    "nf4, scales in float32": lambda folder: with_bitsandbytes(folder, **FOUR_BIT),
+    "int8": lambda folder: with_bitsandbytes(folder, load_in_8bit=True),
+    "fp8": with_fp8,
+    "fp8, one scale": lambda folder: with_fp8(folder, block=None),
+    "fp8 experts": lambda folder: with_fp8(folder, "qwen3_moe", 16),
+    "mxfp4": with_mxfp4,
+}
+
+
+@pytest.fixture(params=[pytest.param(kind, marks=NEEDS_BITSANDBYTES if "nf4" in kind else ()) for kind in KINDS])
+def base(request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.setattr("pi_lora.models.weights.BLOCK", 1000)
+    KINDS[request.param](tmp_path / "base")
+    return tmp_path / "base"
+
+
+def weight_of(module: Any, name: str) -> torch.Tensor:
+    """A weight as the library dequantizes it, before it is rounded."""
+    weight = module.get_parameter(name)
+    if hasattr(weight, "quant_state"):
+        from bitsandbytes.functional import dequantize_4bit
+
+        weight.quant_state.dtype = torch.float32
+        return torch.as_tensor(dequantize_4bit(weight.data, weight.quant_state))
+    if weight.dtype == torch.int8:
+        return weight.data.float() * weight.SCB[:, None] / 127
+    return torch.as_tensor(weight)
+
+
+@torch.no_grad()
+def test_an_adapter_is_merged_into_the_dequantized_base(base: Path, tmp_path: Path) -> None:
+    source = resolve_model(str(base))
+    module = load_base(source, torch.float32)
+    for name, weight in dequantized(read_weights(str(base), source.base.file), source.config).items():
+        if name in module.state_dict():
+            blocks = torch.cat([block.flatten() for block in weight.blocks()])
+            torch.testing.assert_close(blocks.float(), weight_of(module, name).float().flatten(), rtol=1e-6, atol=0)
+    kind = source.config["model_type"]
+    run = save_run(base, tmp_path / "run", Extension(128, scaling="yarn") if kind == "gpt_oss" else TWICE, **ADAPTER)
+    merged = merge(run, tmp_path / "merged", check="logits")
+    assert any("logits" in line for line in merged.lines)
+    config = json.loads((merged.folder / "config.json").read_text())
+    assert "quantization_config" not in config
+    assert config["dtype"] == "bfloat16"
+    assert {weight.dtype for weight in stored(merged.folder).values()} == {torch.bfloat16}
+
+
+@pytest.mark.parametrize("make", [with_fp8, with_mxfp4])
+def test_lora_trains_on_a_base_that_transformers_dequantizes(make: Callable[[Path], None], tmp_path: Path) -> None:
+    make(tmp_path / "base")
+    recipe = small_recipe(tmp_path / "base", scaling="yarn")
+    run = train(recipe, tmp_path / "run")
+    assert load(str(run)).window == 128
+    assert merge(run, tmp_path / "merged", check="logits").lines
+
+
+def test_a_quantization_that_is_not_dequantized_is_refused_with_the_original(
+    small_model: Path, lora_run: Path, tmp_path: Path
+) -> None:
+    base = Path(shutil.copytree(small_model, tmp_path / "base"))
+    mark(base, quant_method="gptq", bits=4)
+    refused = "base: has weights quantized by gptq, which are not dequantized here; name the model that it was made from"
+    with pytest.raises(ModelError, match=refused):
+        train(small_recipe(base), tmp_path / "run")
+    (base / "README.md").write_text("---\nbase_model: owner/original\n---\n")
+    with pytest.raises(ModelError, match=rf"{refused} \(owner/original\)"):
+        merge(lora_run, tmp_path / "merged", base=str(base))
+    words = ["extend", str(base), "--target", "128", "--scaling", "yarn", "--output", str(tmp_path / "extended")]
+    assert run_command(*words) == 2
+    assert not (tmp_path / "extended").exists()
+
+
+def test_qlora_and_full_tuning_of_fp8_are_refused(tmp_path: Path) -> None:
+    with_fp8(tmp_path / "base")
+    for method in ("qlora", "full"):
+        with pytest.raises(ModelError, match=f"quantized by fp8, which tuning.method: {method} does not take"):
+            train(small_recipe(tmp_path / "base", tuning={"method": method}), tmp_path / "run")
