@@ -297,11 +297,11 @@ def _stack_experts(changes: dict[str, Change], stored: Mapping[str, StoredTensor
     """Replace the changes of the matrices that a stored tensor stacks by one for the tensor."""
     for name, tensor in stored.items():
         num_experts = layout.num_experts(name)
-        if num_experts > 1:
-            parts = layout.parts(name)
-            if changes.keys() >= set(parts):
-                stack = Stack(num_experts, [changes.pop(part) for part in parts])
-                changes[name] = stack if stack.shape == tensor.shape else stack.transposed()
+        names = layout.parts(name) if num_experts > 1 else []
+        if names and changes.keys() >= set(names):
+            parts: list[Any] = [changes.pop(part) for part in names]
+            stack = Stack(num_experts, parts)
+            changes[name] = stack if stack.shape == tensor.shape else stack.transposed()
 
 
 def _by_name_in(model: PreTrainedModel, stored: Mapping[str, Any]) -> dict[str, Any]:

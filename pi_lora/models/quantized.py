@@ -104,7 +104,8 @@ class Mxfp4(Quantized):
 
         blocks = self.numbers.rows(number, number + 1)
         scales = self.scales.rows(number, number + 1)
-        return convert_moe_packed_tensors(blocks, scales)[0]
+        stack: torch.Tensor = convert_moe_packed_tensors(blocks, scales)
+        return stack[0]
 
 
 @dataclass(frozen=True)

@@ -179,5 +179,3 @@ def test_an_adapter_made_elsewhere_needs_a_config_and_a_base(small_model: Path, 
     with torch.no_grad():
         torch.testing.assert_close(ours(IDS).logits, expected(IDS).logits, rtol=1e-4, atol=1e-4)
     assert "positions are divided by 2" in (merged / "README.md").read_text()
-
-

@@ -145,7 +145,9 @@ def test_a_quantization_that_is_not_dequantized_is_refused_with_the_original(
 ) -> None:
     base = Path(shutil.copytree(small_model, tmp_path / "base"))
     mark(base, quant_method="gptq", bits=4)
-    refused = "base: has weights quantized by gptq, which are not dequantized here; name the model that it was made from"
+    refused = (
+        "base: has weights quantized by gptq, which are not dequantized here; name the model that it was made from"
+    )
     with pytest.raises(ModelError, match=refused):
         train(small_recipe(base), tmp_path / "run")
     (base / "README.md").write_text("---\nbase_model: owner/original\n---\n")
