@@ -93,13 +93,20 @@ def check_shape(folder: Path, tuning: Tuning, base: PreTrainedModel) -> None:
 
 
 def check_targets(tuning: Tuning, base: PreTrainedModel) -> None:
-    """Raise an error if PEFT cannot adapt `base`, on the meta device, as `tuning` says, or no merge could add the
-    adapter to the stored weights.
+    """Raise an error if PEFT cannot adapt `base`, on the meta device, as `tuning` says, or not load the adapter again, or
+    if no merge could add the adapter to the stored weights.
     """
     try:
         tuned = _prepare_on_meta(base, tuning)
     except ValueError as error:
         raise RecipeError([f"tuning: {first_line(error)}"]) from None
+    saved = peft.get_peft_model_state_dict(tuned, save_embedding_layers=False)
+    try:
+        lost = peft.set_peft_model_state_dict(tuned, saved).unexpected_keys
+    except KeyError as error:
+        lost = error.args
+    if lost:
+        raise RecipeError([f"tuning: PEFT would not load {lost[0]} again; name other target_modules"])
     layout = Layout(base)
     for name, module in tuned.named_modules():
         if isinstance(module, LoraLayer):
@@ -317,8 +324,8 @@ def _modules_to_save(model: PreTrainedModel, tuning: Tuning) -> list[str]:
 
 
 def _has_weights(module: nn.Module) -> bool:
-    """Whether a module has parameters, which the norms of OLMo and some of Gemma 4 have not."""
-    return any(True for _ in module.parameters())
+    """Whether a module has parameters of its own, which the norms of OLMo and some of Gemma 4 have not."""
+    return any(True for _ in module.parameters(recurse=False))
 
 
 def _attention_names(model: nn.Module) -> set[str]:

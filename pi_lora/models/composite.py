@@ -82,7 +82,9 @@ def names_in(model: Any, stored_names: Iterable[str]) -> dict[str, str]:
     renamings_alone = adapter_renamings(model)
     names = {}
     for stored_name in stored_names:
-        name, _ = rename_source_key(stored_name, renamings, [], model.base_model_prefix, weights)
+        name = stored_name
+        if name not in weights:
+            name, _ = rename_source_key(stored_name, renamings, [], model.base_model_prefix, weights)
         if name not in weights:
             for pattern, replacement in renamings_alone.items():
                 name = re.sub(pattern, replacement, name)

@@ -67,7 +67,7 @@ class Tuning(Section):
     dropout: Annotated[float, Field(ge=0, lt=1)] = 0.0
     """Dropout probability on the adapter's inputs."""
     target_modules: Literal["attention", "all-linear"] | Texts = "all-linear"
-    """Linear layers that get an adapter: all-linear without routers. May also be names of modules, as [q_proj, v_proj]."""
+    """Linear layers that get an adapter, all-linear without routers. Or names of modules, as [q_proj, v_proj]."""
     modules_to_save: Literal["embeddings_and_norms", "norms", "nothing"] = "embeddings_and_norms"
     """Modules that train in full and are saved with the adapter (LongLoRA)."""
 
