@@ -39,7 +39,7 @@ PEFT_PREFIX = "base_model.model."
 # Initializations that do not change the base; PiSSA, OLoRA, CorDA and LoftQ subtract theirs from it.
 UNCHANGED_BASE_INITIALIZATIONS = (True, False, "gaussian", "orthogonal", "eva")
 # Kinds of LoRA whose update is not a single matrix product, or depends on the input.
-UNMERGEABLE_SETTINGS = ("use_dora", "alora_invocation_tokens", "arrow_config")
+UNMERGEABLE_SETTINGS = ("use_dora", "alora_invocation_tokens", "arrow_config", "trainable_token_indices")
 # Threads that read, compute and write.
 NUM_THREADS = 2
 # More than the bytes of a block.
