@@ -159,7 +159,7 @@ def test_context_parallel_is_refused_for_models_with_sliding_windows(
 
 
 @pytest.mark.parametrize(
-    ("kind", "method"), [("gptq", "lora"), ("fp8", "lora"), ("awq", "qlora"), ("bitsandbytes", "full")]
+    ("kind", "method"), [("gptq", "lora"), ("fp8", "qlora"), ("awq", "qlora"), ("bitsandbytes", "full")]
 )
 def test_quantized_weights_that_cannot_be_tuned_are_refused(
     kind: str, method: str, small_model: Path, tmp_path: Path
@@ -168,7 +168,7 @@ def test_quantized_weights_that_cannot_be_tuned_are_refused(
     config = json.loads((model / "config.json").read_text())
     config["quantization_config"] = {"quant_method": kind, "bits": 4, "load_in_4bit": True}
     (model / "config.json").write_text(json.dumps(config))
-    expected = f"model: has weights quantized by {kind}, which tuning.method: {method} does not take"
+    expected = f"model: has weights quantized by {kind}, which .*; .*name the model that it was made from"
     with pytest.raises(ModelError, match=expected):
         check(small_recipe(model, tuning={"method": method}), tmp_path / "run")
 

@@ -61,14 +61,14 @@ class Quantized(StoredTensor):
 
 @dataclass(frozen=True)
 class Fp8(Quantized):
-    """A matrix of 8-bit floating point with a scale for every block of rows and columns, or one scale."""
+    """A matrix, or stack of them, of 8-bit floating point: a scale for every block of rows and columns, or one scale."""
 
     block: tuple[int, int]
 
     def rows(self, start: int, stop: int) -> torch.Tensor:
         """Read rows `start` to `stop` (exclusive)."""
         numbers = self.numbers.rows(start, stop).float()
-        scales = self.scales.whole().float()
+        scales = self.scales.as_matrix().whole().float()
         if scales.numel() > 1:
             height, width = self.block
             of_rows = torch.arange(start, stop) // height
@@ -157,7 +157,9 @@ def _part_of(key: str) -> tuple[str, str]:
 
 
 def _joined(name: str, parts: dict[str, StoredTensor], block: tuple[int, int]) -> StoredTensor:
-    numbers = parts.pop("blocks", None) or parts.pop(NUMBERS)
+    numbers = parts.pop("blocks", None) or parts.pop(NUMBERS, None)
+    if numbers is None:
+        raise ModelError(f"{name}: its scales are there without its numbers; download the model again")
     scales = next((parts.pop(part) for part in SCALES if part in parts), None)
     if scales is None:
         return numbers

@@ -156,10 +156,3 @@ def test_a_quantization_that_is_not_dequantized_is_refused_with_the_original(
     words = ["extend", str(base), "--target", "128", "--scaling", "yarn", "--output", str(tmp_path / "extended")]
     assert run_command(*words) == 2
     assert not (tmp_path / "extended").exists()
-
-
-def test_qlora_and_full_tuning_of_fp8_are_refused(tmp_path: Path) -> None:
-    with_fp8(tmp_path / "base")
-    for method in ("qlora", "full"):
-        with pytest.raises(ModelError, match=f"quantized by fp8, which tuning.method: {method} does not take"):
-            train(small_recipe(tmp_path / "base", tuning={"method": method}), tmp_path / "run")
