@@ -93,8 +93,8 @@ def check_shape(folder: Path, tuning: Tuning, base: PreTrainedModel) -> None:
 
 
 def check_targets(tuning: Tuning, base: PreTrainedModel) -> None:
-    """Raise an error if PEFT cannot adapt `base`, on the meta device, as `tuning` says, or load the adapter again, or if
-    no merge could add the adapter to the stored weights.
+    """Raise an error if PEFT cannot adapt `base`, on the meta device, as `tuning` says, or not load the adapter, or if no
+    merge could add the adapter to the stored weights.
     """
     try:
         tuned = _prepare_on_meta(base, tuning)

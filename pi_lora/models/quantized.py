@@ -61,13 +61,13 @@ class Quantized(StoredTensor):
 
 @dataclass(frozen=True)
 class Fp8(Quantized):
-    """A matrix, or stack of them, of 8-bit floating point: a scale for every block of rows and columns, or one scale."""
+    """A matrix or stack in 8-bit floating point, with a scale for every block of rows and columns, or one scale."""
 
     block: tuple[int, int]
 
     def rows(self, start: int, stop: int) -> torch.Tensor:
         """Read rows `start` to `stop` (exclusive)."""
-        numbers = self.numbers.rows(start, stop).float()
+        numbers = self.numbers.as_matrix().rows(start, stop).float()
         scales = self.scales.as_matrix().whole().float()
         if scales.numel() > 1:
             height, width = self.block

@@ -21,7 +21,7 @@ from pi_lora.errors import ModelError
 from pi_lora.models.loaded import load_base
 from pi_lora.models.quantized import dequantized
 from pi_lora.models.resolve import resolve_model
-from pi_lora.models.weights import read_weights
+from pi_lora.models.weights import read_header, read_weights
 from pi_lora.scaling.config import Extension
 
 NEEDS_BITSANDBYTES = pytest.mark.skipif(
@@ -129,6 +129,22 @@ def test_an_adapter_is_merged_into_the_dequantized_base(base: Path, tmp_path: Pa
     assert "quantization_config" not in config
     assert config["dtype"] == "bfloat16"
     assert {weight.dtype for weight in stored(merged.folder).values()} == {torch.bfloat16}
+
+
+def test_stacked_experts_in_fp8_are_dequantized(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As Qwen publishes those of vision-language models."""
+    monkeypatch.setattr("pi_lora.models.weights.BLOCK", 300)
+    numbers = (torch.randn(3, 32, 48) * 50).to(torch.float8_e4m3fn)
+    scales = torch.rand(3, 2, 3)
+    file = tmp_path / "model.safetensors"
+    save_file({"experts.gate_up_proj": numbers, "experts.gate_up_proj_scale_inv": scales}, file)
+    config = {"quantization_config": {"quant_method": "fp8", "weight_block_size": [16, 16]}}
+    weight = dequantized(read_header(file), config)["experts.gate_up_proj"]
+    expected = numbers.float() * scales.repeat_interleave(16, dim=1).repeat_interleave(16, dim=2)
+    assert torch.equal(torch.cat(list(weight.blocks())).view(3, 32, 48), expected)
+    save_file({"experts.gate_up_proj_scale_inv": scales}, file)
+    with pytest.raises(ModelError, match="experts.gate_up_proj: its scales are there without its numbers"):
+        dequantized(read_header(file), config)
 
 
 @pytest.mark.parametrize("make", [with_fp8, with_mxfp4])
