@@ -93,8 +93,9 @@ def check_shape(folder: Path, tuning: Tuning, base: PreTrainedModel) -> None:
 
 
 def check_targets(tuning: Tuning, base: PreTrainedModel) -> None:
-    """Raise an error if PEFT cannot adapt `base`, on the meta device, as `tuning` says, or not load the adapter, or if no
-    merge could add the adapter to the stored weights.
+    """Raise an error if PEFT cannot adapt `base`, on the meta device, as `tuning` says.
+
+    The same holds if it would not load the adapter again, or no merge could add the adapter to the stored weights.
     """
     try:
         tuned = _prepare_on_meta(base, tuning)
