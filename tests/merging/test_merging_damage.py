@@ -105,6 +105,10 @@ DAMAGE: dict[str, tuple[Callable[[Path], object], str]] = {
         lambda at: edit_json(at / "run" / "adapter_config.json", use_dora=True, init_lora_weights="pissa"),
         r"use_dora, init_lora_weights pissa: cannot be merged",
     ),
+    "rows of embeddings": (
+        lambda at: edit_json(at / "run" / "adapter_config.json", trainable_token_indices=[3]),
+        r"run: trainable_token_indices: cannot be merged",
+    ),
     "adapter of embeddings": (
         lambda at: edit(
             at / "run" / ADAPTER,
