@@ -68,8 +68,9 @@ def linear_targets(model: PreTrainedModel) -> tuple[str | list[str], list[str]]:
     """Return all linear layers without the head and routers as `target_modules` of PEFT, and stacked experts as its
     `target_parameters`.
 
-    Routers do not train, for stability (as in Unsloth's guides). PEFT 0.21 takes the name of a projection of experts for
-    all experts. So dense and shared MLPs with projections of that name are parameters, too; quantized ones do not train.
+    Routers do not train, for stability (as in Unsloth's guides). PEFT 0.21 takes the name of a projection of experts to
+    mean the experts. So projections of such names in dense and shared MLPs are parameters too; quantized ones do not
+    train.
     """
     stacks = set()
     for name, weight in model.named_parameters():

@@ -27,6 +27,8 @@ KINDS = (
     "qwen3_next solar_open"
 ).split()
 
+ADAPTED = ("experts.0.up_proj.weight", "experts.0.w1.weight", "mlp.up_proj.weight", "shared_experts.up_proj.weight")
+ROUTERS = (".gate.weight", "router.weight", "classifier.weight", "gate.wg.weight")
 # PEFT 0.21 would not load their adapters again.
 TRAINED = [kind for kind in (*QUICK, *KINDS) if kind not in ("axk2", "laguna", "deepseek_v3")]
 PROJECTIONS = {"qwen3_moe": ["gate_proj", "up_proj", "down_proj"], "mixtral": ["w1", "w2", "w3"]}
