@@ -104,7 +104,7 @@ def _is_written(tensor: OutputTensor, stored: StoredTensor | None) -> bool:
         source_rows = tensor.source.as_matrix()
         stored_rows = stored.as_matrix()
         return all(_is_sum(source_rows, part, stored_rows, first) for first, part in tensor.delta.placed())
-    if isinstance(tensor.delta, LowRank):
+    if isinstance(tensor.delta, LowRank) and tensor.delta.magnitude is None:
         return _is_sum(tensor.source, tensor.delta, stored)
     return all(map(torch.equal, tensor.blocks(), stored.blocks()))
 

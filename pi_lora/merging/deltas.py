@@ -39,7 +39,7 @@ PEFT_PREFIX = "base_model.model."
 # Initializations that do not change the base; PiSSA, OLoRA, CorDA and LoftQ subtract theirs from it.
 UNCHANGED_BASE_INITIALIZATIONS = (True, False, "gaussian", "orthogonal", "eva")
 # Kinds of LoRA whose update is not a single matrix product, or depends on the input.
-UNMERGEABLE_SETTINGS = ("use_dora", "alora_invocation_tokens", "arrow_config", "trainable_token_indices")
+UNMERGEABLE_SETTINGS = ("alora_invocation_tokens", "arrow_config", "trainable_token_indices")
 # Threads that read, compute and write.
 NUM_THREADS = 2
 # More than the bytes of a block.
@@ -63,6 +63,7 @@ class LowRank:
     projection: int = 0
     num_projections: int = 1
     is_transposed: bool = False
+    magnitude: StoredTensor | None = None
 
     @property
     def shape(self) -> tuple[int, ...]:
@@ -85,7 +86,11 @@ class LowRank:
         b, a = self.factors()
         for start, stop in spans(self.shape):
             rows = base.rows(first + start, first + stop).float()
-            yield rows.addmm_(b[start:stop], a, alpha=self.scaling)
+            rows.addmm_(b[start:stop], a, alpha=self.scaling)
+            if self.magnitude:
+                lengths = self.magnitude.whole().float().chunk(self.num_projections)[self.projection]
+                rows *= (lengths[start:stop] / rows.norm(dim=1))[:, None]
+            yield rows
 
 
 @dataclass(frozen=True)
@@ -193,14 +198,23 @@ def read_adapter(folder: Path, model: PreTrainedModel) -> dict[str, Change]:
             name = names[f"{module}.weight"]
             parameter = adapted.get(name.removesuffix(".weight"))
             scaling = settings.scaling(parameter or module, a.shape[0] // layout.num_experts(parameter or name))
-            changes |= _low_rank_changes(layout, parameter or name, a, b, scaling)
+            magnitude = parts.pop(f"{module}.lora_magnitude_vector", None)
+            if settings.use_dora and magnitude is None:
+                raise ModelError(f"{folder}: lacks {module}.lora_magnitude_vector; tune or download it again")
+            changes |= _low_rank_changes(layout, parameter or name, a, b, scaling=scaling, magnitude=magnitude)
     # A trained bias is saved under the layer that PEFT has wrapped.
     others = {tensor.name.removeprefix(PEFT_PREFIX).replace(".base_layer.", "."): tensor for tensor in parts.values()}
     return changes | _by_name_in(model, others)
 
 
 def _low_rank_changes(
-    layout: Layout, weight: str, a: StoredTensor, b: StoredTensor, scaling: float
+    layout: Layout,
+    weight: str,
+    a: StoredTensor,
+    b: StoredTensor,
+    *,
+    scaling: float,
+    magnitude: StoredTensor | None,
 ) -> dict[str, Change]:
     """Return the changes of the matrices that a weight of the model joins, by name."""
     names = layout.parts(weight)
@@ -217,6 +231,7 @@ def _low_rank_changes(
             projection=number % num_projections,
             num_projections=num_projections,
             is_transposed=layout.is_transposed(weight),
+            magnitude=magnitude,
         )
     return changes
 

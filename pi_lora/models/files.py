@@ -148,6 +148,7 @@ class AdapterSettings(BaseModel):
     r: Annotated[int, Field(gt=0)] = 8
     lora_alpha: Annotated[float, Field(allow_inf_nan=False)] = 8
     use_rslora: bool | None = False
+    use_dora: bool | None = False
     init_lora_weights: bool | str | None = True
     modules_to_save: list[str] | None = None
     target_parameters: list[str] | None = None

@@ -102,8 +102,12 @@ DAMAGE: dict[str, tuple[Callable[[Path], object], str]] = {
         r"adapter_config\.json: peft_type LOHA: only LoRA adapters can be loaded and merged",
     ),
     "adapter with another update than B A": (
-        lambda at: edit_json(at / "run" / "adapter_config.json", use_dora=True, init_lora_weights="pissa"),
-        r"use_dora, init_lora_weights pissa: cannot be merged",
+        lambda at: edit_json(at / "run" / "adapter_config.json", arrow_config={"top_k": 1}, init_lora_weights="pissa"),
+        r"arrow_config, init_lora_weights pissa: cannot be merged",
+    ),
+    "DoRA without lengths": (
+        lambda at: edit_json(at / "run" / "adapter_config.json", use_dora=True),
+        r"run: lacks .*_proj\.lora_magnitude_vector; tune or download it again",
     ),
     "rows of embeddings": (
         lambda at: edit_json(at / "run" / "adapter_config.json", trainable_token_indices=[3]),

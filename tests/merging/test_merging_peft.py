@@ -24,6 +24,7 @@ HEAD, EMBEDDING = "lm_head.weight", "model.embed_tokens.weight"
 CASES: dict[str, tuple[PreTrainedConfig, dict[str, Any]]] = {
     "lora": (UNTIED, {"r": 4, "target_modules": ALL}),
     "attention only": (UNTIED, {"r": 4, "target_modules": ATTENTION}),
+    "dora": (UNTIED, {"r": 4, "target_modules": ALL, "use_dora": True}),
     "rank-stabilized": (UNTIED, {"r": 4, "target_modules": ALL, "use_rslora": True}),
     "own ranks": (
         UNTIED,
