@@ -12,7 +12,8 @@ import torch
 from transformers import PreTrainedModel
 
 from pi_lora.errors import ModelError
-from pi_lora.merging.deltas import LowRank, OutputTensor, Stack, in_threads
+from pi_lora.merging.deltas import LowRank, OutputTensor, Stack
+from pi_lora.merging.writing import in_threads
 from pi_lora.models.composite import names_in
 from pi_lora.models.device import device, free_memory
 from pi_lora.models.files import find_file, read_config

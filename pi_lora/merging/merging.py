@@ -7,7 +7,8 @@ from typing import Literal
 from transformers import PreTrainedConfig, PreTrainedModel
 
 from pi_lora.merging.check import check_logits, check_model, check_tensors
-from pi_lora.merging.deltas import OutputTensor, match_tensors, write_tensors
+from pi_lora.merging.deltas import OutputTensor, match_tensors
+from pi_lora.merging.writing import write_tensors
 from pi_lora.models.composite import names_in
 from pi_lora.models.files import public_name
 from pi_lora.models.quantized import check_quantization, dequantized
