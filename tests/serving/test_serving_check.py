@@ -15,6 +15,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
 from pi_lora import cli
 from pi_lora.api import merge
+from pi_lora.errors import PiLoraError
 from pi_lora.models.files import BUILTIN_FOLDER
 from pi_lora.serving.check import Completion, Server, _compare, _doubt
 from pi_lora.serving.reference import CODES, NAMES, Answer, Prompt, Reference
@@ -355,6 +356,17 @@ def test_a_server_may_leave_out_the_space_that_an_answer_begins_with(text: str, 
     assert (equal, distance) == (agreed, 0.0 if agreed == 2 else inf)
 
 
+@pytest.mark.parametrize(
+    ("text", "follows"),
+    [("", False), (" ship", False), (" ship is", True), (" ship is\n", True), (" sh\ufffd", True), (" shop", False)],
+)
+def test_a_server_that_ends_earlier_gives_another_answer(text: str, follows: bool) -> None:
+    """A model without its scaling may end at once; servers cut characters and spaces at the end of an answer."""
+    computed = Answer(text=" ship is\n", ends=[5, 8, 9], logprobs=[-1.0] * 3, margins=[9.0] * 3)
+    distance, _ = _compare(computed, Completion(text, None, []))
+    assert distance == (0 if follows else inf)
+
+
 def test_a_refusal_of_the_server_is_one_line(
     computer: Computer, reference: Path, serve: Serve, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -362,6 +374,16 @@ def test_a_refusal_of_the_server_is_one_line(
     assert (status, [row["verdict"] for row in rows]) == (1, ["refused"] * 4 + ["right"])
     assert "maximum context length is 96 tokens" in rows[0]["detail"]
     assert "refused" in capsys.readouterr().out
+
+
+def test_a_server_that_dies_between_two_prompts_is_one_line(computer: Computer, serve: Serve) -> None:
+    class Dying(Engine):
+        def complete(self, body: Json) -> tuple[int, Json]:
+            raise ConnectionAbortedError
+
+    server = Server(serve(Dying(computer)))
+    with pytest.raises(PiLoraError, match=r"cannot be reached \(.*\); start the server"):
+        server.complete("The code")
 
 
 def test_another_model_fails_the_check(demo: Path, reference: Path, serve: Serve) -> None:
