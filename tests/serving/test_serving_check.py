@@ -17,7 +17,7 @@ from pi_lora import cli
 from pi_lora.api import merge
 from pi_lora.errors import PiLoraError
 from pi_lora.models.files import BUILTIN_FOLDER
-from pi_lora.serving.check import Completion, Server, _compare, _doubt
+from pi_lora.serving.check import Completion, Server, _compare, _doubt, _judge
 from pi_lora.serving.reference import CODES, NAMES, Answer, Prompt, Reference
 
 Json = dict[str, Any]
@@ -340,6 +340,19 @@ def test_a_code_of_three_tokens_is_enough_proof(agreed: int, doubt: str) -> None
     computed = Answer(text=" 25473", ends=[1, 4, 6], logprobs=[-1.0] * 3, margins=[9.0] * 3)
     prompt = Prompt(characters=0, code_starts=[0] * 4, answers={"right": computed})
     assert _doubt(prompt, Completion(" 25473", None, [-1.0] * 3), agreed, ambiguous=False) == doubt
+
+
+@pytest.mark.parametrize("margin", [0.1, 9.0])
+def test_an_answer_without_the_scaling_is_unscaled_beyond_a_near_tie(margin: float) -> None:
+    """One token is equal to the right answer, and all are to the other."""
+    right = Answer(text=" 25473", ends=[1, 4, 6], logprobs=[-1.0] * 3, margins=[9.0, margin, 9.0])
+    unscaled = Answer(text=" 11111", ends=[1, 4, 6], logprobs=[-1.0] * 3, margins=[9.0] * 3)
+    prompt = Prompt(characters=0, code_starts=[0] * 4, tokens=900, answers={"right": right, "unscaled": unscaled})
+    reference = Reference.model_construct(original=256, target=1024)
+    judged = _judge(reference, prompt, Completion(" 11111", 900, [-1.0] * 3), 0.1)
+    assert (judged.verdict, judged.agreed) == ("unscaled", 3)
+    judged = _judge(reference, prompt, Completion(" 25473", 900, [-1.0] * 3), 0.1)
+    assert (judged.verdict, judged.agreed) == ("right", 3)
 
 
 def test_no_code_holds_the_digits_that_identify_another() -> None:
