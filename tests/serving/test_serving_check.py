@@ -348,7 +348,7 @@ def test_an_answer_without_the_scaling_is_unscaled_beyond_a_near_tie(margin: flo
     right = Answer(text=" 25473", ends=[1, 4, 6], logprobs=[-1.0] * 3, margins=[9.0, margin, 9.0])
     unscaled = Answer(text=" 11111", ends=[1, 4, 6], logprobs=[-1.0] * 3, margins=[9.0] * 3)
     prompt = Prompt(characters=0, code_starts=[0] * 4, tokens=900, answers={"right": right, "unscaled": unscaled})
-    reference = Reference.model_construct(original=256, target=1024)
+    reference = Reference(model="m", original=256, target=1024, own_text="", prompts=[prompt])
     judged = _judge(reference, prompt, Completion(" 11111", 900, [-1.0] * 3), 0.1)
     assert (judged.verdict, judged.agreed) == ("unscaled", 3)
     judged = _judge(reference, prompt, Completion(" 25473", 900, [-1.0] * 3), 0.1)
