@@ -235,7 +235,7 @@ def _compare(computed: Answer, completion: Completion) -> tuple[float, int]:
         text = " " * spaces + text
     agreed = sum(1 for end in computed.ends if text.startswith(computed.text[:end]))
     end = computed.ends[agreed - 1] if agreed else 0
-    expected = computed.text[end:]
+    expected = computed.text[end:].rstrip("\ufffd")
     answered = text[end:]
     # Some servers leave out the spaces at the end. They may go on after all that was computed, and end no earlier.
     follows = not expected.strip()

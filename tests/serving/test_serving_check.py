@@ -389,6 +389,12 @@ def test_a_refusal_of_the_server_is_one_line(
     assert "refused" in capsys.readouterr().out
 
 
+@pytest.mark.parametrize("text", [" ship", " ship\ufffd", " ship is"])
+def test_an_answer_that_ends_inside_a_character_is_compared_to_there(text: str) -> None:
+    computed = Answer(text=" ship\ufffd", ends=[5, 5], logprobs=[-1.0] * 2, margins=[9.0] * 2)
+    assert _compare(computed, Completion(text, None, [-1.5] * 2)) == (0.5, 2)
+
+
 def test_a_server_that_dies_between_two_prompts_is_one_line(computer: Computer, serve: Serve) -> None:
     class Dying(Engine):
         def complete(self, body: Json) -> tuple[int, Json]:
