@@ -46,7 +46,7 @@ def save_other_weights(base: Base, folder: Path) -> None:
     and heads that predict several tokens.
     """
     stored = read_weights(base.name, base.file)
-    names = names_in(base.meta_model, stored)
+    names = names_in(base.meta_model, stored, fused=True)
     known = base.meta_model.state_dict()
     others = {}
     for stored_name, name in names.items():

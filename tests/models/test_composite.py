@@ -214,7 +214,7 @@ EXTRA = {"qwen3_5": "mtp.fc.weight", "deepseek_v3": "model.layers.61.eh_proj.wei
 
 @pytest.mark.parametrize("model_type", EXTRA)
 def test_heads_that_predict_several_tokens_are_kept(model_type: str, tmp_path: Path) -> None:
-    """transformers loads none of them, and engines do."""
+    """transformers loads none of them, and engines do. Experts, which are stored one by one, are trained."""
     base = tmp_path / "base"
     if model_type == "qwen3_5":
         save_composite(model_type, base)
@@ -231,6 +231,9 @@ def test_heads_that_predict_several_tokens_are_kept(model_type: str, tmp_path: P
     extended = pi_lora.extend(str(base), target=2 * WINDOW, scaling="pi", output=tmp_path / "extended")
     run = tuned(base, tmp_path / "run", target_modules="attention")
     merged = pi_lora.merge(str(run), output=tmp_path / "merged")
+    before = stored(base)
+    experts = [name for name in before if ".experts." in name]
+    assert all(not torch.equal(before[name], stored(full)[name]) for name in experts)
     for folder in (full, extended, merged):
         written = stored(Path(folder))
         assert torch.equal(written[name], tensors[name])
