@@ -442,7 +442,7 @@ says the same about one model before its weights are read.
 | Gemma 3 from 4B, Gemma 4 with a vision tower | in `text_config`, as above | as above | as above | transformers, vLLM (Gemma 3) |
 | Mistral Small 3.x, InternVL 3, LLaVA | in `text_config`, plain | `max_position_embeddings` | all | transformers, vLLM (Mistral) |
 | Ministral 3 with a vision tower | in `text_config`, `yarn` | original window times factor | `yarn` | transformers 5 |
-| Qwen2.5-VL, Qwen3-VL, Qwen3.5, GLM-4.xV | in `text_config`, plain with `mrope_section` | `max_position_embeddings` | all | transformers, vLLM (Qwen3-VL) |
+| Qwen2.5-VL, Qwen3-VL, Qwen3.5, GLM-4.xV | in `text_config`, plain with `mrope_section` | `max_position_embeddings` | all | transformers, vLLM (`yarn`, `theta`) |
 | SmolLM3 | plain; no rope in every fourth layer, which stays so | `max_position_embeddings` | all | transformers, vLLM |
 | Llama 4, Cohere 2 and Aya Vision, EXAONE 4 | only local layers are rotary | | none | |
 
