@@ -14,15 +14,15 @@ from typing import Any
 HERE = Path(__file__).parent
 sys.path[:0] = [str(HERE.parents[1]), str(HERE.parent)]
 
-from families import plan_of, small_shape
+from families import plan_of, small_shape  # noqa: E402
 
-from pi_lora.models.resolve import resolve_model
-from pi_lora.planning.advice import advice
-from pi_lora.planning.gpus import CPU, find_gpu
-from pi_lora.planning.new_recipe import choose, first_plan
-from pi_lora.planning.training_plan import Target, TrainingPlan, plan_recipe
-from pi_lora.recipe.files import load_recipe, recipe_paths, shipped_recipes
-from pi_lora.recipe.schema import Recipe
+from pi_lora.models.resolve import resolve_model  # noqa: E402
+from pi_lora.planning.advice import advice  # noqa: E402
+from pi_lora.planning.gpus import CPU, find_gpu  # noqa: E402
+from pi_lora.planning.new_recipe import choose, first_plan  # noqa: E402
+from pi_lora.planning.training_plan import Target, TrainingPlan, plan_recipe  # noqa: E402
+from pi_lora.recipe.files import load_recipe, recipe_paths, shipped_recipes  # noqa: E402
+from pi_lora.recipe.schema import Recipe  # noqa: E402
 
 FILE = HERE / "figures.jsonl"
 KINDS = ("gemma2", "mixtral", "qwen3", "phi")

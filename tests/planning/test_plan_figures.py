@@ -5,7 +5,7 @@ import json
 import figures
 import pytest
 
-RECORDED = {name: found for name, found in map(json.loads, figures.FILE.read_text().splitlines())}
+RECORDED = dict(map(json.loads, figures.FILE.read_text().splitlines()))
 CASES = dict(figures.cases())
 
 
