@@ -266,7 +266,7 @@ def test_a_plan_that_does_not_fit_is_refused_except_with_force() -> None:
 
     assert plan_or_refuse(LLAMA, plan(8192, "H100"))[0].startswith(f"{LLAMA}: 2048 to 8192 tokens, ")
     tight = plan(131072, "T4")
-    line = "it does not fit on T4; no suggested change fits; take a larger GPU, or several"
+    line = "it does not fit on T4; the cheapest change that fits: tuning.method=qlora data.positions=pose"
     with pytest.raises(PiLoraError, match=f"^{line}; or train all the same with --force$"):
         plan_or_refuse(LLAMA, tight)
     assert plan_or_refuse(LLAMA, tight, force=True)[-1] == line

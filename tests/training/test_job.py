@@ -220,7 +220,7 @@ def test_no_recipe_changes_how_checkpoints_logs_and_gradients_are_made(small_mod
     }
     assert {name: getattr(arguments, name) for name in expected} == expected
     assert arguments.accelerator_config.gradient_accumulation_kwargs == {"sync_each_batch": False}
-    sharded = trainer_arguments(small_recipe(small_model, hardware={"gpus": 2}), Run(tmp_path), "my run")
+    sharded = trainer_arguments(small_recipe(small_model, hardware={"gpus": 2}, training={}), Run(tmp_path), "my run")
     assert sharded.accelerator_config.gradient_accumulation_kwargs == {"sync_each_batch": True}
     chats = small_recipe(small_model, data={"source": {"name": "rows.jsonl", "column": "messages"}})
     assert trainer_arguments(chats, Run(tmp_path), "my run").include_num_input_tokens_seen == "non_padding"
