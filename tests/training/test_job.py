@@ -222,8 +222,9 @@ def test_no_recipe_changes_how_checkpoints_logs_and_gradients_are_made(small_mod
     assert arguments.accelerator_config.gradient_accumulation_kwargs == {"sync_each_batch": False}
     sharded = trainer_arguments(small_recipe(small_model, hardware={"gpus": 2}, training={}), Run(tmp_path), "my run")
     assert sharded.accelerator_config.gradient_accumulation_kwargs == {"sync_each_batch": True}
-    chats = small_recipe(small_model, data={"source": {"name": "rows.jsonl", "column": "messages"}})
-    assert trainer_arguments(chats, Run(tmp_path), "my run").include_num_input_tokens_seen == "non_padding"
+    summaries = {"source": "rows.jsonl", "document": "text", "summary": "gist", "completion_tokens": 20}
+    padded = small_recipe(small_model, data=summaries)
+    assert trainer_arguments(padded, Run(tmp_path), "my run").include_num_input_tokens_seen == "non_padding"
 
 
 def process_state() -> dict[str, Any]:
