@@ -372,12 +372,12 @@ def positions_matter_to_full_layers(model_type: str) -> bool:
     return not torch.equal(run(model, positions)[0], run(model, positions / SCALE)[0])
 
 
-def page() -> str:
+def page(verdict_on: Callable[[str], Verdict], verdict_on_composite: Callable[[str], Verdict]) -> str:
     """docs/models.md: what users choose a model by."""
-    verdicts = [examine(model_type) for model_type in MODEL_TYPES]
+    verdicts = [verdict_on(model_type) for model_type in MODEL_TYPES]
     layouts, reasons = (rows_by_note(verdicts, outcome) for outcome in ("verified", "refused"))
     left = [f"- `{each.model_type}`: {each.note}." for each in verdicts if each.outcome == "not tried"]
-    composites = [examine_composite(model_type) for model_type in COMPOSITE_TYPES]
+    composites = [verdict_on_composite(model_type) for model_type in COMPOSITE_TYPES]
     taken, refused = (rows_by_note(composites, outcome) for outcome in ("verified", "refused"))
     return TEXT.format(
         version=transformers.__version__,
@@ -399,6 +399,25 @@ def rows_by_note(verdicts: list[Verdict], outcome: str) -> str:
         if each.outcome == outcome:
             names[each.note].append(f"`{each.model_type}`")
     return "\n".join(f"| {note} | {', '.join(those)} |" for note, those in names.items())
+
+
+def verdicts_on_page() -> tuple[dict[str, Verdict], dict[str, Verdict]]:
+    """The verdicts that docs/models.md gives, on architectures and on composites."""
+    _, verified, others = re.split(r"\n## .* verified\n", PAGE.read_text(encoding="utf-8"))
+    verified, refused = verified.split("\n## Refused, and why\n")
+    others, not_tried = others.split("\n## Not tried\n")
+    composites, composites_refused = others.split("\nRefused:\n")
+    found = {name: Verdict(name, "not tried", note) for name, note in re.findall(r"(?m)^- `(.+?)`: (.+)\.$", not_tried)}
+    return (
+        found | verdicts_in(verified, "verified") | verdicts_in(refused, "refused"),
+        verdicts_in(composites, "verified") | verdicts_in(composites_refused, "refused"),
+    )
+
+
+def verdicts_in(table: str, outcome: str) -> dict[str, Verdict]:
+    """The inverse of `rows_by_note`."""
+    rows = re.findall(r"(?m)^\| (.+) \| (`[^|]+`) \|$", table)
+    return {name: Verdict(name, outcome, note) for note, names in rows for name in re.findall(r"`(.+?)`", names)}
 
 
 TEXT = """\
@@ -495,4 +514,4 @@ Refused:
 
 
 if __name__ == "__main__":
-    PAGE.write_text(page(), encoding="utf-8")
+    PAGE.write_text(page(examine, examine_composite), encoding="utf-8")
