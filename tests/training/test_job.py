@@ -174,8 +174,12 @@ def test_learning_rates_warm_up_from_a_tenth(
     assert rates == pytest.approx([0.1, 0.325, 0.55, 0.775, *after], abs=1e-4)
 
 
-def test_messages_of_libraries_are_logged_with_each_run(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+def test_messages_of_libraries_are_logged_with_each_run(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
     before = logging.getLogger().handlers[:]
+    # As lm-eval sets it.
+    monkeypatch.setattr(logging.getLogger(), "level", logging.INFO)
     for folder in (tmp_path / "first", tmp_path / "second"):
         folder.mkdir()
         with warnings.catch_warnings(), redirect_library_logs(folder):
