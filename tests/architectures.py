@@ -81,11 +81,11 @@ COMPOSITE_TYPES = [
     if name not in NO_LANGUAGE_MODEL | COUNTS_FROM_1 | ALONE and name not in COMPOSITES_NOT_SMALL
 ]
 # Composites as they are published, around another language model than that of the default config.
-OTHER_LANGUAGE_MODELS = [
-    ("mistral3", "ministral3"),
-    ("mistral3", "mistral4"),
-    ("internvl", "qwen3"),
-    ("internvl", "qwen3_moe"),
+COMPOSITE_TYPES += [
+    "mistral3 around ministral3",
+    "mistral3 around mistral4",
+    "internvl around qwen3",
+    "internvl around qwen3_moe",
 ]
 PROMISED_COMPOSITES = "gemma3 gemma4 glm4v internvl llava mistral3 qwen2_5_vl qwen3_5 qwen3_vl qwen3_vl_moe".split()
 
@@ -311,10 +311,11 @@ def examine(model_type: str) -> Verdict:
 
 
 @cache
-def examine_composite(model_type: str, language_type: str | None = None) -> Verdict:
-    """The same for the language model of a composite, its default or another, which is also compared with the whole."""
+def examine_composite(name: str) -> Verdict:
+    """The same for the language model of a composite, which is also compared with the whole."""
+    model_type, _, language_type = name.partition(" around ")
     config = small_composite(model_type, lambda default: small_config(language_type or default))
-    verdict = examined(model_type, config, lambda _: f"`{config.get_text_config().model_type}`")
+    verdict = examined(name, config, lambda _: f"`{config.get_text_config().model_type}`")
     if verdict.outcome == "verified":
         assert_is_the_language_model(config)
     return verdict
@@ -392,13 +393,12 @@ def positions_matter_to_full_layers(model_type: str) -> bool:
     return not torch.equal(run(model, positions)[0], run(model, positions / SCALE)[0])
 
 
-def page() -> str:
+def page(verdict_on: Callable[[str], Verdict], verdict_on_composite: Callable[[str], Verdict]) -> str:
     """docs/models.md: what users choose a model by."""
-    verdicts = [examine(model_type) for model_type in MODEL_TYPES]
+    verdicts = [verdict_on(model_type) for model_type in MODEL_TYPES]
     layouts, reasons = (rows_by_note(verdicts, outcome) for outcome in ("verified", "refused"))
     left = [f"- `{each.model_type}`: {each.note}." for each in verdicts if each.outcome == "not tried"]
-    composites = [examine_composite(model_type) for model_type in COMPOSITE_TYPES]
-    composites += [examine_composite(model_type, language_type) for model_type, language_type in OTHER_LANGUAGE_MODELS]
+    composites = [verdict_on_composite(model_type) for model_type in COMPOSITE_TYPES]
     taken, refused = (rows_by_note(composites, outcome) for outcome in ("verified", "refused"))
     return TEXT.format(
         version=transformers.__version__,
@@ -420,6 +420,25 @@ def rows_by_note(verdicts: list[Verdict], outcome: str) -> str:
         if each.outcome == outcome:
             names[each.note].append(f"`{each.model_type}`")
     return "\n".join(f"| {note} | {', '.join(those)} |" for note, those in names.items())
+
+
+def verdicts_on_page() -> tuple[dict[str, Verdict], dict[str, Verdict]]:
+    """The verdicts that docs/models.md gives, on architectures and on composites."""
+    _, verified, others = re.split(r"\n## .* verified\n", PAGE.read_text(encoding="utf-8"))
+    verified, refused = verified.split("\n## Refused, and why\n")
+    others, not_tried = others.split("\n## Not tried\n")
+    composites, composites_refused = others.split("\nRefused:\n")
+    found = {name: Verdict(name, "not tried", note) for name, note in re.findall(r"(?m)^- `(.+?)`: (.+)\.$", not_tried)}
+    return (
+        found | verdicts_in(verified, "verified") | verdicts_in(refused, "refused"),
+        verdicts_in(composites, "verified") | verdicts_in(composites_refused, "refused"),
+    )
+
+
+def verdicts_in(table: str, outcome: str) -> dict[str, Verdict]:
+    """The inverse of `rows_by_note`."""
+    rows = re.findall(r"(?m)^\| (.+) \| (`[^|]+`) \|$", table)
+    return {name: Verdict(name, outcome, note) for note, names in rows for name in re.findall(r"`(.+?)`", names)}
 
 
 TEXT = """\
@@ -517,4 +536,4 @@ Refused:
 
 
 if __name__ == "__main__":
-    PAGE.write_text(page(), encoding="utf-8")
+    PAGE.write_text(page(examine, examine_composite), encoding="utf-8")

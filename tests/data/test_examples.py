@@ -122,6 +122,16 @@ def test_a_completion_follows_the_prompt_and_ends_with_eos(tokenizer: Any) -> No
     assert prompt.ids + short[:-1] == whole
 
 
+@pytest.mark.parametrize(
+    ("template", "between"), [("{text} In short:", " "), ("{text} In short: ", ""), ("{text} In short:\n", "")]
+)
+def test_one_blank_stands_between_prompt_and_completion(tokenizer: Any, template: str, between: str) -> None:
+    """A second one would be a token that no text of the base has there."""
+    data = Data.model_validate({"source": "x.jsonl", "template": template, "completion": "gist"})
+    [completion] = Prompter(data, tokenizer, 200).completions([{"gist": "A cat."}])
+    assert tokenizer.decode(completion[:-1]) == f"{between}A cat."
+
+
 def test_truncated_and_skipped_rows_are_counted(tmp_path: Path, tokenizer: Any) -> None:
     rows = [*ROWS, {"text": " ", "gist": "x"}, {"text": "x", "gist": None}, {"text": "Fine.", "gist": "Good."}]
     file, training = write(tmp_path / "rows.jsonl", rows), Training(steps=1, global_batch_size=1)

@@ -1,5 +1,6 @@
 """`check-server` against a small server that computes a model with transformers and answers as engines do."""
 
+import io
 import json
 import threading
 from collections.abc import Callable, Iterator
@@ -11,14 +12,15 @@ from typing import Any
 
 import pytest
 import torch
+from rich.console import Console
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
 from pi_lora import cli
 from pi_lora.api import merge
 from pi_lora.errors import PiLoraError
 from pi_lora.models.files import BUILTIN_FOLDER
-from pi_lora.serving.check import Completion, Server, _compare, _doubt, _judge
-from pi_lora.serving.reference import CODES, NAMES, Answer, Prompt, Reference
+from pi_lora.serving.check import Completion, Server, Verdict, _compare, _doubt, _judge, verdicts_table
+from pi_lora.serving.reference import CODES, DEPTHS, NAMES, Answer, Prompt, Reference
 
 Json = dict[str, Any]
 Ids = list[int]
@@ -77,7 +79,8 @@ class Computer:
 
 class Engine:
     """A model as an engine serves it: `cut` changes the prompt, and a prompt beyond the window is refused. `count` is
-    whether prompts are counted as they were `cut`, or `sent`, or not at all, `miscount` tokens too few.
+    whether prompts are counted as they were `cut`, or `sent`, or not at all, `miscount` tokens too few. `models` are
+    those that it lists; None of an engine that has no list.
     """
 
     def __init__(
@@ -88,9 +91,10 @@ class Engine:
         form: str = "vllm",
         count: str | None = "cut",
         miscount: int = 0,
+        models: tuple[str, ...] | None = ("served",),
     ):
         self.computer, self.window, self.cut, self.form = computer, window, cut, form
-        self.count, self.miscount = count, miscount
+        self.count, self.miscount, self.models = count, miscount, models
         self.asked: list[Json] = []
         self.keys: list[str | None] = []
 
@@ -132,7 +136,8 @@ def serve() -> Iterator[Serve]:
     def start(engine: Engine) -> str:
         class Handler(BaseHTTPRequestHandler):
             def do_GET(self) -> None:
-                self.say(200, {"data": [{"id": "served"}]})
+                listed = {"data": [{"id": name} for name in engine.models or ()]}
+                self.say(404 if engine.models is None else 200, listed)
 
             def do_POST(self) -> None:
                 engine.keys.append(self.headers["Authorization"])
@@ -221,6 +226,70 @@ def test_a_key_is_sent_only_where_there_is_one(
     engine = Engine(computer)
     Server(serve(engine)).complete("The door is open.")
     assert set(engine.keys) == {sent}
+
+
+@pytest.mark.parametrize(
+    ("listed", "name", "asked"),
+    [
+        (("served",), None, "served"),
+        (("served",), "other", "other"),
+        (("served", "other"), None, None),
+        (("served", "other"), "other", "other"),
+        ((), None, None),
+        (None, None, None),
+    ],
+)
+def test_a_model_is_named_where_one_is_given_or_a_single_one_is_listed(
+    listed: tuple[str, ...] | None, name: str | None, asked: str | None, computer: Computer, serve: Serve
+) -> None:
+    """Of several the server takes its first, and refuses a name that it does not have."""
+    engine = Engine(computer, models=listed)
+    Server(serve(engine), name).complete("The door is open.")
+    assert [body.get("model") for body in engine.asked] == [asked]
+
+
+def test_codes_stand_at_the_depths_that_a_verdict_names(computer: Computer, reference: Path) -> None:
+    """By the middle of a statement, and the first at the start. The last prompt is for half of L."""
+    made = Reference.model_validate_json(reference.read_text())
+    *long, short = made.prompts
+
+    def tokens(text: str) -> int:
+        return len(computer.tokenizer(text)["input_ids"])
+
+    for prompt in long:
+        text = made.text(prompt)
+        assert text.startswith(f"The code of {NAMES[0]} is {CODES[0]}.")
+        for name, code, depth in list(zip(NAMES, CODES, DEPTHS, strict=True))[1:]:
+            statement = f"The code of {name} is {code}."
+            before, after = text.split(statement)
+            middle = tokens(before) + tokens(statement) / 2
+            assert 100 * middle / tokens(text) == pytest.approx(depth, abs=1)
+            assert len(before + after) > 400
+    assert 54 <= short.tokens <= 64
+    assert made.text(short).count("The code of") == 2
+
+
+@pytest.mark.parametrize(("margin", "distance"), [(0.45, 0.0), (0.55, inf)])
+def test_rounding_decides_between_tokens_that_are_half_a_nat_apart(margin: float, distance: float) -> None:
+    computed = Answer(text="a b c", ends=[1, 3, 5], logprobs=[-1.0] * 3, margins=[9.0, 9.0, margin])
+    assert _compare(computed, Completion("a b d", None, [-1.0] * 3)) == (distance, 2)
+
+
+def test_the_difference_is_the_mean_over_equal_tokens(computer: Computer) -> None:
+    computed = Answer(text="a b c", ends=[1, 3, 5], logprobs=[-1.0, -2.0, -3.0], margins=[9.0, 9.0, 0.1])
+    assert _compare(computed, Completion("a b d", None, [-1.5, -1.0, -9.0])) == (0.75, 2)
+
+
+def test_verdicts_are_printed_in_a_row_for_each_prompt() -> None:
+    rows = [
+        Verdict(tokens=29_491, depth=25, verdict="right", agreed=16, difference=0.00123),
+        Verdict(tokens=1024, depth=0, verdict="refused", detail="no such model"),
+    ]
+    console = Console(width=120, file=io.StringIO())
+    console.print(verdicts_table("http://localhost", rows))
+    cells = [[cell.strip() for cell in line.split("│")[1:-1]] for line in console.file.getvalue().splitlines()]
+    assert ["29,491", "at 25 %", "right", "16 of 16", "0.0012", ""] in cells
+    assert ["1,024", "at 0 %", "refused", "0 of 16", "", "no such model"] in cells
 
 
 def test_a_server_without_log_probabilities_is_unclear(computer: Computer, reference: Path, serve: Serve) -> None:
