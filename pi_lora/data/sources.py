@@ -9,11 +9,10 @@ import sysconfig
 import zipfile
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
-from huggingface_hub import HfApi, hf_hub_download, try_to_load_from_cache
+from huggingface_hub import constants
 
 from pi_lora.data.documents import (
     TABLE_SUFFIXES,
@@ -26,7 +25,8 @@ from pi_lora.data.documents import (
     rows_in,
     suffix_of,
 )
-from pi_lora.errors import DataError, first_line
+from pi_lora.errors import DataError
+from pi_lora.hub import commit_of, download_file, gated, hub_errors
 from pi_lora.recipe.evaluation import PerplexityOptions
 from pi_lora.recipe.schema import CHAT_COLUMNS, Source
 from pi_lora.types import Json
@@ -186,70 +186,65 @@ def standard_library(source: Source) -> Table:
 
 def hub_dataset(source: Source) -> Table:
     """Return a split of a hub data set. Rows are named by number if the order is fixed. A seed permutes all rows on
-    disk. In a stream a seed permutes the files, and shuffles as many rows at a time as `shuffled`.
+    disk. In a stream a seed permutes the files, and shuffles as many rows at a time as `shuffled`. Without the hub all
+    rows are read from the cache.
     """
     # `datasets` takes a second to import, and local text does without.
     from datasets import load_dataset
+    from datasets.exceptions import DatasetNotFoundError
 
     name = source.name
-    revision = source.revision
-    streaming = source.streaming
-    with _hub_errors(name):
-        if streaming:
-            revision = str(HfApi().dataset_info(name, revision=revision).sha)
-        dataset = load_dataset(
-            name,
-            source.subset,
-            split=source.split,
-            revision=revision,
-            streaming=streaming,
-        )
-    # In the cache of `datasets` a data set is in a folder with the name of its commit.
-    commit = revision
-    if not streaming:
-        cache_file = Path(dataset.cache_files[0]["filename"])
-        commit = cache_file.parent.name
-        # Without the hub `datasets` (5.2) takes the commit that it downloaded last. It finds commits by this file.
-        card = try_to_load_from_cache(name, "README.md", repo_type="dataset", revision=revision)
-        asked = Path(card).parent.name if isinstance(card, str) else revision
-        if asked not in ("main", commit):
+    commit = _dataset_commit(name, source.revision)
+    if constants.HF_HUB_OFFLINE:
+        source = source.changed(streaming=False)
+    with hub_errors(name, "dataset"):
+        try:
+            dataset = load_dataset(
+                name,
+                source.subset,
+                split=source.split,
+                revision=commit,
+                streaming=source.streaming,
+            )
+        except DatasetNotFoundError as error:  # though the hub knows the commit
+            raise DataError(gated(name, "dataset")) from error
+    if not source.streaming:
+        # Without the hub `datasets` (5.2) takes the commit that it downloaded last, in whose folder the rows are.
+        last_commit = Path(dataset.cache_files[0]["filename"]).parent.name
+        if last_commit != commit:
             raise DataError(
-                f"{name}: of revision {revision} nothing is on disk, but of {commit}, which was downloaded last; "
-                "go online, or name that commit as the revision of the source"
+                f"{name}: of revision {source.revision} nothing is on disk, but of {last_commit}, which was downloaded "
+                "last; go online, or name that commit as the revision of the source"
             )
 
     def read(columns: Sequence[str], seed: int | None) -> Iterator[NamedJson]:
         rows = dataset if seed is None else dataset.shuffle(seed)
-        for number, row in enumerate(rows, 1):
-            row_name = f"{name}:{number}" if seed is None else name
-            yield from texts([(row_name, row)], columns)
+        with hub_errors(name, "dataset"):  # a stream asks for every file
+            for number, row in enumerate(rows, 1):
+                row_name = f"{name}:{number}" if seed is None else name
+                yield from texts([(row_name, row)], columns)
 
     return Table(source, read, {"commit": commit})
+
+
+@functools.cache
+def _dataset_commit(name: str, revision: str) -> str:
+    """Return the commit of a data set: the same for all checks, trainings and measurements of a process."""
+    return commit_of(name, revision, "dataset")
 
 
 def hub_file(source: Source, file: str, member: str = "") -> Table:
     """Return one file of a data set on the hub, or a `member` of a zip archive, without running a script of the data
     set. Rows are named by their path on the hub.
     """
-    with _hub_errors(f"{source.name}/{file}"):
-        path = Path(hf_hub_download(source.name, file, repo_type="dataset", revision=source.revision))
+    commit = _dataset_commit(source.name, source.revision)
+    path = download_file(source.name, file, commit, "dataset")
+    if path is None:
+        raise DataError(f"{source.name}: has no file {file}; check subset and revision")
     name = f"{source.name}/{member or file}"
     opened = zipfile.Path(path, member) if member else path
     read = functools.partial(read_files, {name: opened})
-    # In the cache of the hub a file is in a folder with the name of its commit.
-    commit = path.parents[file.count("/")].name
     return Table(source, read, {"commit": commit})
-
-
-@contextmanager
-def _hub_errors(name: str) -> Iterator[None]:
-    try:
-        yield
-    except Exception as error:  # `datasets` raises a dozen kinds: not found, gated, offline, no such split
-        raise DataError(
-            f"{name}: is neither a file or folder nor a hub data set that can be read ({first_line(error)}); "
-            "check its name, subset, split and revision, the network, or log in with `hf auth login`"
-        ) from error
 
 
 def find_table(source: Source) -> Table:

@@ -1,5 +1,6 @@
 """The Python code that a model brings: run with the user's permission, and written with the config of the model."""
 
+from pathlib import Path
 from typing import Any
 
 from transformers import AutoModelForCausalLM, PreTrainedConfig
@@ -11,12 +12,12 @@ MODEL = "AutoModelForCausalLM"
 KEYS = ("AutoConfig", "AutoModel", MODEL)
 
 
-def load_classes(auto_map: dict[str, str], path: str, revision: str) -> dict[str, Any]:
-    """Load the classes that the `auto_map` of a model names, from its files at `revision`."""
+def load_classes(auto_map: dict[str, str], folder: Path) -> dict[str, Any]:
+    """Load the classes that the `auto_map` of a model names, from the files in its folder."""
     classes = {}
     for key in KEYS:
         if key in auto_map:
-            classes[key] = get_class_from_dynamic_module(auto_map[key], path, revision=revision)
+            classes[key] = get_class_from_dynamic_module(auto_map[key], folder)
     return classes
 
 

@@ -11,7 +11,7 @@ from tokenizers.models import Unigram
 from transformers import AutoTokenizer
 
 from pi_lora.errors import ModelError
-from pi_lora.models.files import CHAT_TEMPLATE, SETTINGS_FILE, find_files, locate, readable
+from pi_lora.models.files import CHAT_TEMPLATE, SETTINGS_FILE, find_files, model_folder, readable
 from pi_lora.models.quiet import quiet_loading
 from pi_lora.storage import read_json, write_json
 from pi_lora.types import Json
@@ -23,10 +23,9 @@ LOWEST_SCORE = -1e4
 
 
 def load_tokenizer(
-    path: str | Path,
+    folder: Path,
     window: int,
     *,
-    revision: str = "main",
     trust_remote_code: bool = False,
     vocabulary: int | None = None,
 ) -> Any:
@@ -35,16 +34,16 @@ def load_tokenizer(
     Raise ModelError if it cannot be read, or gives tokens that are not in the `vocabulary` of the model. A padding
     token that is not there is left out: the model never reads it.
     """
-    with readable(path, "tokenizer"), quiet_loading():
-        tokenizer = AutoTokenizer.from_pretrained(path, revision=revision, trust_remote_code=trust_remote_code)
+    with readable(folder, "tokenizer"), quiet_loading():
+        tokenizer = AutoTokenizer.from_pretrained(folder, trust_remote_code=trust_remote_code)
     tokenizer.model_max_length = window
     _let_special_tokens_be_split(tokenizer)
     if vocabulary:
         highest = max(_ids_given(tokenizer), default=0)
         if highest >= vocabulary:
             raise ModelError(
-                f"{path}: its tokenizer gives token {highest}, and the model has {vocabulary}; use the model's own, or "
-                "resize its embeddings (resize_token_embeddings) and save it"
+                f"{folder}: its tokenizer gives token {highest}, and the model has {vocabulary}; use the model's own, "
+                "or resize its embeddings (resize_token_embeddings) and save it"
             )
         if (tokenizer.pad_token_id or 0) >= vocabulary:
             tokenizer.pad_token = None
@@ -65,9 +64,9 @@ def _ids_given(tokenizer: Any) -> list[int]:
 
 def has_chat_template(name: str) -> bool:
     """Return whether a model has a chat template, without loading the tokenizer; False if the hub is not reached."""
-    path = locate(name)
     with suppress(ModelError):
-        files = find_files(path, (SETTINGS_FILE, CHAT_TEMPLATE))
+        folder, _ = model_folder(name)
+        files = find_files(folder, (SETTINGS_FILE, CHAT_TEMPLATE))
         settings = read_json(files[SETTINGS_FILE], Json, "") if SETTINGS_FILE in files else {}
         return CHAT_TEMPLATE in files or bool(settings.get("chat_template"))
     return False
