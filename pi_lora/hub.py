@@ -101,7 +101,7 @@ def _problem(name: str, kind: Kind, revision: str, error: BaseException) -> str:
         if status in FAILING:
             return f"{name}: the hub fails ({status} {cause.response.reason_phrase}); try again later"
         if status == 401:
-            return f"{name}: the hub refuses the token; {LOG_IN}, or correct HF_TOKEN"
+            return f"{name}: the hub asks for a valid token; {LOG_IN}, or correct HF_TOKEN"
         reason = " ".join(str(cause).split())
         return f"{name}: the hub refuses it ({reason}); check the name and the rights of the token"
     if isinstance(cause, OfflineModeIsEnabled):
@@ -109,7 +109,8 @@ def _problem(name: str, kind: Kind, revision: str, error: BaseException) -> str:
     elif isinstance(cause, HTTPError | LocalEntryNotFoundError | RevisionResolutionError):
         reason = f"{constants.ENDPOINT} does not answer ({first_line(cause)}); check the network"
     else:
-        return f"{name}: cannot be read from the hub ({first_line(error)}); check name, subset, split and revision"
+        keys = "the name" if kind == "model" else "name, subset, split and revision"
+        return f"{name}: the hub cannot serve it ({first_line(error)}); check {keys}"
     return f"{name}: {reason}; in the cache: {', '.join(_cached_files(name, kind)) or 'nothing of it'}"
 
 

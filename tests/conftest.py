@@ -20,6 +20,8 @@ from pathlib import Path
 
 import pytest
 import torch
+from hub import hub as hub
+from hub import hub_server as hub_server
 from hypothesis import settings
 from processes import ImportedPython, settings_of_imports, without_progress
 from transformers import LlamaConfig, LlamaForCausalLM

@@ -12,12 +12,19 @@ MODEL = "AutoModelForCausalLM"
 KEYS = ("AutoConfig", "AutoModel", MODEL)
 
 
-def load_classes(auto_map: dict[str, str], folder: Path) -> dict[str, Any]:
-    """Load the classes that the `auto_map` of a model names, from the files in its folder."""
+def path_for_code(name: str, folder: Path, commit: str | None) -> str:
+    """Return the name by which transformers reads the code of a model: of a hub id with a commit not the folder, from
+    where it would take code that `auto_map` names by the hub id at the newest commit.
+    """
+    return name if commit else str(folder)
+
+
+def load_classes(auto_map: dict[str, str], path: str, revision: str | None) -> dict[str, Any]:
+    """Load the classes that the `auto_map` of a model names, from its files at `revision`."""
     classes = {}
     for key in KEYS:
         if key in auto_map:
-            classes[key] = get_class_from_dynamic_module(auto_map[key], folder)
+            classes[key] = get_class_from_dynamic_module(auto_map[key], path, revision=revision)
     return classes
 
 

@@ -242,20 +242,22 @@ def _common_entries(config: Config) -> Json:
 def _resolve_base(name: str, revision: str | None, permissions: Permissions) -> Base:
     from transformers import AutoConfig
 
-    from pi_lora.models.code import MODEL, load_classes, name_of, register
+    from pi_lora.models.code import MODEL, load_classes, name_of, path_for_code, register
     from pi_lora.models.composite import language_class
     from pi_lora.models.quiet import quiet_loading
 
     folder, commit = model_folder(name, revision or "main")
+    trust = permissions.trust_remote_code
+    path = path_for_code(name, folder, commit) if trust else str(folder)
     with readable(name, CONFIG_FILE), quiet_loading():
-        config = AutoConfig.from_pretrained(folder, trust_remote_code=permissions.trust_remote_code)
+        config = AutoConfig.from_pretrained(path, revision=commit, trust_remote_code=trust)
         own = own_entries(config)
         if TEXT_CONFIG in own:
             own = _own_composite(config, read_json(folder / CONFIG_FILE, Json, "download it again"))
         config_class = type(config)
         language = language_class(config)
         auto_map = own.pop("auto_map", {})
-        code = load_classes(auto_map, folder) if permissions.trust_remote_code else {}
+        code = load_classes(auto_map, path, commit) if trust else {}
         if MODEL in code:
             config_class = register(code[MODEL], config_class)
             own["auto_map"] = {key: name_of(kind) for key, kind in code.items()}

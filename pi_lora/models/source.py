@@ -191,12 +191,17 @@ class ModelSource:
     @cached_property
     def tokenizer(self) -> Any:
         """The tokenizer of the run, or of the base."""
+        from pi_lora.models.code import path_for_code
         from pi_lora.models.tokenizer import load_tokenizer
 
+        folder = self._tokenizer_path
+        commit = self.base.commit if folder == self.base.path else None
+        trust = self.permissions.trust_remote_code
         return load_tokenizer(
-            self._tokenizer_path,
+            path_for_code(self.base.name, folder, commit) if trust else folder,
             window=self.window,
-            trust_remote_code=self.permissions.trust_remote_code,
+            revision=commit,
+            trust_remote_code=trust,
             vocabulary=self.config.get("vocab_size"),
         )
 

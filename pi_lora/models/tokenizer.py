@@ -23,9 +23,10 @@ LOWEST_SCORE = -1e4
 
 
 def load_tokenizer(
-    folder: Path,
+    path: str | Path,
     window: int,
     *,
+    revision: str | None = None,
     trust_remote_code: bool = False,
     vocabulary: int | None = None,
 ) -> Any:
@@ -34,15 +35,15 @@ def load_tokenizer(
     Raise ModelError if it cannot be read, or gives tokens that are not in the `vocabulary` of the model. A padding
     token that is not there is left out: the model never reads it.
     """
-    with readable(folder, "tokenizer"), quiet_loading():
-        tokenizer = AutoTokenizer.from_pretrained(folder, trust_remote_code=trust_remote_code)
+    with readable(path, "tokenizer"), quiet_loading():
+        tokenizer = AutoTokenizer.from_pretrained(path, revision=revision, trust_remote_code=trust_remote_code)
     tokenizer.model_max_length = window
     _let_special_tokens_be_split(tokenizer)
     if vocabulary:
         highest = max(_ids_given(tokenizer), default=0)
         if highest >= vocabulary:
             raise ModelError(
-                f"{folder}: its tokenizer gives token {highest}, and the model has {vocabulary}; use the model's own, "
+                f"{path}: its tokenizer gives token {highest}, and the model has {vocabulary}; use the model's own, "
                 "or resize its embeddings (resize_token_embeddings) and save it"
             )
         if (tokenizer.pad_token_id or 0) >= vocabulary:
