@@ -155,7 +155,7 @@ def _evaluation_problems(recipe: Recipe, ask_hub: bool) -> Iterator[str]:
     if perplexity.data and perplexity.data not in PINNED:
         source = {"name": perplexity.data, **perplexity.model_dump(include=HELD_OUT_KEYS)}
         data = Data.model_validate({"source": source})
-        for problem in data_problems(data, ask_hub):
+        for problem in data_problems(data, ask_hub, held_out=True):
             yield problem.replace("data.source", "evaluation.perplexity.data", 1)
 
 

@@ -194,9 +194,10 @@ def _rows_with_text(rows: Iterable[NamedJson], counts: Counter[str]) -> Iterator
             counts[EMPTY] += 1
 
 
-def data_problems(data: Data, ask_hub: bool = False) -> list[str]:
-    """Return the problems of the template and of the first rows of the sources, one a line. Sources on the hub are
-    streamed if `ask_hub`, read from the cache without the hub, and skipped otherwise.
+def data_problems(data: Data, ask_hub: bool = False, *, held_out: bool = False) -> list[str]:
+    """Return the problems of the template and of the first rows of the sources, one a line; `held_out` ones if texts
+    are to be measured. Sources on the hub are streamed if `ask_hub`, read from the cache without the hub, and skipped
+    otherwise.
     """
     try:
         columns = Task(data).columns if data.has_examples else []
@@ -213,7 +214,7 @@ def data_problems(data: Data, ask_hub: bool = False) -> list[str]:
                 if next(rows, None) is None:
                     raise DataError(f"{source.name}: holds no rows; name a source with rows")
             else:
-                next(table.documents(), None)
+                next(table.documents(held_out=held_out), None)
         except DataError as problem:
             problems.append(str(problem))
     return [f"data.source: {problem}" for problem in problems]

@@ -3,6 +3,7 @@
 import functools
 import hashlib
 import itertools
+import math
 import os
 import random
 import sysconfig
@@ -40,6 +41,8 @@ SKIPPED_FOLDERS = frozenset(
 HELD_OUT_SHARE = 0.1
 # The names before this one are of the validation split: with them the settings of the demo were chosen.
 FIRST_OF_TEST = "e"
+# The most rows that are counted for the share to hold out.
+COUNTED_ROWS = 500
 # As many rows of a file as `datasets` (5.2) holds of a stream.
 SHUFFLED_ROWS = 1000
 # The loader of SCROLLS is a script, which `datasets` no longer runs. It reads `SPLIT.jsonl` out of `SUBSET.zip`.
@@ -267,23 +270,28 @@ def find_table(source: Source) -> Table:
 
 
 def share_to_hold_out(source: Source, target: int) -> float | None:
-    """Return the share of `source` to hold out for windows of `target` tokens (L'). For local text, that is about four
-    windows and ten documents, between a fiftieth and a fifth; for a data set on the hub, a hundredth; none for text
-    that is built in.
+    """Return the share of `source` to hold out for windows of `target` tokens (L'): about four windows and ten
+    documents, between a fiftieth and a fifth, and a hundredth of `COUNTED_ROWS` or more on the hub; none for text that
+    is built in. Of few rows it is enough for one of them.
     """
     if source.name in (STDLIB, RECALL):
         return None
-    if not looks_local(source.name):
+    table = find_table(source.changed(streaming=True))
+    if table.texts:
+        hashes = []
+        documents = len(table.texts)
+    else:
+        rows = itertools.islice(table.read([source.column], None), COUNTED_ROWS)
+        hashes = [hash_to_unit(row[source.column]) for _, row in rows]
+        documents = len(hashes)
+    if not looks_local(source.name) and documents == COUNTED_ROWS:
         return 0.01
-    table = find_table(source)
-    documents = len(table.texts)
-    if not documents:
-        first_rows = itertools.islice(table.read([source.column], None), 500)
-        documents = sum(1 for _ in first_rows)
-    four_windows = 16 * target / max(1, table.size)
+    # The size of a data set on the hub is not known.
+    four_windows = 16 * target / table.size if table.size else 0
     ten_documents = 10 / documents if documents > 1 else 0
-    share = max(0.02, four_windows, ten_documents)
-    return round(min(0.2, share), 2)
+    share = min(0.2, max(0.02, four_windows, ten_documents))
+    least = min(hashes, default=0) if documents > 1 else 0
+    return math.ceil(100 * max(share, least)) / 100
 
 
 # The keys that a source of text and `evaluation.perplexity` share.
