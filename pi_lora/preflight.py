@@ -6,7 +6,7 @@ from contextlib import contextmanager
 from pathlib import Path
 
 import torch
-from huggingface_hub import constants, get_safetensors_metadata
+from huggingface_hub import HfApi, constants
 from huggingface_hub.errors import NotASafetensorsRepoError, SafetensorsParsingError
 
 from pi_lora.data.examples import data_problems
@@ -132,7 +132,7 @@ def _check_weights(model: ModelSource, ask_hub: bool) -> None:
     elif ask_hub:
         with hub_errors(base.name):
             try:
-                get_safetensors_metadata(base.name, revision=base.commit)
+                HfApi().get_safetensors_metadata(base.name, revision=base.commit)
             except (NotASafetensorsRepoError, SafetensorsParsingError) as error:
                 problem = f"weights cannot be read ({first_line(error)}); name another base"
                 raise ModelError(f"{base.name}: {problem}") from None

@@ -143,7 +143,7 @@ def test_a_refusal_of_the_hub_is_one_line(
     run = shutil.copytree(lora_run, tmp_path / "run")
     card = run / "README.md"
     card.write_text(card.read_text().replace("---\n", "---\nbase_model: /home/me/base\n", 1))
-    with pytest.raises(ModelError, match=r'Invalid metadata in README.md. - "base_model" is not valid'):
+    with pytest.raises(ModelError, match=r'the hub refuses it \(Bad request: "base_model" is not valid\)'):
         push(run, "me/model")
     monkeypatch.setenv("HF_TOKEN", "hf_wrong")
     with pytest.raises(ModelError, match=r"me/model: the hub asks for a valid token; log in") as raised:
