@@ -90,39 +90,32 @@ def _problem(name: str, kind: Kind, revision: str, error: BaseException) -> str:
     if isinstance(cause, GatedRepoError):
         return gated(name, kind)
     if isinstance(cause, RevisionNotFoundError):
-        return f"{name}: has no branch, tag or commit {revision}; choose one from {_page(name, kind)}"
+        return f"{name}: has no branch, tag or commit {revision}; check the revision"
     if isinstance(cause, RepositoryNotFoundError):
-        what = "model" if kind == "model" else "data set"
         near = _similar_folder(name)
         hint = f"did you mean {near}? Otherwise check" if near else "check"
-        return f"{name}: no such folder, and no such {what} on the hub; {hint} the name, or {LOG_IN} if it is private"
+        return f"{name}: no such folder, and no such {kind} on the hub; {hint} the name, or {LOG_IN} if it is private"
     if isinstance(cause, HfHubHTTPError):
+        reason = " ".join(str(cause).split())
         status = cause.response.status_code
         if status in FAILING:
-            return f"{name}: the hub fails ({status} {cause.response.reason_phrase}); try again later"
+            return f"{name}: the hub fails (status {status}); try again later"
         if status == 401:
             return f"{name}: the hub asks for a valid token; {LOG_IN}, or correct HF_TOKEN"
-        reason = " ".join(str(cause).split())
         return f"{name}: the hub refuses it ({reason}); check the name and the rights of the token"
     if isinstance(cause, OfflineModeIsEnabled):
         reason = "HF_HUB_OFFLINE=1 is set, or the hub did not answer"
     elif isinstance(cause, HTTPError | LocalEntryNotFoundError | RevisionResolutionError):
         reason = f"{constants.ENDPOINT} does not answer ({first_line(cause)}); check the network"
     else:
-        keys = "the name" if kind == "model" else "name, subset, split and revision"
-        return f"{name}: the hub cannot serve it ({first_line(error)}); check {keys}"
+        return f"{name}: the hub cannot serve it ({first_line(error)}); check the name, and subset and split of data"
     return f"{name}: {reason}; in the cache: {', '.join(_cached_files(name, kind)) or 'nothing of it'}"
 
 
 def gated(name: str, kind: Kind) -> str:
     """Return what to do about a gated repository."""
-    return f"{name}: is gated; accept the terms at {_page(name, kind)}, then {LOG_IN}"
-
-
-def _page(name: str, kind: Kind) -> str:
-    """Return the address of a repository."""
-    folder = "" if kind == "model" else "datasets/"
-    return f"{constants.ENDPOINT}/{folder}{name}"
+    page = name if kind == "model" else f"datasets/{name}"
+    return f"{name}: is gated; accept the terms at {constants.ENDPOINT}/{page}, then {LOG_IN}"
 
 
 def _telling_cause(error: BaseException) -> BaseException:
@@ -137,11 +130,11 @@ def _telling_cause(error: BaseException) -> BaseException:
 
 def _similar_folder(name: str) -> str | None:
     """Return the folder here whose path is most similar to a name."""
-    folders = [str(path) for path in Path().glob("/".join("*" for _ in name.split("/"))) if path.is_dir()]
+    folders = map(str, Path().glob("*/*/"))
     return next(iter(difflib.get_close_matches(name, folders, n=1)), None)
 
 
 def _cached_files(name: str, kind: Kind) -> list[str]:
     """Return the names of the files of a repository that are in the cache of the hub."""
     folder = Path(constants.HF_HUB_CACHE, f"{kind}s--{name.replace('/', '--')}", "snapshots")
-    return sorted({str(Path(*path.relative_to(folder).parts[1:])) for path in folder.rglob("*") if path.is_file()})
+    return sorted({path.name for path in folder.glob("*/*")})

@@ -185,7 +185,7 @@ class Handler(BaseHTTPRequestHandler):
         if repository is None or (repository.private and self.user != owner):
             raise Refused(404 if self.user else 401, "RepoNotFound", "Repository not found")
         if write and self.user != owner:
-            raise Refused(403 if self.user else 401, "Forbidden", "You don't have the rights to write to this repository")
+            raise Refused(403 if self.user else 401, "Forbidden", "You don't have the rights to write here")
         if contents and repository.gated and self.user != owner:
             raise Refused(403 if self.user else 401, "GatedRepo", "Access is restricted")
         return repository

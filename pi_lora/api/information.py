@@ -4,7 +4,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from pi_lora.api.inputs import AnyModel, FilePath, Override, as_words, name_of, path_of, ui_of
-from pi_lora.types import LIBRARIES, UI, Progress
+from pi_lora.types import UI, Progress
 
 if TYPE_CHECKING:
     from pi_lora.recipe.files import ResolvedRecipe
@@ -125,8 +125,7 @@ def push(run: AnyModel, repo: str, *, private: bool = False, progress: Progress 
     """
     ui = ui_of(progress)
     folder = path_of(name_of(run))
-    with ui.working(LIBRARIES):
-        from pi_lora.report.upload import push
+    from pi_lora.report.upload import push
 
     ui.say(f"uploading {folder} to {repo}")
     with ui.progress("uploading weights") as uploaded:

@@ -124,13 +124,6 @@ def resolve_for_training(
     return source
 
 
-def adapter_folder(name: str) -> Path | None:
-    """Return the folder of an adapter, downloaded if `name` is a hub id; None if it is another kind of model."""
-    check_finished(Path(name))
-    folder, _ = model_folder(name)
-    return folder if (folder / ADAPTER_CONFIG_FILE).is_file() else None
-
-
 def require_adapter(name: str, adapter: Path | None) -> Path:
     """Return the folder of the adapter of the model `name`; raise ModelError if the model is no adapter."""
     if adapter is None:

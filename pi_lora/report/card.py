@@ -140,7 +140,6 @@ def _metadata(run: MeasuredRun, full: bool, recipe: Recipe | None) -> ModelCardD
     name = public_name(run.base.name) if run.untuned else run.name
     base = None
     relation = None
-    license_entries = _license_of_base(run)
     if is_hub_id(run.base.name):
         base = run.base.name
         relation = "finetune" if full else "adapter"
@@ -153,20 +152,18 @@ def _metadata(run: MeasuredRun, full: bool, recipe: Recipe | None) -> ModelCardD
         model_name=name if results else None,
         pipeline_tag="text-generation",
         tags=[*tags, "pi-lora"],
-        **license_entries,
+        **_license_of_base(run),
     )
 
 
 def _license_of_base(run: MeasuredRun) -> Json:
     """Return what the card of the base says of its licence, which holds for the run too."""
     origin = run.metadata.origin
-    name = (origin and origin.path) or run.base.name
-    commit = origin and origin.commit
+    entries: Json = {}
     with suppress(Exception):  # the base is not here, or has a card that cannot be read
-        folder, _ = model_folder(name, commit or run.base.revision)
+        folder, _ = model_folder(run.base.name, (origin and origin.commit) or run.base.revision)
         entries = ModelCard.load(folder / CARD).data.to_dict()
-        return {key: entries[key] for key in LICENSE_KEYS if key in entries}
-    return {}
+    return {key: entries.get(key) for key in LICENSE_KEYS}
 
 
 def _scores_section(run: MeasuredRun) -> str:

@@ -36,6 +36,8 @@ WEIGHT_FILES = [
     OTHER_WEIGHTS_FILE,
     "model.safetensors.index.json",
 ]
+# Seconds that the hub has to commit what was uploaded.
+COMMIT_SECONDS = 45.0
 # All other files stay here: checkpoints, pickles, and files that a user keeps in the folder.
 UPLOADED_PATTERNS = [
     *FILES_WITH_PATHS,
@@ -76,7 +78,7 @@ def push(folder: Path, repo: str, *, private: bool = False, progress: Progress =
         for number, operation in enumerate(weights, 1):
             progress(number, len(weights), operation.path_in_repo)
             hub.preupload_lfs_files(url.repo_id, [operation])
-        session.timeout = None
+        session.timeout = COMMIT_SECONDS
         hub.create_commit(url.repo_id, operations, commit_message=f"Upload {folder.resolve().name} with pi-lora")
     return str(url)
 

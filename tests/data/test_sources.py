@@ -269,7 +269,7 @@ def test_the_seeded_order_is_a_shuffle_of_all_rows(streaming: bool) -> None:
     ("fields", "message"),
     [
         ({"column": "n"}, "has no text in column n"),
-        ({"split": "validation"}, r"cannot serve it \(.*split.*validation.*check name, subset, split"),
+        ({"split": "validation"}, r"cannot serve it \(.*split.*validation.*check the name, and subset"),
     ],
 )
 @pytest.mark.usefixtures("commit")
