@@ -11,6 +11,7 @@ import venv
 
 # Set before torch and transformers are imported, which read it once.
 os.environ["HF_HUB_OFFLINE"] = "1"
+os.environ["HF_HUB_DISABLE_TELEMETRY"] = "1"
 # As lm-eval sets it: a test that imports it would leave others with settings that the `python` fixture does not have.
 os.environ["HF_XET_HIGH_PERFORMANCE"] = "1"
 # A shell starts what runs in its background with Ctrl-C ignored, and so would be every process that a test starts.
@@ -22,6 +23,8 @@ from pathlib import Path
 
 import pytest
 import torch
+from hub import hub as hub
+from hub import hub_server as hub_server
 from hypothesis import settings
 from processes import ImportedPython, settings_of_imports, without_progress
 from transformers import LlamaConfig, LlamaForCausalLM

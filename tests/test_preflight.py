@@ -3,17 +3,15 @@ import json
 import shutil
 from collections.abc import Callable
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import architectures
 import pytest
 import torch
 from conftest import plan_of, small_recipe
-from huggingface_hub.errors import NotASafetensorsRepoError
-from random_runs import put_on_hub
+from hub import Hub
 
-from pi_lora import api, preflight
+from pi_lora import api
 from pi_lora.errors import ModelError, PiLoraError, RecipeError, RunExistsError
 from pi_lora.planning.gpus import find_gpu
 from pi_lora.planning.training_plan import TrainingPlan
@@ -225,25 +223,18 @@ def test_what_a_recipe_lacks_here_is_a_line_before_anything_is_loaded(
     assert list(raised.value.problems) == lines
 
 
-def test_weights_of_the_hub_are_asked_for_before_a_training_only(
-    small_model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    put_on_hub(small_model, "someone/model", tmp_path / "hub", monkeypatch)
-    monkeypatch.setattr(preflight, "constants", SimpleNamespace(HF_HUB_OFFLINE=False))
-    asked = []
-
-    def metadata(name: str, revision: str) -> None:
-        asked.append((name, revision))
-        raise NotASafetensorsRepoError("'someone/model' is not a safetensors repo.")
-
-    monkeypatch.setattr(preflight, "get_safetensors_metadata", metadata)
+def test_weights_of_the_hub_are_asked_for_before_a_training_only(small_model: Path, tmp_path: Path, hub: Hub) -> None:
+    hub.add("models/someone/model", small_model)
     recipe = small_recipe("someone/model")
     check(recipe, tmp_path / "run")
-    assert asked == []
+    assert hub.asked("safetensors") == []
+    check(recipe, tmp_path / "run", ask_hub=True)
+    assert hub.asked("safetensors")
+    files = hub.files("models/someone/model")
+    hub.add("models/someone/model", {name: files[name] for name in files if name != "model.safetensors"})
     line = r"^someone/model: weights cannot be read \('someone/model' is not a safetensors repo.*\); name another base$"
     with pytest.raises(ModelError, match=line):
         check(recipe, tmp_path / "run", ask_hub=True)
-    assert asked == [("someone/model", "a" * 40)]
 
 
 def test_data_that_cannot_be_prepared_is_refused_in_a_line(small_model: Path, tmp_path: Path) -> None:

@@ -140,6 +140,7 @@ def load_base(
     if placement == "empty":
         return empty_module(source.typed_config, dtype, kernel)
     options = _placement_options(placement, dtype)
+    base.download_weights()
     with quiet_loading():
         try:
             module, report = AutoModelForCausalLM.from_pretrained(
@@ -151,7 +152,6 @@ def load_base(
                 # Reported below, with the names.
                 ignore_mismatched_sizes=True,
                 output_loading_info=True,
-                revision=base.revision,
                 **options,
             )
         except (ImportError, OSError, ValueError, RuntimeError, SafetensorError) as error:

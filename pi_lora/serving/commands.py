@@ -28,7 +28,7 @@ def serving_lines(config: PreTrainedConfig, folder: Path = Path()) -> list[str]:
     rope = full_attention_rope(language.to_dict())
     vllm_line = f"vllm serve {name} --max-model-len {window} --dtype {dtype}"
     if "mrope_section" in rope and rope["rope_type"] not in VLLM_MROPE_TYPES:
-        vllm_line = f"# vLLM 0.32 stops at MRoPE with {rope['rope_type']} scaling; it serves the scalings yarn and theta"
+        vllm_line = f"# vLLM 0.32 stops at MRoPE with {rope['rope_type']} scaling; it serves yarn and theta"
     return [
         vllm_line,
         f"pi-lora check-server http://localhost:8000 {name}",

@@ -1,6 +1,5 @@
 """TRL's SFTTrainer with our schedule, batches of similar lengths, and checked losses; the only module that uses TRL."""
 
-import os
 from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
@@ -15,9 +14,6 @@ from torch.utils.data import Sampler
 from transformers import PrinterCallback, TrainerCallback
 from transformers import Trainer as PlainTrainer
 from transformers.integrations import get_reporting_integration_callbacks
-
-os.environ.setdefault("HF_HUB_DISABLE_TELEMETRY", "1")  # TRL reports usage otherwise
-
 from trl import SFTConfig, SFTTrainer
 from trl.models import enable_selective_activation_checkpointing
 

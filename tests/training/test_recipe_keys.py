@@ -14,7 +14,6 @@ from unittest.mock import ANY
 import datasets
 import pytest
 import torch
-from huggingface_hub import HfApi
 from peft.tuners.lora import LoraLayer
 from peft.utils import ModulesToSaveWrapper
 from random_runs import stored
@@ -239,8 +238,8 @@ def folder(small_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
 def here(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(folder)
     monkeypatch.setattr(datasets, "load_dataset", load_dataset)
-    monkeypatch.setattr(HfApi, "dataset_info", lambda *_, revision: SimpleNamespace(sha=revision))
-    monkeypatch.setattr(sources, "try_to_load_from_cache", lambda *_, **__: None)
+    monkeypatch.setattr(sources, "commit_of", lambda name, revision, kind: revision)
+    sources._dataset_commit.cache_clear()
     monkeypatch.setattr(trainers, "get_reporting_integration_callbacks", lambda names: [*map(tracker, names)])
     monkeypatch.setattr("pi_lora.run._commit", lambda: None)
 
@@ -268,7 +267,7 @@ def facts_of(recipe: Recipe, monkeypatch: pytest.MonkeyPatch) -> Facts:
     plan = plan_training(recipe, source, device_for(recipe) if recipe.hardware.gpu else GPUS["4090"])
     return {
         **found,
-        "base": (source.base.name, source.base.revision),
+        "base": (source.base.name, source.base.commit),
         "window": source.window,
         "rows": None if recipe.data.has_examples else len(data.rows),
         "launched": [each for each in arguments if "threads" not in each],
