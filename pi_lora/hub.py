@@ -104,7 +104,7 @@ def _problem(name: str, kind: Kind, revision: str, error: BaseException) -> str:
             return f"{name}: the hub asks for a valid token; {LOG_IN}, or correct HF_TOKEN"
         return f"{name}: the hub refuses it ({reason}); check the name and the rights of the token"
     if isinstance(cause, OfflineModeIsEnabled):
-        reason = "HF_HUB_OFFLINE=1 is set, or the hub did not answer"
+        reason = "no such folder, and HF_HUB_OFFLINE=1 is set or the hub did not answer"
     elif isinstance(cause, HTTPError | LocalEntryNotFoundError | RevisionResolutionError):
         reason = f"{constants.ENDPOINT} does not answer ({first_line(cause)}); check the network"
     else:

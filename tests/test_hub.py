@@ -254,7 +254,7 @@ def test_everything_cached_is_read_without_the_hub(
     assert len(hub.log) == (0 if offline else 1)
     monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
     absent = small_recipe("me/tiny", data={"source": [{"name": "me/others"}]})
-    with pytest.raises(RecipeError, match="me/others: HF_HUB_OFFLINE=1 is set"):
+    with pytest.raises(RecipeError, match="me/others: no such folder, and HF_HUB_OFFLINE=1 is set"):
         check(absent, tmp_path / "run")
 
 

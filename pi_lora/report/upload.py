@@ -37,7 +37,7 @@ WEIGHT_FILES = [
     "model.safetensors.index.json",
 ]
 # Seconds that the hub has to commit what was uploaded.
-COMMIT_SECONDS = 45.0
+COMMIT_SECONDS = 30.0
 # All other files stay here: checkpoints, pickles, and files that a user keeps in the folder.
 UPLOADED_PATTERNS = [
     *FILES_WITH_PATHS,
