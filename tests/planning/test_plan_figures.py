@@ -2,11 +2,11 @@
 
 import json
 
-import figures
+import plan_figures
 import pytest
 
-RECORDED = dict(map(json.loads, figures.FILE.read_text().splitlines()))
-CASES = dict(figures.cases())
+RECORDED = dict(map(json.loads, plan_figures.FILE.read_text().splitlines()))
+CASES = dict(plan_figures.cases())
 
 
 def test_every_case_is_recorded() -> None:
@@ -15,7 +15,7 @@ def test_every_case_is_recorded() -> None:
 
 @pytest.mark.parametrize("name", CASES)
 def test_figures_are_those_of_the_file(name: str) -> None:
-    """If a change is meant, `python tests/planning/figures.py` writes the file again; read what differs."""
+    """If a change is meant, `python tests/planning/plan_figures.py` writes the file again; read what differs."""
     expected = RECORDED[name]
     found = json.loads(json.dumps(CASES[name]()))
     assert found.keys() == expected.keys()

@@ -1,6 +1,6 @@
-"""Plans and new recipes in numbers, as figures.jsonl keeps them: a change of any of them is seen, and is meant.
+"""Plans and new recipes in numbers, as plan_figures.jsonl keeps them: a change of any of them is seen, and is meant.
 
-`python tests/planning/figures.py` writes the file again.
+`python tests/planning/plan_figures.py` writes the file again.
 """
 
 import json
@@ -24,7 +24,7 @@ from pi_lora.planning.training_plan import Target, TrainingPlan, plan_recipe  # 
 from pi_lora.recipe.files import load_recipe, recipe_paths, shipped_recipes  # noqa: E402
 from pi_lora.recipe.schema import Recipe  # noqa: E402
 
-FILE = HERE / "figures.jsonl"
+FILE = HERE / "plan_figures.jsonl"
 KINDS = ("gemma2", "mixtral", "qwen3", "phi")
 LLAMA = "huggyllama/llama-7b"
 Figures = dict[str, Any]
