@@ -218,6 +218,16 @@ def test_a_hub_that_fails_is_told_from_one_that_does_not_answer(hub: Hub, small_
         texts()
 
 
+def test_a_hub_that_answers_again_is_asked_again(hub: Hub, model: str) -> None:
+    """Only after something was read from the cache is the hub not asked any more."""
+    for status in (503, 429):
+        hub.faults = [Fault("/api/", status)]
+        with pytest.raises(ModelError, match=f"the hub fails .status {status}"):
+            resolve_model("me/tiny")
+    hub.faults = []
+    assert resolve_model("me/tiny").base.commit == model
+
+
 def test_what_is_cached_is_named_where_the_hub_does_not_answer(hub: Hub, model: str) -> None:
     resolve_model("me/tiny")
     hub.faults = [Fault(".")]

@@ -12,6 +12,7 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from huggingface_hub import constants
 
@@ -192,14 +193,29 @@ def hub_dataset(source: Source) -> Table:
     disk. In a stream a seed permutes the files, and shuffles as many rows at a time as `shuffled`. Without the hub all
     rows are read from the cache.
     """
+    name = source.name
+    commit = _dataset_commit(name, source.revision)
+    if constants.HF_HUB_OFFLINE:
+        source = source.changed(streaming=False)
+    dataset = _load_dataset(source, commit)
+
+    def read(columns: Sequence[str], seed: int | None) -> Iterator[NamedJson]:
+        rows = dataset if seed is None else dataset.shuffle(seed)
+        with hub_errors(name, "dataset"):  # a stream asks for every file
+            for number, row in enumerate(rows, 1):
+                row_name = f"{name}:{number}" if seed is None else name
+                yield from texts([(row_name, row)], columns)
+
+    return Table(source, read, {"commit": commit})
+
+
+def _load_dataset(source: Source, commit: str) -> Any:
+    """Return a split of a hub data set at a commit, streamed or from the cache."""
     # `datasets` takes a second to import, and local text does without.
     from datasets import load_dataset
     from datasets.exceptions import DatasetNotFoundError
 
     name = source.name
-    commit = _dataset_commit(name, source.revision)
-    if constants.HF_HUB_OFFLINE:
-        source = source.changed(streaming=False)
     with hub_errors(name, "dataset"):
         try:
             dataset = load_dataset(
@@ -219,15 +235,7 @@ def hub_dataset(source: Source) -> Table:
                 f"{name}: of revision {source.revision} nothing is on disk, but of {last_commit}, which was downloaded "
                 "last; go online, or name that commit as the revision of the source"
             )
-
-    def read(columns: Sequence[str], seed: int | None) -> Iterator[NamedJson]:
-        rows = dataset if seed is None else dataset.shuffle(seed)
-        with hub_errors(name, "dataset"):  # a stream asks for every file
-            for number, row in enumerate(rows, 1):
-                row_name = f"{name}:{number}" if seed is None else name
-                yield from texts([(row_name, row)], columns)
-
-    return Table(source, read, {"commit": commit})
+    return dataset
 
 
 @functools.cache
