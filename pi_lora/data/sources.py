@@ -285,10 +285,9 @@ def share_to_hold_out(source: Source, target: int) -> float | None:
     if source.name in (STDLIB, RECALL):
         return None
     table = find_table(source.changed(streaming=True))
-    if table.texts:
-        hashes = []
-        documents = len(table.texts)
-    else:
+    hashes: list[float] = []
+    documents = len(table.texts)
+    if not documents:
         rows = itertools.islice(table.read([source.column], None), COUNTED_ROWS)
         hashes = [hash_to_unit(row[source.column]) for _, row in rows]
         documents = len(hashes)
@@ -297,9 +296,10 @@ def share_to_hold_out(source: Source, target: int) -> float | None:
     # The size of a data set on the hub is not known.
     four_windows = 16 * target / table.size if table.size else 0
     ten_documents = 10 / documents if documents > 1 else 0
-    share = min(0.2, max(0.02, four_windows, ten_documents))
-    least = min(hashes, default=0) if documents > 1 else 0
-    return math.ceil(100 * max(share, least)) / 100
+    share = round(min(0.2, max(0.02, four_windows, ten_documents)), 2)
+    if len(set(hashes)) > 1 and min(hashes) >= share:
+        share = math.ceil(100 * min(hashes)) / 100
+    return share
 
 
 # The keys that a source of text and `evaluation.perplexity` share.
