@@ -106,12 +106,12 @@ def _problem(name: str, kind: Kind, revision: str, error: BaseException) -> str:
         if status == 401:
             return f"{name}: the hub asks for a valid token; {LOG_IN}, or correct HF_TOKEN"
         return f"{name}: the hub refuses it ({reason}); check the name and the rights of the token"
-    if isinstance(cause, OfflineModeIsEnabled):
-        reason = "no such folder, and HF_HUB_OFFLINE=1 is set or the hub did not answer"
-    elif isinstance(cause, HTTPError | LocalEntryNotFoundError | RevisionResolutionError):
-        reason = f"{constants.ENDPOINT} does not answer ({first_line(cause)}); check the network"
-    else:
+    if not isinstance(cause, HTTPError | ConnectionError | LocalEntryNotFoundError | RevisionResolutionError):
         return f"{name}: the hub cannot serve it ({first_line(error)}); check the name, and subset and split of data"
+    if constants.HF_HUB_OFFLINE:
+        reason = "no such folder, and HF_HUB_OFFLINE=1 is set or the hub did not answer"
+    else:
+        reason = f"{constants.ENDPOINT} does not answer ({first_line(cause)}); check the network"
     return f"{name}: {reason}; in the cache: {', '.join(_cached_files(name, kind)) or 'nothing of it'}"
 
 

@@ -132,7 +132,7 @@ def exists(text: str) -> bool:
         return name.rpartition(".")[2] in callables()
     if "." in name:
         return name.partition(".")[0] in LIBRARIES or name in dotted_names() or is_recipe_key(name)
-    return not CODE.fullmatch(name) or name in all_names()
+    return not CODE.fullmatch(name) or name in all_names() | LIBRARIES
 
 
 @pytest.mark.parametrize("page", PAGES)

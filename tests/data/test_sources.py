@@ -430,4 +430,3 @@ def test_the_share_to_hold_out_is_four_windows_and_ten_documents(tmp_path: Path)
     for number in range(200):
         (tmp_path / "folder" / f"{number}.txt").write_text("x" * 2000)
     assert share_to_hold_out(Source(name=str(tmp_path / "folder")), 100) == 0.05
-    assert share_to_hold_out(Source(name="owner/books"), 100) == 0.01
