@@ -266,7 +266,7 @@ def test_everything_cached_is_read_without_the_hub(
     # The commit is known, but what was streamed is not in the cache.
     (Path(constants.HF_HUB_CACHE) / "datasets--me--streamed" / "refs").mkdir(parents=True)
     (Path(constants.HF_HUB_CACHE) / "datasets--me--streamed" / "refs" / "main").write_text("1" * 40)
-    with pytest.raises(DataError, match="^me/streamed: no such folder, and HF_HUB_OFFLINE=1 is set"):
+    with pytest.raises(DataError, match=r"^me/streamed: no such folder, and HF_HUB_OFFLINE=1 is set"):
         find_table(Source(name="me/streamed"))
     absent = small_recipe("me/tiny", data={"source": [{"name": "me/others"}]})
     with pytest.raises(RecipeError, match="me/others: no such folder, and HF_HUB_OFFLINE=1 is set"):
