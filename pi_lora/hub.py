@@ -34,25 +34,28 @@ FAILING = (429, 500, 502, 503, 504)
 
 
 class _Hub(HfApi):
-    """A client that reads the cache alone once the hub does not answer: every later request would wait again."""
+    """A client that knows whether the hub answered."""
+
+    answers = True
 
     def repo_info(self, *args: Any, **options: Any) -> Any:
         """Ask for the commit of a name, as `resolve_revision` does."""
         try:
             return super().repo_info(*args, timeout=ANSWER_SECONDS, **options)
-        except HTTPError as error:
-            if not isinstance(error, HfHubHTTPError) or error.response.status_code in FAILING:
-                constants.HF_HUB_OFFLINE = True
+        except HTTPError:
+            self.answers = False
             raise
 
 
 def commit_of(name: str, revision: str = "main", kind: Kind = "model") -> str:
     """Return the commit of a branch, tag or commit: of a hub that does not answer, the one in the cache."""
-    was_offline = constants.HF_HUB_OFFLINE
+    hub = _Hub()
     with hub_errors(name, kind, revision):
-        commit = _Hub().resolve_revision(name, repo_type=kind, revision=revision).resolved
-    if constants.HF_HUB_OFFLINE and not was_offline:
-        LOGGER.warning("%s does not answer; %s is read from the cache", constants.ENDPOINT, name)
+        commit = hub.resolve_revision(name, repo_type=kind, revision=revision).resolved
+    if not hub.answers:
+        # Every later request would wait for half a minute.
+        constants.HF_HUB_OFFLINE = True
+        LOGGER.warning("%s does not answer; the cache is read instead", constants.ENDPOINT)
     return commit
 
 
@@ -103,12 +106,12 @@ def _problem(name: str, kind: Kind, revision: str, error: BaseException) -> str:
         if status == 401:
             return f"{name}: the hub asks for a valid token; {LOG_IN}, or correct HF_TOKEN"
         return f"{name}: the hub refuses it ({reason}); check the name and the rights of the token"
-    if isinstance(cause, OfflineModeIsEnabled):
-        reason = "no such folder, and HF_HUB_OFFLINE=1 is set or the hub did not answer"
-    elif isinstance(cause, HTTPError | LocalEntryNotFoundError | RevisionResolutionError):
-        reason = f"{constants.ENDPOINT} does not answer ({first_line(cause)}); check the network"
-    else:
+    if not isinstance(cause, HTTPError | ConnectionError | LocalEntryNotFoundError | RevisionResolutionError):
         return f"{name}: the hub cannot serve it ({first_line(error)}); check the name, and subset and split of data"
+    if constants.HF_HUB_OFFLINE:
+        reason = "no such folder, and HF_HUB_OFFLINE=1 is set or the hub did not answer"
+    else:
+        reason = f"{constants.ENDPOINT} does not answer ({first_line(cause)}); check the network"
     return f"{name}: {reason}; in the cache: {', '.join(_cached_files(name, kind)) or 'nothing of it'}"
 
 
@@ -130,7 +133,7 @@ def _telling_cause(error: BaseException) -> BaseException:
 
 def _similar_folder(name: str) -> str | None:
     """Return the folder here whose path is most similar to a name."""
-    folders = map(str, Path().glob("*/*/"))
+    folders = map(str, [*Path().glob("*/"), *Path().glob("*/*/")])
     return next(iter(difflib.get_close_matches(name, folders, n=1)), None)
 
 

@@ -218,6 +218,16 @@ def test_a_hub_that_fails_is_told_from_one_that_does_not_answer(hub: Hub, small_
         texts()
 
 
+def test_a_hub_that_answers_again_is_asked_again(hub: Hub, model: str) -> None:
+    """Only after something was read from the cache is the hub not asked any more."""
+    for status in (503, 429):
+        hub.faults = [Fault("/api/", status)]
+        with pytest.raises(ModelError, match=f"the hub fails .status {status}"):
+            resolve_model("me/tiny")
+    hub.faults = []
+    assert resolve_model("me/tiny").base.commit == model
+
+
 def test_what_is_cached_is_named_where_the_hub_does_not_answer(hub: Hub, model: str) -> None:
     resolve_model("me/tiny")
     hub.faults = [Fault(".")]
@@ -253,6 +263,11 @@ def test_everything_cached_is_read_without_the_hub(
     assert sorted(trained + measured) == sorted(rows)
     assert len(hub.log) == (0 if offline else 1)
     monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
+    # The commit is known, but what was streamed is not in the cache.
+    (Path(constants.HF_HUB_CACHE) / "datasets--me--streamed" / "refs").mkdir(parents=True)
+    (Path(constants.HF_HUB_CACHE) / "datasets--me--streamed" / "refs" / "main").write_text("1" * 40)
+    with pytest.raises(DataError, match=r"^me/streamed: no such folder, and HF_HUB_OFFLINE=1 is set"):
+        find_table(Source(name="me/streamed"))
     absent = small_recipe("me/tiny", data={"source": [{"name": "me/others"}]})
     with pytest.raises(RecipeError, match="me/others: no such folder, and HF_HUB_OFFLINE=1 is set"):
         check(absent, tmp_path / "run")

@@ -12,6 +12,7 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from huggingface_hub import constants
 
@@ -192,14 +193,29 @@ def hub_dataset(source: Source) -> Table:
     disk. In a stream a seed permutes the files, and shuffles as many rows at a time as `shuffled`. Without the hub all
     rows are read from the cache.
     """
+    name = source.name
+    commit = _dataset_commit(name, source.revision)
+    if constants.HF_HUB_OFFLINE:
+        source = source.changed(streaming=False)
+    dataset = _load_dataset(source, commit)
+
+    def read(columns: Sequence[str], seed: int | None) -> Iterator[NamedJson]:
+        rows = dataset if seed is None else dataset.shuffle(seed)
+        with hub_errors(name, "dataset"):  # a stream asks for every file
+            for number, row in enumerate(rows, 1):
+                row_name = f"{name}:{number}" if seed is None else name
+                yield from texts([(row_name, row)], columns)
+
+    return Table(source, read, {"commit": commit})
+
+
+def _load_dataset(source: Source, commit: str) -> Any:
+    """Return a split of a hub data set at a commit, streamed or from the cache."""
     # `datasets` takes a second to import, and local text does without.
     from datasets import load_dataset
     from datasets.exceptions import DatasetNotFoundError
 
     name = source.name
-    commit = _dataset_commit(name, source.revision)
-    if constants.HF_HUB_OFFLINE:
-        source = source.changed(streaming=False)
     with hub_errors(name, "dataset"):
         try:
             dataset = load_dataset(
@@ -219,15 +235,7 @@ def hub_dataset(source: Source) -> Table:
                 f"{name}: of revision {source.revision} nothing is on disk, but of {last_commit}, which was downloaded "
                 "last; go online, or name that commit as the revision of the source"
             )
-
-    def read(columns: Sequence[str], seed: int | None) -> Iterator[NamedJson]:
-        rows = dataset if seed is None else dataset.shuffle(seed)
-        with hub_errors(name, "dataset"):  # a stream asks for every file
-            for number, row in enumerate(rows, 1):
-                row_name = f"{name}:{number}" if seed is None else name
-                yield from texts([(row_name, row)], columns)
-
-    return Table(source, read, {"commit": commit})
+    return dataset
 
 
 @functools.cache
@@ -277,10 +285,9 @@ def share_to_hold_out(source: Source, target: int) -> float | None:
     if source.name in (STDLIB, RECALL):
         return None
     table = find_table(source.changed(streaming=True))
-    if table.texts:
-        hashes = []
-        documents = len(table.texts)
-    else:
+    hashes: list[float] = []
+    documents = len(table.texts)
+    if not documents:
         rows = itertools.islice(table.read([source.column], None), COUNTED_ROWS)
         hashes = [hash_to_unit(row[source.column]) for _, row in rows]
         documents = len(hashes)
@@ -289,9 +296,10 @@ def share_to_hold_out(source: Source, target: int) -> float | None:
     # The size of a data set on the hub is not known.
     four_windows = 16 * target / table.size if table.size else 0
     ten_documents = 10 / documents if documents > 1 else 0
-    share = min(0.2, max(0.02, four_windows, ten_documents))
-    least = min(hashes, default=0) if documents > 1 else 0
-    return math.ceil(100 * max(share, least)) / 100
+    share = round(min(0.2, max(0.02, four_windows, ten_documents)), 2)
+    if len(set(hashes)) > 1 and min(hashes) >= share:
+        share = math.ceil(100 * min(hashes)) / 100
+    return share
 
 
 # The keys that a source of text and `evaluation.perplexity` share.

@@ -14,6 +14,7 @@ from unittest.mock import ANY
 import datasets
 import pytest
 import torch
+from huggingface_hub import constants
 from peft.tuners.lora import LoraLayer
 from peft.utils import ModulesToSaveWrapper
 from random_runs import stored
@@ -84,8 +85,8 @@ class Case:
 
 
 KEYS = {
-    "model.name": Case("./other", {"base": ("./other", "main"), "recorded": ("./other", "main"), "weights": ANY}),
-    "model.revision": Case("v2", {"base": ("./model", "v2"), "recorded": ("./model", "v2")}),
+    "model.name": Case("./other", {"base": ("./other", None), "recorded": ("./other", "main"), "weights": ANY}),
+    "model.revision": Case("v2", {"recorded": ("./model", "v2")}),
     "model.dtype": Case("bfloat16", {"dtypes": ["torch.bfloat16", "torch.float32"], "weights": ANY, "initial": ANY}),
     "model.attention": Case("eager", {"attention": "eager"}),
     "model.kernels": Case("liger", {"kernels": "liger"}),
@@ -240,6 +241,7 @@ def here(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(datasets, "load_dataset", load_dataset)
     monkeypatch.setattr(sources, "commit_of", lambda name, revision, kind: revision)
     sources._dataset_commit.cache_clear()
+    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", False)
     monkeypatch.setattr(trainers, "get_reporting_integration_callbacks", lambda names: [*map(tracker, names)])
     monkeypatch.setattr("pi_lora.run._commit", lambda: None)
 
