@@ -37,7 +37,7 @@ def bare(recipe: Recipe, warm: int) -> tuple[float, float]:
     transformers.logging.set_verbosity_error()
     training = recipe.training
     extended = resolve_for_training(recipe)
-    folder = extended.base.folder
+    folder = extended.base.path
     tokenizer = AutoTokenizer.from_pretrained(folder)
     config = AutoConfig.from_pretrained(folder)
     original = config.max_position_embeddings

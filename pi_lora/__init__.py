@@ -1,8 +1,12 @@
 """Stretch the context window of RoPE language models by Position Interpolation: tune, measure, merge."""
 
+import os
+
 from pi_lora.errors import PiLoraError
 
 # Nothing else is imported here, not even `typing`: until `pi_lora.__main__` runs, Ctrl-C ends in a traceback.
+# huggingface_hub reads this when it is imported; TRL reports every training otherwise.
+os.environ.setdefault("HF_HUB_DISABLE_TELEMETRY", "1")
 TYPE_CHECKING = False
 if TYPE_CHECKING:
     from pi_lora.api import (

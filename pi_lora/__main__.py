@@ -5,6 +5,13 @@ import os
 import signal
 import types
 
+# What libraries read when they are imported: no progress bars and notes in a file or pipe.
+QUIET = {
+    "HF_HUB_DISABLE_PROGRESS_BARS": "1",
+    "HF_DATASETS_DISABLE_PROGRESS_BARS": "1",
+    "HF_HUB_VERBOSITY": "error",
+    "DATASETS_VERBOSITY": "error",
+}
 INTERRUPTED = b"interrupted; nothing was written\n"
 
 
@@ -19,6 +26,8 @@ def main() -> None:
     """Run the command line."""
     if signal.getsignal(signal.SIGINT) is signal.default_int_handler:
         signal.signal(signal.SIGINT, leave_at_once)
+    if not os.isatty(2):
+        os.environ.update(QUIET)
     gc.disable()  # until libraries are loaded: see pi_lora.terminal.working
     try:
         from pi_lora.cli import main

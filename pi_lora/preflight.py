@@ -6,12 +6,13 @@ from contextlib import contextmanager
 from pathlib import Path
 
 import torch
-from huggingface_hub import constants, get_safetensors_metadata
-from huggingface_hub.errors import HfHubHTTPError, NotASafetensorsRepoError, SafetensorsParsingError
+from huggingface_hub import HfApi, constants
+from huggingface_hub.errors import NotASafetensorsRepoError, SafetensorsParsingError
 
 from pi_lora.data.examples import data_problems
 from pi_lora.data.sources import HELD_OUT_KEYS, PINNED
 from pi_lora.errors import ModelError, PiLoraError, RecipeError, first_line
+from pi_lora.hub import hub_errors
 from pi_lora.models.adapter import check_shape, check_targets
 from pi_lora.models.files import BUILTIN
 from pi_lora.models.quantized import BITSANDBYTES, check_quantization, quantization_of
@@ -127,13 +128,15 @@ def _check_quantization(base: Base, method: str) -> None:
 
 def _check_weights(model: ModelSource, ask_hub: bool) -> None:
     base = model.base
-    if base.is_local or constants.HF_HUB_OFFLINE:
+    if base.commit is None or constants.HF_HUB_OFFLINE:
         read_weights(base.name, base.file)
     elif ask_hub:
-        try:
-            get_safetensors_metadata(base.path, revision=base.revision)
-        except (NotASafetensorsRepoError, SafetensorsParsingError, HfHubHTTPError) as error:
-            raise ModelError(f"{base.name}: weights cannot be read ({first_line(error)}); name another base") from None
+        with hub_errors(base.name):
+            try:
+                HfApi().get_safetensors_metadata(base.name, revision=base.commit)
+            except (NotASafetensorsRepoError, SafetensorsParsingError) as error:
+                problem = f"weights cannot be read ({first_line(error)}); name another base"
+                raise ModelError(f"{base.name}: {problem}") from None
 
 
 def _evaluation_problems(recipe: Recipe, ask_hub: bool) -> Iterator[str]:
@@ -153,7 +156,7 @@ def _evaluation_problems(recipe: Recipe, ask_hub: bool) -> Iterator[str]:
     if perplexity.data and perplexity.data not in PINNED:
         source = {"name": perplexity.data, **perplexity.model_dump(include=HELD_OUT_KEYS)}
         data = Data.model_validate({"source": source})
-        for problem in data_problems(data, ask_hub):
+        for problem in data_problems(data, ask_hub, held_out=True):
             yield problem.replace("data.source", "evaluation.perplexity.data", 1)
 
 

@@ -58,11 +58,10 @@ NOT_SMALL = {
 }
 
 # Composites whose parts have sizes of their own, which a small config does not reach, or that need the package timm.
-COMPOSITES_NOT_SMALL = """chameleon cohere_compass cosmos3_edge deepseek_ocr2 dots3_note emu3 ernie4_5_vl_moe evolla
-fast_vlm florence2 fun_asr_nano gemma3n git glm5_next granite4_vision granite_speech granite_speech_plus hunyuan_vl
-idefics inkling2 janus kosmos-2 kosmos-2.5 kyutai_speech_to_text mistral4 mistral_large4 molmo2 muse_glimmer muse_spark
-nemo_speechlm nemotron_h_omni paddleocr_vl perception_lm phi4_multimodal pi0 qwen2_5_omni qwen2_5_omni_thinker
-qwen2_audio qwen3_omni_moe qwen3_omni_moe_thinker qwen4_exp step3p7 unlimited_ocr vibevoice_asr""".split()
+COMPOSITES_NOT_SMALL = """chameleon cosmos3_edge deepseek_ocr2 dots3_note emu3 evolla fast_vlm florence2 fun_asr_nano
+gemma3n git glm5_next granite4_vision idefics inkling2 janus kosmos-2 kosmos-2.5 kyutai_speech_to_text mistral_large4
+molmo2 muse_spark nemo_speechlm nemotron_h_omni perception_lm phi4_multimodal pi0 qwen2_5_omni qwen2_audio
+qwen3_omni_moe qwen4_exp unlimited_ocr vibevoice_asr""".split()
 # Models for images or sound that are no decoders of text alone.
 NO_LANGUAGE_MODEL = {
     "diffusion_gemma",
@@ -74,10 +73,19 @@ NO_LANGUAGE_MODEL = {
 }
 # It counts positions from 1, so that the plain model at positions `m / s` is no comparison.
 COUNTS_FROM_1 = {"paligemma"}
+# A language model without towers, which transformers lists among the composites; `mistral3` is tried around it.
+ALONE = {"mistral4"}
 COMPOSITE_TYPES = [
     name
     for name in IMAGE_AND_TEXT
-    if name not in NO_LANGUAGE_MODEL | COUNTS_FROM_1 and name not in COMPOSITES_NOT_SMALL
+    if name not in NO_LANGUAGE_MODEL | COUNTS_FROM_1 | ALONE and name not in COMPOSITES_NOT_SMALL
+]
+# Composites as they are published, around another language model than that of the default config.
+COMPOSITE_TYPES += [
+    "mistral3 around ministral3",
+    "mistral3 around mistral4",
+    "internvl around qwen3",
+    "internvl around qwen3_moe",
 ]
 PROMISED_COMPOSITES = "gemma3 gemma4 glm4v internvl llava mistral3 qwen2_5_vl qwen3_5 qwen3_vl qwen3_vl_moe".split()
 
@@ -115,15 +123,16 @@ VISION_SIZES = SIZES | {
         "hidden_size out_hidden_size embed_dim intermediate_size": 64,
         "image_size": 32,
         "patch_size": 8,
-        "num_heads": 4,
-        "depth num_hidden_layers": 1,
+        "num_heads encoder_attention_heads": 4,
+        "depth num_hidden_layers encoder_layers": 1,
+        "d_model encoder_ffn_dim output_dim hidden_dim": 64,
     }.items()
     for name in names.split()
 }
 # The text parts of vision-language models whose types are not causal LMs. Left out: `glm5_next_text` (no rope),
 # `cosmos3_edge_text`, `mistral_large4_text` and `hunyuan_vl_text`, whose small configs are not valid.
-TEXT_PARTS = """glm4v_moe_text glm4v_text glm_image_text glm_ocr_text granite_docling_text molmo2_text muse_glimmer_text
-muse_spark_text qwen2_5_vl_text qwen2_vl_text qwen3_vl_moe_text qwen3_vl_text""".split()
+TEXT_PARTS = """ernie4_5_vl_moe_text glm4v_moe_text glm4v_text glm_image_text glm_ocr_text granite_docling_text molmo2_text muse_glimmer_text
+muse_spark_text paddleocr_vl_text qwen2_5_omni_text qwen3_omni_moe_text qwen2_5_vl_text qwen2_vl_text qwen3_vl_moe_text qwen3_vl_text""".split()
 # What the default config leaves to chance: models without an attention layer, or without positions.
 SWITCHES: dict[str, dict[str, Any]] = {
     "granitemoehybrid": {"position_embedding_type": "rope"},
@@ -132,7 +141,18 @@ SWITCHES: dict[str, dict[str, Any]] = {
 CHOICES: dict[str, dict[str, Any]] = {
     "bamba": {"attn_layer_indices": [0]},
     "granitemoehybrid": {**SWITCHES["granitemoehybrid"], "layer_types": ["mamba", "attention"]},
+    "cohere_compass_text": {
+        "rope_parameters": {
+            "full_attention": {"rope_type": "default", "rope_theta": 10_000.0, "mrope_section": [4, 2, 2]}
+        }
+    },
+    "ernie4_5_vl_moe_text": {"moe_intermediate_size": [16, 16]},
+    "hunyuan_vl_text": {
+        "rope_parameters": {"rope_type": "default", "rope_theta": 10_000.0, "mrope_section": [2, 2, 2, 2]}
+    },
     "lfm2_moe": {"layer_types": ["conv", "full_attention"]},
+    "mistral4": {"head_dim": 16},
+    "step3p5": {"sliding_window": 16},
     "zamba2": {**SWITCHES["zamba2"], "attention_head_dim": 32, "layers_block_type": ["mamba", "hybrid"]},
     "zaya": {"num_experts_per_tok": 1},
 }
@@ -291,10 +311,11 @@ def examine(model_type: str) -> Verdict:
 
 
 @cache
-def examine_composite(model_type: str) -> Verdict:
+def examine_composite(name: str) -> Verdict:
     """The same for the language model of a composite, which is also compared with the whole."""
-    config = small_composite(model_type)
-    verdict = examined(model_type, config, lambda _: f"`{config.get_text_config().model_type}`")
+    model_type, _, language_type = name.partition(" around ")
+    config = small_composite(model_type, lambda default: small_config(language_type or default))
+    verdict = examined(name, config, lambda _: f"`{config.get_text_config().model_type}`")
     if verdict.outcome == "verified":
         assert_is_the_language_model(config)
     return verdict
@@ -372,12 +393,12 @@ def positions_matter_to_full_layers(model_type: str) -> bool:
     return not torch.equal(run(model, positions)[0], run(model, positions / SCALE)[0])
 
 
-def page() -> str:
+def page(verdict_on: Callable[[str], Verdict], verdict_on_composite: Callable[[str], Verdict]) -> str:
     """docs/models.md: what users choose a model by."""
-    verdicts = [examine(model_type) for model_type in MODEL_TYPES]
+    verdicts = [verdict_on(model_type) for model_type in MODEL_TYPES]
     layouts, reasons = (rows_by_note(verdicts, outcome) for outcome in ("verified", "refused"))
     left = [f"- `{each.model_type}`: {each.note}." for each in verdicts if each.outcome == "not tried"]
-    composites = [examine_composite(model_type) for model_type in COMPOSITE_TYPES]
+    composites = [verdict_on_composite(model_type) for model_type in COMPOSITE_TYPES]
     taken, refused = (rows_by_note(composites, outcome) for outcome in ("verified", "refused"))
     return TEXT.format(
         version=transformers.__version__,
@@ -401,6 +422,25 @@ def rows_by_note(verdicts: list[Verdict], outcome: str) -> str:
     return "\n".join(f"| {note} | {', '.join(those)} |" for note, those in names.items())
 
 
+def verdicts_on_page() -> tuple[dict[str, Verdict], dict[str, Verdict]]:
+    """The verdicts that docs/models.md gives, on architectures and on composites."""
+    _, verified, others = re.split(r"\n## .* verified\n", PAGE.read_text(encoding="utf-8"))
+    verified, refused = verified.split("\n## Refused, and why\n")
+    others, not_tried = others.split("\n## Not tried\n")
+    composites, composites_refused = others.split("\nRefused:\n")
+    found = {name: Verdict(name, "not tried", note) for name, note in re.findall(r"(?m)^- `(.+?)`: (.+)\.$", not_tried)}
+    return (
+        found | verdicts_in(verified, "verified") | verdicts_in(refused, "refused"),
+        verdicts_in(composites, "verified") | verdicts_in(composites_refused, "refused"),
+    )
+
+
+def verdicts_in(table: str, outcome: str) -> dict[str, Verdict]:
+    """The inverse of `rows_by_note`."""
+    rows = re.findall(r"(?m)^\| (.+) \| (`[^|]+`) \|$", table)
+    return {name: Verdict(name, outcome, note) for note, names in rows for name in re.findall(r"`(.+?)`", names)}
+
+
 TEXT = """\
 # Which models can be extended
 
@@ -418,10 +458,10 @@ says the same about one model before its weights are read.
 | Gemma 2 | plain | `max_position_embeddings` | all | all |
 | Gemma 3 | `linear` on global layers | `max_position_embeddings` | `pi`, `theta`, on those layers | transformers, vLLM |
 | Gemma 4 (text) | `proportional` on global layers | `max_position_embeddings` times factor | `pi`, `theta`, on those layers | transformers 5 |
-| Gemma 3 from 4B, Gemma 4 with a vision tower | in `text_config`, as above | as above | as above | transformers |
-| Mistral Small 3.x, InternVL 3, LLaVA | in `text_config`, plain | `max_position_embeddings` | all | transformers |
+| Gemma 3 from 4B, Gemma 4 with a vision tower | in `text_config`, as above | as above | as above | transformers, vLLM (Gemma 3) |
+| Mistral Small 3.x, InternVL 3, LLaVA | in `text_config`, plain | `max_position_embeddings` | all | transformers, vLLM (Mistral) |
 | Ministral 3 with a vision tower | in `text_config`, `yarn` | original window times factor | `yarn` | transformers 5 |
-| Qwen2.5-VL, Qwen3-VL, Qwen3.5, GLM-4.xV | in `text_config`, plain with `mrope_section` | `max_position_embeddings` | all | transformers |
+| Qwen2.5-VL, Qwen3-VL, Qwen3.5, GLM-4.xV | in `text_config`, plain with `mrope_section` | `max_position_embeddings` | all | transformers, vLLM (`yarn`, `theta`) |
 | SmolLM3 | plain; no rope in every fourth layer, which stays so | `max_position_embeddings` | all | transformers, vLLM |
 | Llama 4, Cohere 2 and Aya Vision, EXAONE 4 | only local layers are rotary | | none | |
 
@@ -472,7 +512,8 @@ Refused for every architecture:
 
 A checkpoint of a language model with towers for images or sound is taken as its language model. The towers are not
 loaded, and are written as they were. transformers 4.57.6 gave the logits of 5.23 for extended Gemma 3, Mistral 3 and
-Qwen3-VL (small, random weights; it has no Qwen3.5); vLLM was not asked yet. Each composite below is built
+Qwen3-VL (small, random weights; it has no Qwen3.5); [vLLM computes](engines.md#composites) Gemma 3, Mistral 3 and
+Qwen3-VL, merged or extended, and an adapter of Mistral 3. Each composite below is built
 small and with random weights: `pi-lora` reads text as the whole model does, and the language model passes the check
 above. MRoPE gives text three equal positions, so that a scaling means the same for text as in a plain model.
 
@@ -495,4 +536,4 @@ Refused:
 
 
 if __name__ == "__main__":
-    PAGE.write_text(page(), encoding="utf-8")
+    PAGE.write_text(page(examine, examine_composite), encoding="utf-8")

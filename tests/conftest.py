@@ -1,14 +1,17 @@
 """Shared models and runs, made once for all tests; nothing is downloaded."""
 
+import functools
 import gc
 import os
 import signal
 import subprocess
 import sys
+import sysconfig
 import venv
 
 # Set before torch and transformers are imported, which read it once.
 os.environ["HF_HUB_OFFLINE"] = "1"
+os.environ["HF_HUB_DISABLE_TELEMETRY"] = "1"
 # As lm-eval sets it: a test that imports it would leave others with settings that the `python` fixture does not have.
 os.environ["HF_XET_HIGH_PERFORMANCE"] = "1"
 # A shell starts what runs in its background with Ctrl-C ignored, and so would be every process that a test starts.
@@ -20,11 +23,14 @@ from pathlib import Path
 
 import pytest
 import torch
+from hub import hub as hub
+from hub import hub_server as hub_server
 from hypothesis import settings
 from processes import ImportedPython, settings_of_imports, without_progress
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from pi_lora import api, cli
+from pi_lora.data import sources
 from pi_lora.evaluation.probe import Probe
 from pi_lora.models.files import BUILTIN_FOLDER
 from pi_lora.models.resolve import resolve_for_training
@@ -32,7 +38,7 @@ from pi_lora.models.source import ModelSource
 from pi_lora.planning.gpus import Gpu
 from pi_lora.planning.training_plan import TrainingPlan, plan_training
 from pi_lora.preflight import check
-from pi_lora.recipe.schema import Recipe
+from pi_lora.recipe.schema import Recipe, Source
 from pi_lora.report.card import write_card
 from pi_lora.training.job import TrainingJob
 from pi_lora.types import NO_PERMISSIONS, Permissions, Progress, silent
@@ -51,11 +57,23 @@ def pytest_collection_finish() -> None:
     gc.freeze()
 
 
+find_library = sources.standard_library
+
+
+@functools.cache
+def library_in(folder: str, source: Source) -> sources.Table:
+    """Python's own sources, found once: no test changes them, and a training looks for their 500 files four times."""
+    return find_library(source)
+
+
 @pytest.fixture(scope="session", autouse=True)
 def cache(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
     """Packed sequences go to a temporary folder, never to the user's cache; processes that tests start inherit it."""
     with pytest.MonkeyPatch.context() as environment:
         environment.setenv("PI_LORA_CACHE", str(tmp_path_factory.mktemp("cache")))
+        environment.setattr(
+            sources, "standard_library", lambda source: library_in(sysconfig.get_path("stdlib"), source)
+        )
         yield
 
 

@@ -64,6 +64,37 @@ def test_full_tuning_on_a_cluster_is_sharded_by_fsdp2() -> None:
     assert (asked["parallelism_config_cp_size"], asked["parallelism_config_dp_shard_size"]) == (4, 2)
 
 
+@pytest.mark.parametrize(
+    ("hardware", "method", "arguments"),
+    [
+        (
+            {"gpus": 2},
+            "qlora",
+            "--num_processes=2 --num_machines=1 --machine_rank=0 --main_process_port=0 --mixed_precision=no "
+            "--dynamo_backend=no --num_cpu_threads_per_process=8 --multi_gpu",
+        ),
+        (
+            {"gpus": 8, "machines": 4},
+            "lora",
+            "--num_processes=32 --num_machines=4 --machine_rank=0 --main_process_port=29500 --mixed_precision=no "
+            "--dynamo_backend=no --num_cpu_threads_per_process=2 --use_fsdp --main_process_ip=10.0.0.1 "
+            "--rdzv_conf=timeout=604800 --fsdp_version=2 --fsdp_auto_wrap_policy=TRANSFORMER_BASED_WRAP "
+            "--fsdp_state_dict_type=SHARDED_STATE_DICT --fsdp_cpu_ram_efficient_loading=true",
+        ),
+    ],
+)
+def test_accelerate_is_asked_for_these_processes_and_threads(
+    hardware: dict[str, object], method: str, arguments: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of the 16 cores of a machine, each of its processes has as many."""
+    monkeypatch.setattr(os, "cpu_count", lambda: 16)
+    recipe = recipe_for("m", hardware, {"method": method})
+    asked = launch_arguments(recipe, ["train", "r.yaml"], address="10.0.0.1")
+    assert asked == [*arguments.split(), "--module", "pi_lora", "train", "r.yaml"]
+    monkeypatch.setattr(os, "cpu_count", lambda: 1)
+    assert "--num_cpu_threads_per_process=1" in launch_arguments(recipe, [], address="10.0.0.1")
+
+
 def test_a_launcher_with_another_number_of_processes_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     for name, value in {"WORLD_SIZE": "16", "RANK": "0", "LOCAL_RANK": "0"}.items():
         monkeypatch.setenv(name, value)

@@ -11,6 +11,7 @@ FLOORS = {
     "types": 0,
     "storage": 1,
     "drawing": 1,
+    "hub": 1,
     "scaling": 2,
     "recipe": 2,
     "distributed": 3,

@@ -16,7 +16,7 @@ PACKAGE = ROOT / "pi_lora"
 PAGES = ["CONTRIBUTING.md", "docs/design.md"]
 FOLDERS = ["pi_lora", "tests", "scripts"]
 # Dotted names that begin so are those of libraries; test_private_names.py checks them.
-LIBRARIES = {"accelerate", "datasets", "peft", "torch", "transformers", "trl"}
+LIBRARIES = {"accelerate", "datasets", "huggingface_hub", "peft", "torch", "transformers", "trl"}
 BACKTICKS = re.compile(r"`([^`\n]+)`")
 PATH = re.compile(r"[\w.-]*/[\w./-]*|[\w-]+\.(?:py|md|ya?ml|toml|json)")
 MAKE = re.compile(r"make ([\w-]+)(?: .*)?")
@@ -132,7 +132,7 @@ def exists(text: str) -> bool:
         return name.rpartition(".")[2] in callables()
     if "." in name:
         return name.partition(".")[0] in LIBRARIES or name in dotted_names() or is_recipe_key(name)
-    return not CODE.fullmatch(name) or name in all_names()
+    return not CODE.fullmatch(name) or name in all_names() | LIBRARIES
 
 
 @pytest.mark.parametrize("page", PAGES)

@@ -3,19 +3,23 @@ import json
 import shutil
 from collections.abc import Callable
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import architectures
 import pytest
 import torch
-from conftest import small_recipe
-from huggingface_hub.errors import NotASafetensorsRepoError
-from random_runs import put_on_hub, save_base
+from conftest import plan_of, small_recipe
+from hub import Hub
+from random_runs import save_base
 
-from pi_lora import api, preflight
+from pi_lora import api
 from pi_lora.errors import ModelError, PiLoraError, RecipeError, RunExistsError
-from pi_lora.preflight import check, check_data
+from pi_lora.planning.gpus import find_gpu
+from pi_lora.planning.training_plan import TrainingPlan
+from pi_lora.preflight import check, check_data, plan_or_refuse
+from pi_lora.run import staging_path
+
+LLAMA = "huggyllama/llama-7b"
 
 
 def test_a_check_that_passes_finds_the_model_and_writes_nothing(small_model: Path, tmp_path: Path) -> None:
@@ -240,25 +244,18 @@ def test_what_a_recipe_lacks_here_is_a_line_before_anything_is_loaded(
     assert list(raised.value.problems) == lines
 
 
-def test_weights_of_the_hub_are_asked_for_before_a_training_only(
-    small_model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    put_on_hub(small_model, "someone/model", tmp_path / "hub", monkeypatch)
-    monkeypatch.setattr(preflight, "constants", SimpleNamespace(HF_HUB_OFFLINE=False))
-    asked = []
-
-    def metadata(name: str, revision: str) -> None:
-        asked.append((name, revision))
-        raise NotASafetensorsRepoError("'someone/model' is not a safetensors repo.")
-
-    monkeypatch.setattr(preflight, "get_safetensors_metadata", metadata)
+def test_weights_of_the_hub_are_asked_for_before_a_training_only(small_model: Path, tmp_path: Path, hub: Hub) -> None:
+    hub.add("models/someone/model", small_model)
     recipe = small_recipe("someone/model")
     check(recipe, tmp_path / "run")
-    assert asked == []
+    assert hub.asked("safetensors") == []
+    check(recipe, tmp_path / "run", ask_hub=True)
+    assert hub.asked("safetensors")
+    files = hub.files("models/someone/model")
+    hub.add("models/someone/model", {name: files[name] for name in files if name != "model.safetensors"})
     line = r"^someone/model: weights cannot be read \('someone/model' is not a safetensors repo.*\); name another base$"
     with pytest.raises(ModelError, match=line):
         check(recipe, tmp_path / "run", ask_hub=True)
-    assert asked == [("someone/model", "a" * 40)]
 
 
 def test_data_that_cannot_be_prepared_is_refused_in_a_line(small_model: Path, tmp_path: Path) -> None:
@@ -272,3 +269,52 @@ def test_data_that_cannot_be_prepared_is_refused_in_a_line(small_model: Path, tm
         assert len(raised.value.problems) == 1
     with pytest.raises(ModelError, match=r"^\./gone: no such model"):
         check_data(small_recipe("./gone"))
+
+
+def test_a_plan_that_does_not_fit_is_refused_except_with_force() -> None:
+    def plan(target: int, gpu: str) -> TrainingPlan:
+        recipe = small_recipe(LLAMA, context={"target": target}, hardware={"gpus": 1}, training={})
+        return plan_of(recipe, find_gpu(gpu))
+
+    assert plan_or_refuse(LLAMA, plan(8192, "H100"))[0].startswith(f"{LLAMA}: 2048 to 8192 tokens, ")
+    tight = plan(131072, "T4")
+    line = "it does not fit on T4; the cheapest change that fits: tuning.method=qlora data.positions=pose"
+    with pytest.raises(PiLoraError, match=f"^{line}; or train all the same with --force$"):
+        plan_or_refuse(LLAMA, tight)
+    assert plan_or_refuse(LLAMA, tight, force=True)[-1] == line
+    assert plan_or_refuse(LLAMA, None) == [f"{LLAMA}: no plan for a model of this kind; watch its memory"]
+
+
+@pytest.mark.parametrize(("attention", "refused"), [("auto", False), ("sdpa", False), ("eager", True)])
+def test_context_parallelism_takes_all_gpus_and_one_kernel(
+    small_model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, attention: str, refused: bool
+) -> None:
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    model = {"name": str(small_model), "attention": attention}
+    recipe = small_recipe(small_model, model=model, hardware={"gpus": 2, "context_parallel": 2})
+    if not refused:
+        check(recipe, tmp_path / "run")
+        return
+    with pytest.raises(RecipeError) as raised:
+        check(recipe, tmp_path / "run")
+    line = "hardware.context_parallel: needs hardware.gpus, and model.attention: sdpa"
+    assert list(raised.value.problems) == [line]
+
+
+def test_what_needs_a_gpu_is_allowed_on_one(small_model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
+    training = {"precision": "float16", "optimizer": "paged_adamw_8bit"}
+    hardware = {"gpus": 1, "offload_activations": True}
+    check(small_recipe(small_model, training=training, hardware=hardware), tmp_path / "run")
+
+
+def test_an_interrupted_run_is_checked_against_its_recipe(lora_run: Path, small_model: Path, tmp_path: Path) -> None:
+    staging = Path(shutil.copytree(lora_run, staging_path(tmp_path / "run")))
+    recipe = small_recipe(small_model)
+    check(recipe, tmp_path / "run", resume=True)
+    other = small_recipe(small_model, tuning={"rank": 8})
+    with pytest.raises(PiLoraError, match=r"tuning\.rank"):
+        check(other, tmp_path / "run", resume=True)
+    shutil.rmtree(staging)
+    with pytest.raises(PiLoraError):
+        check(recipe, tmp_path / "run", resume=True)

@@ -50,6 +50,7 @@ def test_a_data_set_on_the_hub_is_not_streamed_before_it_is_prepared(
         raise DataError("no network")
 
     monkeypatch.setattr(examples, "find_table", find)
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", False)
     recipe = small_recipe(small_model, data={"source": "people/books"})
     assert check_data(recipe).name == str(small_model)
     assert asked == []

@@ -45,7 +45,7 @@ def test_the_released_smollm2_adapter_is_complete() -> None:
 
 
 def test_a_short_tuning_beats_step_0_at_the_target_window(tmp_path: Path) -> None:
-    training = {"steps": 12, "learning_rate": 2.5e-3, "warmup_steps": 2, "global_batch_size": 2}
+    training = {"steps": 6, "learning_rate": 2.5e-3, "warmup_steps": 2, "global_batch_size": 2}
     recipe = small_recipe("builtin:tiny", context={"target": 512}, data={"source": "builtin:stdlib"}, training=training)
     run = train(recipe, tmp_path / "run")
     [before] = perplexities(pi_lora.load("builtin:tiny", pi_lora.Extension(target=512)), 512)

@@ -127,6 +127,7 @@ def test_progress_is_printed_as_lines_without_a_terminal(
 def test_garbage_collection_is_enabled_again_after_imports(monkeypatch: pytest.MonkeyPatch) -> None:
     seen = []
     monkeypatch.setattr("pi_lora.cli.main", lambda: seen.append(gc.isenabled()))
+    monkeypatch.setattr("pi_lora.__main__.QUIET", {})  # the settings of the processes that other tests start
     main()
     with working():
         seen.append(gc.isenabled())

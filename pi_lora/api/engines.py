@@ -1,6 +1,5 @@
 """Models for other engines: merged, extended, exported, and compared with a running server."""
 
-import os
 from collections.abc import Sequence
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -54,7 +53,6 @@ def merge(
     ui = ui_of(progress)
     with ui.working(LIBRARIES):
         from pi_lora.merging.merging import MERGE_FILE, Merged, plan_merge
-        from pi_lora.models.resolve import adapter_folder, require_adapter
         from pi_lora.report.card import CARD, card_of
         from pi_lora.report.scores import MeasuredRun
         from pi_lora.run import check_output, staged
@@ -66,9 +64,6 @@ def merge(
     folder = path_of(output) if output else Path("models") / Path(name).resolve().name
     if sibling and base is None:
         raise ModelError(f"{name}: --sibling: name the sibling of its base with --base")
-    if isinstance(run, str | os.PathLike):
-        # Before the base is read. The folder in the cache of the hub is that of one commit.
-        run = require_adapter(name, adapter_folder(name))
     source = resolve(run, base=base, permissions=permissions)
     check_output(folder)
     check_can_make(folder)

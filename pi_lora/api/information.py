@@ -110,7 +110,7 @@ def write_report(run: AnyModel, *, html: bool = False) -> list[Path]:
     return card.write_report(path_of(name_of(run)), html=html)
 
 
-def push(run: AnyModel, repo: str, *, private: bool = False) -> str:
+def push(run: AnyModel, repo: str, *, private: bool = False, progress: Progress | bool | UI = False) -> str:
     """Upload a run or a merged model to the Hugging Face hub, with its card and without checkpoints. Return the
     address.
 
@@ -118,10 +118,15 @@ def push(run: AnyModel, repo: str, *, private: bool = False) -> str:
         run: A folder, or what `train` returns.
         repo: The repository, as `you/name`; created if it does not exist.
         private: Create a private repository.
+        progress: Whether to show a progress bar, or a function that is called with the number of files of weights.
 
     Raises:
         ModelError: The folder is unfinished or lacks a file, or the hub refuses.
     """
+    ui = ui_of(progress)
+    folder = path_of(name_of(run))
     from pi_lora.report.upload import push
 
-    return push(path_of(name_of(run)), repo, private=private)
+    ui.say(f"uploading {folder} to {repo}")
+    with ui.progress("uploading weights") as uploaded:
+        return push(folder, repo, private=private, progress=uploaded)

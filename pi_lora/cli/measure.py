@@ -299,6 +299,4 @@ def push(
     private: Annotated[bool, Parameter(help="Create a private repository.")] = False,
 ) -> None:
     """Upload a run or a merged model to the Hugging Face hub, with its card but without checkpoints."""
-    with working(f"uploading {model}"):
-        url = api.push(model, repo, private=private)
-    out.lines(url)
+    out.lines(api.push(model, repo, private=private, progress=TERMINAL))

@@ -7,7 +7,7 @@ from functools import partial
 from string import Formatter
 from typing import Any, NamedTuple
 
-from huggingface_hub.constants import HF_HUB_OFFLINE
+from huggingface_hub import constants
 
 from pi_lora.data.documents import NamedJson, looks_local
 from pi_lora.data.sources import Table, find_table, hash_to_unit
@@ -194,9 +194,10 @@ def _rows_with_text(rows: Iterable[NamedJson], counts: Counter[str]) -> Iterator
             counts[EMPTY] += 1
 
 
-def data_problems(data: Data, ask_hub: bool = False) -> list[str]:
-    """Return the problems of the template and of the first rows of the sources, one a line. Sources on the hub are
-    streamed if `ask_hub`, and skipped otherwise.
+def data_problems(data: Data, ask_hub: bool = False, *, held_out: bool = False) -> list[str]:
+    """Return the problems of the template and of the first rows of the sources, one a line; `held_out` ones if texts
+    are to be measured. Sources on the hub are streamed if `ask_hub`, read from the cache without the hub, and skipped
+    otherwise.
     """
     try:
         columns = Task(data).columns if data.has_examples else []
@@ -204,19 +205,16 @@ def data_problems(data: Data, ask_hub: bool = False) -> list[str]:
         return [str(problem)]
     problems = []
     for source in data.source:
-        if not ask_hub and not looks_local(source.name):
+        if not (ask_hub or constants.HF_HUB_OFFLINE or looks_local(source.name)):
             continue
         try:
-            # Without a network, `datasets` reads what it downloaded earlier, and streams nothing.
-            if not HF_HUB_OFFLINE:
-                source = source.changed(streaming=True)
-            table = find_table(source)
+            table = find_table(source.changed(streaming=True))
             if columns or source.has_chats:
                 rows = table.read(columns or [source.column], None)
                 if next(rows, None) is None:
                     raise DataError(f"{source.name}: holds no rows; name a source with rows")
             else:
-                next(table.documents(), None)
+                next(table.documents(held_out=held_out), None)
         except DataError as problem:
             problems.append(str(problem))
     return [f"data.source: {problem}" for problem in problems]

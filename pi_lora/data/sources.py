@@ -3,17 +3,18 @@
 import functools
 import hashlib
 import itertools
+import math
 import os
 import random
 import sysconfig
 import zipfile
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
-from huggingface_hub import HfApi, hf_hub_download, try_to_load_from_cache
+from huggingface_hub import constants
 
 from pi_lora.data.documents import (
     TABLE_SUFFIXES,
@@ -26,7 +27,8 @@ from pi_lora.data.documents import (
     rows_in,
     suffix_of,
 )
-from pi_lora.errors import DataError, first_line
+from pi_lora.errors import DataError
+from pi_lora.hub import commit_of, download_file, gated, hub_errors
 from pi_lora.recipe.evaluation import PerplexityOptions
 from pi_lora.recipe.schema import CHAT_COLUMNS, Source
 from pi_lora.types import Json
@@ -40,6 +42,8 @@ SKIPPED_FOLDERS = frozenset(
 HELD_OUT_SHARE = 0.1
 # The names before this one are of the validation split: with them the settings of the demo were chosen.
 FIRST_OF_TEST = "e"
+# The most rows that are counted for the share to hold out.
+COUNTED_ROWS = 500
 # As many rows of a file as `datasets` (5.2) holds of a stream.
 SHUFFLED_ROWS = 1000
 # The loader of SCROLLS is a script, which `datasets` no longer runs. It reads `SPLIT.jsonl` out of `SUBSET.zip`.
@@ -186,70 +190,72 @@ def standard_library(source: Source) -> Table:
 
 def hub_dataset(source: Source) -> Table:
     """Return a split of a hub data set. Rows are named by number if the order is fixed. A seed permutes all rows on
-    disk. In a stream a seed permutes the files, and shuffles as many rows at a time as `shuffled`.
+    disk. In a stream a seed permutes the files, and shuffles as many rows at a time as `shuffled`. Without the hub all
+    rows are read from the cache.
     """
-    # `datasets` takes a second to import, and local text does without.
-    from datasets import load_dataset
-
     name = source.name
-    revision = source.revision
-    streaming = source.streaming
-    with _hub_errors(name):
-        if streaming:
-            revision = str(HfApi().dataset_info(name, revision=revision).sha)
-        dataset = load_dataset(
-            name,
-            source.subset,
-            split=source.split,
-            revision=revision,
-            streaming=streaming,
-        )
-    # In the cache of `datasets` a data set is in a folder with the name of its commit.
-    commit = revision
-    if not streaming:
-        cache_file = Path(dataset.cache_files[0]["filename"])
-        commit = cache_file.parent.name
-        # Without the hub `datasets` (5.2) takes the commit that it downloaded last. It finds commits by this file.
-        card = try_to_load_from_cache(name, "README.md", repo_type="dataset", revision=revision)
-        asked = Path(card).parent.name if isinstance(card, str) else revision
-        if asked not in ("main", commit):
-            raise DataError(
-                f"{name}: of revision {revision} nothing is on disk, but of {commit}, which was downloaded last; "
-                "go online, or name that commit as the revision of the source"
-            )
+    commit = _dataset_commit(name, source.revision)
+    if constants.HF_HUB_OFFLINE:
+        source = source.changed(streaming=False)
+    dataset = _load_dataset(source, commit)
 
     def read(columns: Sequence[str], seed: int | None) -> Iterator[NamedJson]:
         rows = dataset if seed is None else dataset.shuffle(seed)
-        for number, row in enumerate(rows, 1):
-            row_name = f"{name}:{number}" if seed is None else name
-            yield from texts([(row_name, row)], columns)
+        with hub_errors(name, "dataset"):  # a stream asks for every file
+            for number, row in enumerate(rows, 1):
+                row_name = f"{name}:{number}" if seed is None else name
+                yield from texts([(row_name, row)], columns)
 
     return Table(source, read, {"commit": commit})
+
+
+def _load_dataset(source: Source, commit: str) -> Any:
+    """Return a split of a hub data set at a commit, streamed or from the cache."""
+    # `datasets` takes a second to import, and local text does without.
+    from datasets import load_dataset
+    from datasets.exceptions import DatasetNotFoundError
+
+    name = source.name
+    with hub_errors(name, "dataset"):
+        try:
+            dataset = load_dataset(
+                name,
+                source.subset,
+                split=source.split,
+                revision=commit,
+                streaming=source.streaming,
+            )
+        except DatasetNotFoundError as error:  # though the hub knows the commit
+            raise DataError(gated(name, "dataset")) from error
+    if not source.streaming:
+        # Without the hub `datasets` (5.2) takes the commit that it downloaded last, in whose folder the rows are.
+        last_commit = Path(dataset.cache_files[0]["filename"]).parent.name
+        if last_commit != commit:
+            raise DataError(
+                f"{name}: of revision {source.revision} nothing is on disk, but of {last_commit}, which was downloaded "
+                "last; go online, or name that commit as the revision of the source"
+            )
+    return dataset
+
+
+@functools.cache
+def _dataset_commit(name: str, revision: str) -> str:
+    """Return the commit of a data set: the same for all checks, trainings and measurements of a process."""
+    return commit_of(name, revision, "dataset")
 
 
 def hub_file(source: Source, file: str, member: str = "") -> Table:
     """Return one file of a data set on the hub, or a `member` of a zip archive, without running a script of the data
     set. Rows are named by their path on the hub.
     """
-    with _hub_errors(f"{source.name}/{file}"):
-        path = Path(hf_hub_download(source.name, file, repo_type="dataset", revision=source.revision))
+    commit = _dataset_commit(source.name, source.revision)
+    path = download_file(source.name, file, commit, "dataset")
+    if path is None:
+        raise DataError(f"{source.name}: has no file {file}; check subset and revision")
     name = f"{source.name}/{member or file}"
     opened = zipfile.Path(path, member) if member else path
     read = functools.partial(read_files, {name: opened})
-    # In the cache of the hub a file is in a folder with the name of its commit.
-    commit = path.parents[file.count("/")].name
     return Table(source, read, {"commit": commit})
-
-
-@contextmanager
-def _hub_errors(name: str) -> Iterator[None]:
-    try:
-        yield
-    except Exception as error:  # `datasets` raises a dozen kinds: not found, gated, offline, no such split
-        raise DataError(
-            f"{name}: is neither a file or folder nor a hub data set that can be read ({first_line(error)}); "
-            "check its name, subset, split and revision, the network, or log in with `hf auth login`"
-        ) from error
 
 
 def find_table(source: Source) -> Table:
@@ -272,23 +278,28 @@ def find_table(source: Source) -> Table:
 
 
 def share_to_hold_out(source: Source, target: int) -> float | None:
-    """Return the share of `source` to hold out for windows of `target` tokens (L'). For local text, that is about four
-    windows and ten documents, between a fiftieth and a fifth; for a data set on the hub, a hundredth; none for text
-    that is built in.
+    """Return the share of `source` to hold out for windows of `target` tokens (L'): about four windows and ten
+    documents, between a fiftieth and a fifth, and a hundredth of `COUNTED_ROWS` or more on the hub; none for text that
+    is built in. Of few rows it is enough for one of them.
     """
     if source.name in (STDLIB, RECALL):
         return None
-    if not looks_local(source.name):
-        return 0.01
-    table = find_table(source)
+    table = find_table(source.changed(streaming=True))
+    hashes: list[float] = []
     documents = len(table.texts)
     if not documents:
-        first_rows = itertools.islice(table.read([source.column], None), 500)
-        documents = sum(1 for _ in first_rows)
-    four_windows = 16 * target / max(1, table.size)
+        rows = itertools.islice(table.read([source.column], None), COUNTED_ROWS)
+        hashes = [hash_to_unit(row[source.column]) for _, row in rows]
+        documents = len(hashes)
+    if not looks_local(source.name) and documents == COUNTED_ROWS:
+        return 0.01
+    # The size of a data set on the hub is not known.
+    four_windows = 16 * target / table.size if table.size else 0
     ten_documents = 10 / documents if documents > 1 else 0
-    share = max(0.02, four_windows, ten_documents)
-    return round(min(0.2, share), 2)
+    share = round(min(0.2, max(0.02, four_windows, ten_documents)), 2)
+    if len(set(hashes)) > 1 and min(hashes) >= share:
+        share = math.ceil(100 * min(hashes)) / 100
+    return share
 
 
 # The keys that a source of text and `evaluation.perplexity` share.

@@ -278,7 +278,7 @@ def header_of(loaded: LoadedModel, window: int | None = None) -> Json:
 def identity_of(loaded: LoadedModel) -> Json:
     """Return as JSON all that decides a model's numbers: files, config, dtype, kernel, device and versions."""
     files: list[Path] = []
-    for folder in (loaded.source.adapter, loaded.source.base.folder):
+    for folder in (loaded.source.adapter, loaded.source.base.path):
         if folder:
             files += [
                 file for file in sorted(folder.iterdir()) if file.is_file() and file.suffix not in REPORT_SUFFIXES

@@ -85,7 +85,7 @@ def check_tensors(run: Path, tensors: Sequence[OutputTensor], folder: Path, prog
     A few rows are read at a time. Copies are compared bit by bit; sums by a product with random signs, and in some rows
     number by number. Raise ModelError with the first tensor that differs.
     """
-    written = read_weights(str(folder), partial(find_file, str(folder)))
+    written = read_weights(str(folder), partial(find_file, folder))
 
     def check(tensor: OutputTensor) -> None:
         if not _is_written(tensor, written.get(tensor.name)):

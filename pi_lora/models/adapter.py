@@ -200,9 +200,12 @@ def save_full(model: PreTrainedModel, folder: Path, weights: Mapping[str, torch.
     for file in folder.glob("*.safetensors"):
         _, entries = read_tensors(file)
         saved += sum(math.prod(entry.shape) for entry in entries.values())
-    trained = model.num_parameters(only_trainable=True)
-    if saved != trained:
-        raise ModelError(f"{folder}: {trained:,} numbers were trained, but {saved:,} saved")
+    # Some routers have a bias that is a buffer.
+    stored_names = model.state_dict().keys()
+    buffers = sum(buffer.numel() for name, buffer in model.named_buffers() if name in stored_names)
+    expected = model.num_parameters(only_trainable=True) + buffers
+    if saved != expected:
+        raise ModelError(f"{folder}: has {saved:,} numbers instead of the {expected:,} of the model")
 
 
 def load_adapter(model: PreTrainedModel, folder: Path, *, dropout: float = 0.0, trainable: bool = False) -> PeftModel:

@@ -1,5 +1,6 @@
 """The Python code that a model brings: run with the user's permission, and written with the config of the model."""
 
+from pathlib import Path
 from typing import Any
 
 from transformers import AutoModelForCausalLM, PreTrainedConfig
@@ -11,7 +12,14 @@ MODEL = "AutoModelForCausalLM"
 KEYS = ("AutoConfig", "AutoModel", MODEL)
 
 
-def load_classes(auto_map: dict[str, str], path: str, revision: str) -> dict[str, Any]:
+def path_for_code(name: str, folder: Path, commit: str | None) -> str:
+    """Return the name by which transformers reads the code of a model: of a hub id with a commit not the folder, from
+    where it would take code that `auto_map` names by the hub id at the newest commit.
+    """
+    return name if commit else str(folder)
+
+
+def load_classes(auto_map: dict[str, str], path: str, revision: str | None) -> dict[str, Any]:
     """Load the classes that the `auto_map` of a model names, from its files at `revision`."""
     classes = {}
     for key in KEYS:

@@ -10,7 +10,7 @@ from typing import Any
 
 from transformers import MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING, MODEL_FOR_MULTIMODAL_LM_MAPPING, PreTrainedConfig
 from transformers.conversion_mapping import get_model_conversion_mapping
-from transformers.core_model_loading import WeightRenaming, rename_source_key
+from transformers.core_model_loading import WeightConverter, WeightRenaming, rename_source_key
 
 from pi_lora.scaling.config import TEXT_CONFIG
 
@@ -72,19 +72,23 @@ def decoder_name(model: Any) -> str:
     return names[model.get_decoder()]
 
 
-def names_in(model: Any, stored_names: Iterable[str]) -> dict[str, str]:
+def names_in(model: Any, stored_names: Iterable[str], *, fused: bool = False) -> dict[str, str]:
     """Return the names of weights in `model` by their names in a file: those of earlier versions of transformers, or,
     in a composite, those of the language model alone.
+
+    With `fused`, tensors that transformers fuses when it loads them, such as the experts of a layer, have the name of
+    the fused weight.
     """
     weights = model.state_dict()
     transforms = get_model_conversion_mapping(model)
     renamings = [transform for transform in transforms if isinstance(transform, WeightRenaming)]
+    converters = [transform for transform in transforms if fused and isinstance(transform, WeightConverter)]
     renamings_alone = adapter_renamings(model)
     names = {}
     for stored_name in stored_names:
         name = stored_name
         if name not in weights:
-            name, _ = rename_source_key(stored_name, renamings, [], model.base_model_prefix, weights)
+            name, _ = rename_source_key(stored_name, renamings, converters, model.base_model_prefix, weights)
         if name not in weights:
             for pattern, replacement in renamings_alone.items():
                 name = re.sub(pattern, replacement, name)

@@ -11,12 +11,10 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Annotated
 
-from huggingface_hub import hf_hub_download
-from huggingface_hub.constants import HF_HUB_OFFLINE
-from huggingface_hub.errors import EntryNotFoundError
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field
 
 from pi_lora.errors import ModelError, first_line
+from pi_lora.hub import commit_of, download_folder
 from pi_lora.scaling.config import Config, language_config, whole_config, with_legacy_rope_keys
 from pi_lora.storage import read_json, write_json
 from pi_lora.types import Json
@@ -53,21 +51,39 @@ EXTENDED = " (extended by pi-lora: load it with pi_lora.load, or merge it)"
 # A key in the settings of an adapter of an extended base. `PeftModel.from_pretrained` takes any base and does not scale
 # its positions, but PEFT warns of a key that it does not know, with the name of the key, and ignores it.
 WARNING = "the base needs the config.json beside this file: load it with pi_lora.load, or merge it"
+# All that a hub id has beside full weights and pictures, with the vocabularies of tokenizers that bring their own code.
+SMALL_FILES = (
+    "*.json",
+    "*.yaml",
+    "*.py",
+    "*.jinja",
+    "*.txt",
+    "*.model",
+    "*.tiktoken",
+    "*.bpe",
+    "*.spm",
+    "README.md",
+    ADAPTER_WEIGHTS_FILE,
+)
 BUILTIN = "builtin:"
 BUILTIN_FOLDER = Path(__file__).parents[1] / "builtin"
 REMOTE_CODE = "runs Python code of its own; read that code, and if you trust it give --trust-remote-code"
 
 
-def locate(name: str) -> str:
-    """Return the folder or hub id that `name` means; raise ModelError if it is a folder that does not exist."""
+def model_folder(name: str, revision: str = "main") -> tuple[Path, str | None]:
+    """Return the folder of a model, and the commit of a hub id, of which all but full weights is downloaded.
+
+    Raise ModelError if there is no such model.
+    """
+    if not is_local(name):
+        commit = commit_of(name, revision)
+        return download_folder(name, commit, SMALL_FILES), commit
     folder = Path(name).expanduser()
     if name.startswith(BUILTIN):
         folder = BUILTIN_FOLDER / name.removeprefix(BUILTIN)
-    elif not is_local(name):
-        return name
     if not folder.is_dir():
         raise ModelError(f"{name}: no such model; give a model folder, a hub id or {BUILTIN}tiny")
-    return str(folder)
+    return folder, None
 
 
 def is_local(name: str) -> bool:
@@ -86,26 +102,15 @@ def public_name(name: str) -> str:
     return name
 
 
-def find_file(path: str, name: str, revision: str = "main", *, download: bool = True) -> Path | None:
-    """Return a file of the folder or hub id `path`, downloaded if necessary, or None if there is none.
-
-    Without `download`, only the cache of the hub is searched.
-    """
-    if os.path.isdir(path):
-        file = Path(path, name)
-        return file if file.is_file() else None
-    try:
-        return Path(hf_hub_download(path, name, revision=revision, local_files_only=not download))
-    except EntryNotFoundError:  # or not in the cache, without a network
-        return None
-    except (OSError, ValueError) as error:
-        raise ModelError(f"{path}: {name} cannot be downloaded ({first_line(error)}); check name and network") from None
+def find_file(folder: Path, name: str) -> Path | None:
+    """Return a file of a folder, or None if there is none."""
+    file = folder / name
+    return file if file.is_file() else None
 
 
-def find_files(path: str, names: Sequence[str], revision: str = "main") -> dict[str, Path]:
-    """Return the files of the folder or hub id `path` that have one of the `names`, by name."""
-    found = {name: find_file(path, name, revision) for name in names}
-    return {name: file for name, file in found.items() if file}
+def find_files(folder: Path, names: Sequence[str]) -> dict[str, Path]:
+    """Return the files of a folder that have one of the `names`, by name."""
+    return {name: folder / name for name in names if (folder / name).is_file()}
 
 
 @contextmanager
@@ -115,8 +120,6 @@ def readable(name: str | Path, what: str) -> Iterator[None]:
         yield
     except Exception as error:  # config and tokenizer classes raise exceptions of any kind
         cause = first_line(error)
-        if HF_HUB_OFFLINE and not Path(name).exists():
-            cause = "no folder here, nor in the cache of the hub, which HF_HUB_OFFLINE=1 forbids to ask"
         problem = f"has no {what} that can be read ({cause}); give a hub id, a model folder or {BUILTIN}tiny"
         if isinstance(error, ValueError) and "trust_remote_code" in str(error):
             problem = REMOTE_CODE

@@ -141,6 +141,7 @@ def load_base(
     if placement == "empty":
         return empty_module(source.typed_config, dtype, kernel)
     options = _placement_options(placement, dtype)
+    base.download_weights()
     config = source.typed_config
     is_dequantized = quantization_of(source.config) in DEQUANTIZED_ON_LOADING
     if is_dequantized:
@@ -156,7 +157,6 @@ def load_base(
                 # Reported below, with the names.
                 ignore_mismatched_sizes=True,
                 output_loading_info=True,
-                revision=base.revision,
                 **options,
             )
         except (ImportError, OSError, ValueError, RuntimeError, SafetensorError) as error:

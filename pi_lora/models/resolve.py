@@ -7,20 +7,16 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from huggingface_hub import snapshot_download
-
 from pi_lora.errors import ModelError
 from pi_lora.models.files import (
     ADAPTER_CONFIG_FILE,
-    ADAPTER_WEIGHTS_FILE,
     BUILTIN,
     BUILTIN_FOLDER,
     CONFIG_FILE,
     SETTINGS_FILE,
-    TOKENIZER_FILES,
     find_file,
     is_local,
-    locate,
+    model_folder,
     read_adapter_settings,
     read_config,
     readable,
@@ -51,7 +47,6 @@ from pi_lora.types import NO_PERMISSIONS, Json, Permissions
 if TYPE_CHECKING:
     from transformers import PreTrainedConfig
 
-FILES_OF_RUNS = ["*.json", "*.yaml", "*.py", ADAPTER_WEIGHTS_FILE, *TOKENIZER_FILES]
 # Config and shape of the hub models that the recipes name, so that these are planned offline and without torch.
 SHIPPED_CONFIGS = Path(__file__).parent / "configs"
 SHAPE_FILE = "shape.json"
@@ -85,16 +80,18 @@ def resolve_model(
         ScalingError: The model cannot be extended.
     """
     shipped_base = _shipped_base(name, revision) if shipped else None
-    folder = None if shipped_base else adapter_folder(name, revision)
-    if folder:
-        if extension is not None:
-            raise ModelError(
-                f"{name}: brings its own scaling; "
-                "leave out --original, --target and --scaling (in a recipe: scaling: keep), or merge it first"
-            )
-        resolved_base = base_of_adapter(folder, base, permissions, commit)
-        return _resolve_adapter(name, folder, resolved_base)
-    resolved_base = shipped_base or _resolve_base(name, commit or revision, permissions)
+    if shipped_base is None:
+        check_finished(Path(name))
+        folder, found_commit = model_folder(name, revision)
+        if (folder / ADAPTER_CONFIG_FILE).is_file():
+            if extension is not None:
+                raise ModelError(
+                    f"{name}: brings its own scaling; "
+                    "leave out --original, --target and --scaling (in a recipe: scaling: keep), or merge it first"
+                )
+            resolved_base = base_of_adapter(folder, base, permissions, commit)
+            return _resolve_adapter(name, folder, resolved_base)
+    resolved_base = shipped_base or _resolve_base(name, commit or found_commit, permissions)
     source = ModelSource(name, resolved_base, with_legacy_rope_keys(resolved_base.config))
     return source.extended(extension) if extension else source
 
@@ -127,17 +124,6 @@ def resolve_for_training(
     return source
 
 
-def adapter_folder(name: str, revision: str = "main") -> Path | None:
-    """Return the folder of an adapter, downloaded if `name` is a hub id; None if it is another kind of model."""
-    if (Path(name) / ADAPTER_CONFIG_FILE).is_file():
-        return Path(name)
-    check_finished(Path(name))
-    if "/" not in name or is_local(name):
-        return None
-    settings = find_file(name, ADAPTER_CONFIG_FILE, revision)
-    return _downloaded_run(name, settings) if settings else None
-
-
 def require_adapter(name: str, adapter: Path | None) -> Path:
     """Return the folder of the adapter of the model `name`; raise ModelError if the model is no adapter."""
     if adapter is None:
@@ -149,17 +135,8 @@ def run_folder(name: str) -> Path:
     """Return the folder of a run; of a hub id the one in the cache, with its scores."""
     if is_local(name):
         return Path(name)
-    recipe = find_file(name, RECIPE_FILE)
-    return _downloaded_run(name, recipe) if recipe else Path(name)
-
-
-def _downloaded_run(name: str, file: Path) -> Path:
-    """Return the folder in the cache of the hub with the files of a run, without full weights and pictures.
-
-    The files are those of the commit that `file` was downloaded from: the cache has a folder for each commit.
-    """
-    commit = file.parent.name
-    return Path(snapshot_download(name, revision=commit, allow_patterns=FILES_OF_RUNS))
+    folder, _ = model_folder(name)
+    return folder if (folder / RECIPE_FILE).is_file() else Path(name)
 
 
 def base_of_adapter(
@@ -218,8 +195,8 @@ def _shipped_base(name: str, revision: str) -> Base | None:
         return None
     return Base(
         name=name,
-        path=str(folder),
-        revision=revision,
+        path=folder,
+        commit=None,
         permissions=NO_PERMISSIONS,
         config=read_config(folder),
         shipped_shape=read_json(folder / SHAPE_FILE, Shape, "install pi-lora again"),
@@ -255,47 +232,43 @@ def _common_entries(config: Config) -> Json:
     return {**entries, "rope_theta": full_attention_rope(config)["rope_theta"]}
 
 
-def _resolve_base(name: str, revision: str, permissions: Permissions) -> Base:
+def _resolve_base(name: str, revision: str | None, permissions: Permissions) -> Base:
     from transformers import AutoConfig
 
-    from pi_lora.models.code import MODEL, load_classes, name_of, register
+    from pi_lora.models.code import MODEL, load_classes, name_of, path_for_code, register
     from pi_lora.models.composite import language_class
     from pi_lora.models.quiet import quiet_loading
 
-    path = locate(name)
-    if not os.path.isdir(path):
-        config_file = find_file(path, CONFIG_FILE, revision)
-        if config_file:
-            revision = config_file.parent.name  # the commit: a push between two reads changes nothing
+    folder, commit = model_folder(name, revision or "main")
+    trust = permissions.trust_remote_code
+    path = path_for_code(name, folder, commit) if trust else str(folder)
     with readable(name, CONFIG_FILE), quiet_loading():
-        config = AutoConfig.from_pretrained(path, revision=revision, trust_remote_code=permissions.trust_remote_code)
+        config = AutoConfig.from_pretrained(path, revision=commit, trust_remote_code=trust)
         own = own_entries(config)
         if TEXT_CONFIG in own:
-            config_file = find_file(path, CONFIG_FILE, revision)
-            assert config_file, "transformers has read it"
-            own = _own_composite(config, read_json(config_file, Json, "download it again"))
+            own = _own_composite(config, read_json(folder / CONFIG_FILE, Json, "download it again"))
         config_class = type(config)
         language = language_class(config)
         auto_map = own.pop("auto_map", {})
-        code = load_classes(auto_map, path, revision) if permissions.trust_remote_code else {}
+        code = load_classes(auto_map, path, commit) if trust else {}
         if MODEL in code:
             config_class = register(code[MODEL], config_class)
             own["auto_map"] = {key: name_of(kind) for key, kind in code.items()}
         elif language:
             config_class = register(language, config_class)
     if full_attention_rope(own).get("rope_type") == "linear":
-        settings_file = find_file(path, SETTINGS_FILE, revision)
+        settings_file = find_file(folder, SETTINGS_FILE)
         settings = read_json(settings_file, Json, "download it again") if settings_file else {}
         own = normalize_max_positions(own, settings.get("model_max_length"))
     if "num_local_experts" in own:
         # The name by which transformers 4 reads Qwen 3's, and TRL 1.16 all.
         own["num_experts"] = own["num_local_experts"]
-    if own.get("tie_word_embeddings") and _stores_another_head(path, revision):
+    if own.get("tie_word_embeddings") and _stores_another_head(folder):
         own["tie_word_embeddings"] = False
     return Base(
         name=name,
-        path=path,
-        revision=revision,
+        path=folder,
+        commit=commit,
         permissions=permissions,
         config=own,
         config_class=config_class,
@@ -303,13 +276,13 @@ def _resolve_base(name: str, revision: str, permissions: Permissions) -> Base:
     )
 
 
-def _stores_another_head(path: str, revision: str) -> bool:
+def _stores_another_head(folder: Path) -> bool:
     """Whether weights on this machine hold a head that is not the embeddings, under the names that most models use."""
     from pi_lora.models.weights import read_weights
 
     # Weights that are missing or damaged are reported when they are read.
     with suppress(ModelError, StopIteration):
-        weights = read_weights(path, partial(find_file, path, revision=revision, download=False))
+        weights = read_weights(str(folder), partial(find_file, folder))
         head = next(weights[name] for name in weights if name.endswith("lm_head.weight"))
         embeddings = next(weights[name] for name in weights if name.endswith("embed_tokens.weight"))
         return not head.equals(embeddings)

@@ -12,7 +12,7 @@ from pi_lora.models.composite import names_in
 from pi_lora.models.files import save_config
 from pi_lora.models.source import Base, ModelSource
 from pi_lora.models.tokenizer import save_tokenizer
-from pi_lora.models.weights import COMPUTED, StoredTensor, read_header, read_weights
+from pi_lora.models.weights import COMPUTED, read_header, read_weights
 from pi_lora.scaling.config import Config
 from pi_lora.storage import write_json
 from pi_lora.types import Progress
@@ -46,15 +46,11 @@ def save_other_weights(base: Base, folder: Path) -> None:
     and heads that predict several tokens.
     """
     stored = read_weights(base.name, base.file)
-    names = names_in(base.meta_model, stored)
+    names = names_in(base.meta_model, stored, fused=True)
     known = base.meta_model.state_dict()
-    saved: dict[str, StoredTensor] = {}
-    for file in folder.glob("*.safetensors"):
-        saved |= read_header(file)
     others = {}
     for stored_name, name in names.items():
-        # Experts are saved as the base stores them, under other names than the model's.
-        if name not in known and stored_name not in saved and not name.endswith(COMPUTED):
+        if name not in known and not name.endswith(COMPUTED):
             others[stored_name] = stored[stored_name].whole()
     if not others:
         return

@@ -4,7 +4,6 @@
 transformers are imported where they are used: a plan of a shipped model does without.
 """
 
-import os
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from functools import cached_property
@@ -12,9 +11,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from pi_lora.errors import ModelError
+from pi_lora.hub import download_file
 from pi_lora.models.files import (
     BUILTIN,
-    CONFIG_FILE,
     PROCESSOR_FILES,
     SETTINGS_FILE,
     TOKENIZER_FILES,
@@ -46,8 +45,8 @@ class Base:
 
     Attributes:
         name: The hub id, folder or built-in model, as the user or an adapter names it.
-        path: The folder or hub id that files are read from.
-        revision: The commit of a hub id.
+        path: The folder of the files: of a hub id in the cache of the hub, where weights are downloaded when needed.
+        commit: The commit of a hub id; None of a folder.
         permissions: Whether code of the model may run.
         config: The config as transformers completes it.
         config_class: The class of the config in transformers; None of a shipped config, which only plans read.
@@ -56,8 +55,8 @@ class Base:
     """
 
     name: str
-    path: str
-    revision: str
+    path: Path
+    commit: str | None
     permissions: Permissions
     config: Config
     config_class: "type[PreTrainedConfig] | None" = None
@@ -65,20 +64,18 @@ class Base:
     shipped_shape: Shape | None = None
 
     def file(self, name: str) -> Path | None:
-        """Return a file, downloaded from the hub if necessary, or None if the model has no such file."""
-        return find_file(self.path, name, self.revision)
+        """Return a file, of weights downloaded from the hub if necessary, or None if the model has no such file."""
+        file = find_file(self.path, name)
+        if file is None and self.commit and name.endswith(".safetensors"):
+            return download_file(self.name, name, self.commit)
+        return file
 
-    @property
-    def is_local(self) -> bool:
-        """Whether the files are in a folder rather than on the hub."""
-        return os.path.isdir(self.path)
+    def download_weights(self) -> None:
+        """Download all weights of a hub id into the folder; raise ModelError if some are missing or damaged."""
+        from pi_lora.models.weights import read_weights
 
-    @cached_property
-    def folder(self) -> Path:
-        """The folder of the files: in the cache of the hub, that of the commit."""
-        config = self.file(CONFIG_FILE)
-        assert config, "a base is resolved by its config"
-        return config.parent
+        if self.commit:
+            read_weights(self.name, self.file)
 
     @cached_property
     def meta_model(self) -> "PreTrainedModel":
@@ -101,17 +98,17 @@ class Base:
 
     @cached_property
     def weights_digest(self) -> str:
-        """A digest of the weights."""
+        """A digest of the weights; ModelError if there are none."""
         from pi_lora.models.weights import weights_digest
 
-        return weights_digest(self.file)
+        return weights_digest(self.name, self.file)
 
     def fingerprint(self, tokenizer: str, data: str) -> Fingerprint:
         """Return the fingerprint of a run of this base, from the digests of its tokenizer and data."""
-        has_path = self.is_local and not self.name.startswith(BUILTIN)
+        has_path = self.commit is None and not self.name.startswith(BUILTIN)
         return Fingerprint(
-            path=str(Path(self.path).resolve()) if has_path else None,
-            commit=None if self.is_local else self.revision,
+            path=str(self.path.resolve()) if has_path else None,
+            commit=self.commit,
             weights=self.weights_digest,
             tokenizer=tokenizer,
             data=data,
@@ -122,7 +119,7 @@ class Base:
         recorded = run.metadata.origin
         if recorded is None:
             return True
-        if recorded.commit and not self.is_local and recorded.commit == self.revision:
+        if recorded.commit and recorded.commit == self.commit:
             return True
         return recorded.weights == self.weights_digest
 
@@ -194,28 +191,32 @@ class ModelSource:
     @cached_property
     def tokenizer(self) -> Any:
         """The tokenizer of the run, or of the base."""
+        from pi_lora.models.code import path_for_code
         from pi_lora.models.tokenizer import load_tokenizer
 
+        folder = self._tokenizer_path
+        commit = self.base.commit if folder == self.base.path else None
+        trust = self.permissions.trust_remote_code
         return load_tokenizer(
-            self._tokenizer_path,
+            path_for_code(self.base.name, folder, commit) if trust else folder,
             window=self.window,
-            revision=self.base.revision,
-            trust_remote_code=self.permissions.trust_remote_code,
+            revision=commit,
+            trust_remote_code=trust,
             vocabulary=self.config.get("vocab_size"),
         )
 
     @property
-    def _tokenizer_path(self) -> str:
+    def _tokenizer_path(self) -> Path:
         # Adapters made elsewhere may have no tokenizer.
         if self.adapter and (self.adapter / SETTINGS_FILE).is_file():
-            return str(self.adapter)
+            return self.adapter
         return self.base.path
 
     @cached_property
     def tokenizer_files(self) -> dict[str, Path]:
         """The files of the tokenizer by name. An adapter may lack some, which are those of its base."""
-        files = find_files(self._tokenizer_path, TOKENIZER_FILES, self.base.revision)
-        of_base = find_files(self.base.path, VOCABULARY_FILES, self.base.revision)
+        files = find_files(self._tokenizer_path, TOKENIZER_FILES)
+        of_base = find_files(self.base.path, VOCABULARY_FILES)
         lacking = of_base.keys() - files.keys()
         if lacking and replace(self, adapter=None).tokenizer.get_vocab() == self.tokenizer.get_vocab():
             return of_base | files
@@ -225,7 +226,7 @@ class ModelSource:
     def processor_files(self) -> dict[str, Path]:
         """The files by name from which a composite processes images and sound; none of any other model."""
         names = PROCESSOR_FILES if COMPOSITE in self.config else ()
-        return find_files(self.base.path, names, self.base.revision)
+        return find_files(self.base.path, names)
 
     @property
     def typed_config(self) -> "PreTrainedConfig":
@@ -252,6 +253,6 @@ class ModelSource:
             return
         if not self.base.is_base_of(self.run):
             raise ModelError(
-                f"{self.adapter}: {self.base.name} ({self.base.folder}) has other weights than those that it was tuned "
+                f"{self.adapter}: {self.base.name} ({self.base.path}) has other weights than those that it was tuned "
                 "on; bring them back, or use these with --allow-mismatch"
             )

@@ -11,7 +11,7 @@ from tokenizers.models import Unigram
 from transformers import AutoTokenizer
 
 from pi_lora.errors import ModelError
-from pi_lora.models.files import CHAT_TEMPLATE, SETTINGS_FILE, find_files, locate, readable
+from pi_lora.models.files import CHAT_TEMPLATE, SETTINGS_FILE, find_files, model_folder, readable
 from pi_lora.models.quiet import quiet_loading
 from pi_lora.storage import read_json, write_json
 from pi_lora.types import Json
@@ -26,7 +26,7 @@ def load_tokenizer(
     path: str | Path,
     window: int,
     *,
-    revision: str = "main",
+    revision: str | None = None,
     trust_remote_code: bool = False,
     vocabulary: int | None = None,
 ) -> Any:
@@ -43,8 +43,8 @@ def load_tokenizer(
         highest = max(_ids_given(tokenizer), default=0)
         if highest >= vocabulary:
             raise ModelError(
-                f"{path}: its tokenizer gives token {highest}, and the model has {vocabulary}; use the model's own, or "
-                "resize its embeddings (resize_token_embeddings) and save it"
+                f"{path}: its tokenizer gives token {highest}, and the model has {vocabulary}; use the model's own, "
+                "or resize its embeddings (resize_token_embeddings) and save it"
             )
         if (tokenizer.pad_token_id or 0) >= vocabulary:
             tokenizer.pad_token = None
@@ -65,9 +65,9 @@ def _ids_given(tokenizer: Any) -> list[int]:
 
 def has_chat_template(name: str) -> bool:
     """Return whether a model has a chat template, without loading the tokenizer; False if the hub is not reached."""
-    path = locate(name)
     with suppress(ModelError):
-        files = find_files(path, (SETTINGS_FILE, CHAT_TEMPLATE))
+        folder, _ = model_folder(name)
+        files = find_files(folder, (SETTINGS_FILE, CHAT_TEMPLATE))
         settings = read_json(files[SETTINGS_FILE], Json, "") if SETTINGS_FILE in files else {}
         return CHAT_TEMPLATE in files or bool(settings.get("chat_template"))
     return False

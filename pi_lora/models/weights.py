@@ -208,18 +208,15 @@ def read_index(file: Path) -> dict[str, str]:
     return read_json(file, _Index, "download it again").weight_map
 
 
-def weights_digest(find_file: Callable[[str], Path | None]) -> str:
+def weights_digest(model: str, find: Callable[[str], Path | None]) -> str:
     """Return a SHA-256 of the names, types, shapes and sampled bytes of all tensors, independent of their files.
 
-    `find_file` returns the path of a file by name, or None.
+    `find` returns the path of a file by name, or None. Raise ModelError if a file is missing or damaged.
     """
-    index = find_file(SAFE_WEIGHTS_INDEX_NAME)
-    names = sorted({*read_index(index).values()}) if index else [SAFE_WEIGHTS_NAME]
+    files = {tensor.path for tensor in read_weights(model, find).values()}
     digests: dict[str, list[object]] = {}
-    for name in names:
-        file = find_file(name)
-        if file:
-            digests |= _tensor_digests(file)
+    for file in sorted(files):
+        digests |= _tensor_digests(file)
     content = json.dumps(sorted(digests.items()))
     return hashlib.sha256(content.encode()).hexdigest()
 

@@ -4,6 +4,7 @@ import base64
 import re
 import shlex
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import suppress
 from functools import partial
 from html import escape
 from pathlib import Path
@@ -16,14 +17,16 @@ from huggingface_hub import ModelCard, ModelCardData
 from pi_lora.drawing import VERMILION, figure_of, save
 from pi_lora.errors import ModelError
 from pi_lora.evaluation.suite import MEASUREMENTS
-from pi_lora.models.files import public_name
+from pi_lora.models.files import model_folder, public_name
 from pi_lora.recipe.schema import Recipe
 from pi_lora.report.scores import MeasuredRun, eval_results, literal, public_setting, scores_sections
 from pi_lora.run import check_tuned
 from pi_lora.scaling.config import full_attention_rope, method_of, scale_of, window_of
 from pi_lora.storage import write_whole
+from pi_lora.types import Json
 
 CARD, PICTURES = "README.md", "pictures"
+LICENSE_KEYS = ("license", "license_name", "license_link")
 PAGE = Path(__file__).with_name("page.html")
 SCORES_BEGIN, SCORES_END = "<!-- scores -->", "<!-- end of scores -->"
 METADATA_OR_COMMENT = re.compile(r"\A---\n.*?\n---\n|<!--.*?-->", re.DOTALL)
@@ -149,7 +152,18 @@ def _metadata(run: MeasuredRun, full: bool, recipe: Recipe | None) -> ModelCardD
         model_name=name if results else None,
         pipeline_tag="text-generation",
         tags=[*tags, "pi-lora"],
+        **_license_of_base(run),
     )
+
+
+def _license_of_base(run: MeasuredRun) -> Json:
+    """Return what the card of the base says of its licence, which holds for the run too."""
+    origin = run.metadata.origin
+    entries: Json = {}
+    with suppress(Exception):  # the base is not here, or has a card that cannot be read
+        folder, _ = model_folder(run.base.name, (origin and origin.commit) or run.base.revision)
+        entries = ModelCard.load(folder / CARD).data.to_dict()
+    return {key: entries.get(key) for key in LICENSE_KEYS}
 
 
 def _scores_section(run: MeasuredRun) -> str:

@@ -5,15 +5,17 @@ import json
 from pathlib import Path
 from typing import Any
 
-from huggingface_hub import CommitOperationAdd, HfApi
+from huggingface_hub import CommitOperationAdd, HfApi, get_session
 
 from pi_lora.errors import ModelError
+from pi_lora.hub import ANSWER_SECONDS, hub_errors
 from pi_lora.models.files import CONFIG_FILE, PROCESSOR_FILES, TOKENIZER_FILES, public_name
 from pi_lora.models.saving import OTHER_WEIGHTS_FILE
 from pi_lora.recipe.files import RECIPE_FILE, dump_recipe, load_recipe
 from pi_lora.report.card import CARD, refresh_scores
 from pi_lora.report.scores import MeasuredRun
 from pi_lora.run import check_finished
+from pi_lora.types import Progress, silent
 
 # JSON files that name bases, runs and data, which may be files and folders of this machine.
 FILES_WITH_PATHS = [
@@ -34,6 +36,8 @@ WEIGHT_FILES = [
     OTHER_WEIGHTS_FILE,
     "model.safetensors.index.json",
 ]
+# Seconds that the hub has to commit what was uploaded.
+COMMIT_SECONDS = 30.0
 # All other files stay here: checkpoints, pickles, and files that a user keeps in the folder.
 UPLOADED_PATTERNS = [
     *FILES_WITH_PATHS,
@@ -51,28 +55,31 @@ UPLOADED_PATTERNS = [
 ]
 
 
-def push(folder: Path, repo: str, *, private: bool = False) -> str:
+def push(folder: Path, repo: str, *, private: bool = False, progress: Progress = silent) -> str:
     """Upload the files of a run or model, without paths of this machine, to `repo` on the hub; return the address.
 
-    The repository is created if it does not exist. Raise ModelError if the folder is unfinished, lacks a file or has
+    The repository is created if it does not exist. Weights that an interrupted upload has sent are not sent again.
+    Raise ModelError if the folder is unfinished, lacks a file or has
     links to files elsewhere, or if the hub refuses.
     """
     check_finished(folder)
     names = _names_to_upload(folder.resolve())
     refresh_scores(MeasuredRun(folder))
     operations = [CommitOperationAdd(name, _content(folder, name)) for name in names]
+    weights = [operation for operation in operations if operation.path_in_repo.endswith(".safetensors")]
     hub = HfApi()
-    try:
+    with hub_errors(repo):
         url = hub.create_repo(repo, private=private or None, exist_ok=True)
         if private and not hub.model_info(url.repo_id).private:
             raise ModelError(f"{url}: is public already; make it private in its settings, or leave out --private")
+        # By default the client waits without an end for a storage that does not answer. It tries six times.
+        session = get_session()
+        session.timeout = ANSWER_SECONDS
+        for number, operation in enumerate(weights, 1):
+            progress(number, len(weights), operation.path_in_repo)
+            hub.preupload_lfs_files(url.repo_id, [operation])
+        session.timeout = COMMIT_SECONDS
         hub.create_commit(url.repo_id, operations, commit_message=f"Upload {folder.resolve().name} with pi-lora")
-    except (OSError, ValueError) as error:  # ValueError: the name of the repository, or the metadata of the card
-        reason = " ".join(str(error).split())
-        raise ModelError(
-            f"{repo}: the hub refused it ({reason}); "
-            "check the name, your rights there, and your login (`hf auth login`, or HF_TOKEN)"
-        ) from error
     return str(url)
 
 

@@ -67,9 +67,6 @@ class Server:
             models = self._call("/v1/models").get("data") or []
         except (HTTPError, ValueError):  # mlx-lm without a cache of the hub lists none
             models = []
-        except OSError as error:
-            reason = getattr(error, "reason", error)
-            raise PiLoraError(f"{self.url}: cannot be reached ({reason}); start the server, or correct it") from None
         self.name = name
         if not name and len(models) == 1:
             self.name = models[0]["id"]
@@ -94,9 +91,15 @@ class Server:
             headers["Authorization"] = f"Bearer {api_key}"
         data = json.dumps(body).encode() if body else None
         request = Request(self.url + path, data, headers)
-        with urlopen(request, timeout=TIMEOUT_SECONDS) as response:
-            content: Json = json.load(response)
-            return content
+        try:
+            with urlopen(request, timeout=TIMEOUT_SECONDS) as response:
+                content: Json = json.load(response)
+                return content
+        except HTTPError:
+            raise
+        except OSError as error:
+            reason = getattr(error, "reason", error)
+            raise PiLoraError(f"{self.url}: cannot be reached ({reason}); start the server, or correct it") from None
 
 
 def _completion(content: Json) -> Completion:
@@ -175,18 +178,24 @@ def _judge(reference: Reference, prompt: Prompt, completion: Completion, toleran
     fits_unscaled = unscaled_distance <= tolerance and unscaled_agreed >= MIN_EQUAL_TOKENS
     missing = prompt.tokens - (completion.prompt_tokens or prompt.tokens)
     start = f"start it with a window of {reference.target:,}"
+    needs_scaling = UNSCALED in prompt.answers and prompt.tokens > reference.original
+    doubt = _doubt(prompt, completion, agreed, ambiguous=needs_scaling and fits_unscaled)
+    # A near tie hides most of the right answer. In short prompts the readings are too much alike.
+    follows_unscaled = needs_scaling and unscaled_agreed >= agreed + MIN_EQUAL_TOKENS
+    detail = ""
     if missing > MAX_MISSING_TOKENS:
         verdict = CUT
         detail = f"it saw only {completion.prompt_tokens} tokens; {start}"
-    elif distance <= tolerance:
-        needs_scaling = UNSCALED in prompt.answers and prompt.tokens > reference.original
-        detail = _doubt(prompt, completion, agreed, ambiguous=needs_scaling and fits_unscaled)
-        verdict = UNCLEAR if detail else RIGHT
-    elif fits_unscaled:
+    elif distance <= tolerance and not doubt:
+        verdict = RIGHT
+    elif fits_unscaled and (distance > tolerance or follows_unscaled):
         verdict = UNSCALED
         detail = "it computes the model without the scaling in its config.json"
         distance = unscaled_distance
         agreed = unscaled_agreed
+    elif distance <= tolerance:
+        verdict = UNCLEAR
+        detail = doubt
     else:
         verdict = DIFFERENT
         detail = f"it computes another model, or not the whole prompt: {start}"
@@ -223,12 +232,19 @@ def _compare(computed: Answer, completion: Completion) -> tuple[float, int]:
     """
     # mlx-lm's server leaves out the space that an answer begins with.
     spaces = len(computed.text) - len(computed.text.lstrip(" "))
-    text = " " * spaces + completion.text.lstrip(" ")
+    text = completion.text.lstrip(" ")
+    if text:
+        text = " " * spaces + text
     agreed = sum(1 for end in computed.ends if text.startswith(computed.text[:end]))
-    # A server ends where the model does, or goes on after all that was computed.
-    ends = computed.text.startswith(text.rstrip("\ufffd")) or agreed == len(computed.margins)
-    follows = ends or computed.margins[agreed] < TIE_MARGIN
-    if not follows:
+    end = computed.ends[agreed - 1] if agreed else 0
+    expected = computed.text[end:].rstrip("\ufffd")
+    answered = text[end:]
+    # Some servers leave out the spaces at the end. They may go on after all that was computed, and end no earlier.
+    follows = not expected.strip()
+    if answered and expected:
+        # A part of a token or of a character.
+        follows = expected.startswith(answered.rstrip("\ufffd"))
+    if not follows and computed.margins[agreed] >= TIE_MARGIN:
         return inf, agreed
     pairs = zip(computed.logprobs[:agreed], completion.logprobs, strict=False)
     return fmean([abs(here - there) for here, there in pairs] or [0.0]), agreed

@@ -7,7 +7,10 @@ from transformers import DynamicCache, PreTrainedConfig
 from transformers.cache_utils import DynamicLayer
 
 from pi_lora.models.device import dtype_named
-from pi_lora.scaling.config import window_of
+from pi_lora.scaling.config import full_attention_rope, window_of
+
+# The types of rope in which vLLM 0.32 reads the sections for time, height and width.
+VLLM_MROPE_TYPES = ("default", "yarn")
 
 
 def serving_lines(config: PreTrainedConfig, folder: Path = Path()) -> list[str]:
@@ -22,8 +25,12 @@ def serving_lines(config: PreTrainedConfig, folder: Path = Path()) -> list[str]:
     name = shlex.quote(str(folder))
     gguf_file = Path(f"{folder.name or 'model'}.gguf")
     cache_megabytes = cache_bytes(language, window, dtype_named(dtype).itemsize) / 1e6
+    rope = full_attention_rope(language.to_dict())
+    vllm_line = f"vllm serve {name} --max-model-len {window} --dtype {dtype}"
+    if "mrope_section" in rope and rope["rope_type"] not in VLLM_MROPE_TYPES:
+        vllm_line = f"# vLLM 0.32 stops at MRoPE with {rope['rope_type']} scaling; it serves yarn and theta"
     return [
-        f"vllm serve {name} --max-model-len {window} --dtype {dtype}",
+        vllm_line,
         f"pi-lora check-server http://localhost:8000 {name}",
         f"pi-lora export gguf {name} --output {shlex.quote(str(gguf_file))}",
         *llama_cpp_lines(gguf_file, window, str(folder)),

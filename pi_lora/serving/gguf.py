@@ -8,7 +8,6 @@ from pathlib import Path
 from typing import Any
 
 from gguf import GGUFReader
-from huggingface_hub import snapshot_download
 
 from pi_lora.errors import ModelError, RunExistsError
 from pi_lora.models.source import ModelSource
@@ -18,8 +17,6 @@ CONVERTER = "convert_hf_to_gguf.py"
 HOW_TO_GET_CONVERTER = (
     "it is in llama.cpp's repository (github.com/ggml-org/llama.cpp), and in the source package of llama-cpp-python"
 )
-# The files of a model on the hub that the converter reads.
-DOWNLOADED_PATTERNS = ["*.json", "*.safetensors", "*.model", "*.txt", "*.jinja"]
 
 
 def find_converter(model: ModelSource, output: Path, converter: Path | None = None) -> Path:
@@ -45,14 +42,12 @@ def export_gguf(model: ModelSource, output: Path, script: Path, outtype: str | N
 
     `outtype` is by default the dtype of the weights. Raise ModelError if the converter fails or drops the scaling.
     """
-    folder = model.base.path
-    if not Path(folder).is_dir():
-        folder = snapshot_download(folder, revision=model.base.revision, allow_patterns=DOWNLOADED_PATTERNS)
+    model.base.download_weights()
     if not outtype:
         # The converter names bfloat16 bf16.
         outtype = model.base.config.get("dtype", "float32").replace("float", "f")
     partial_file = output.with_suffix(".part")
-    command = [sys.executable, str(script), folder, "--outfile", str(partial_file), "--outtype", outtype]
+    command = [sys.executable, str(script), str(model.base.path), "--outfile", str(partial_file), "--outtype", outtype]
     completed = subprocess.run(command, capture_output=True, text=True, check=False)
     if completed.returncode:
         partial_file.unlink(missing_ok=True)

@@ -309,6 +309,7 @@ def _as_when_loaded(tuned: LoadedModel) -> Iterator[None]:
 def redirect_library_logs(folder: Path) -> Iterator[None]:
     """Append warnings and what libraries log from WARNING on to `libraries.log` in a folder instead of the terminal."""
     handler = logging.FileHandler(folder / LIBRARY_LOG, encoding="utf-8", delay=True)
+    handler.setLevel(logging.WARNING)
     root = logging.getLogger()
     root.addHandler(handler)
     logging.captureWarnings(capture=True)

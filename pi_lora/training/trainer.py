@@ -1,6 +1,5 @@
 """TRL's SFTTrainer with our schedule, batches of similar lengths, and checked losses; the only module that uses TRL."""
 
-import os
 from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
@@ -15,9 +14,6 @@ from torch.utils.data import Sampler
 from transformers import PrinterCallback, TrainerCallback
 from transformers import Trainer as PlainTrainer
 from transformers.integrations import get_reporting_integration_callbacks
-
-os.environ.setdefault("HF_HUB_DISABLE_TELEMETRY", "1")  # TRL reports usage otherwise
-
 from trl import SFTConfig, SFTTrainer
 from trl.models import enable_selective_activation_checkpointing
 
@@ -33,8 +29,12 @@ from pi_lora.recipe.schema import Recipe
 from pi_lora.run import CHECKPOINTS, Run
 
 
-def trainer_arguments(recipe: Recipe, run: Run, name: str) -> SFTConfig:
-    """Return TRL's arguments; rows are token ids already."""
+def trainer_arguments(recipe: Recipe, run: Run, name: str, *, balances_experts: bool = False) -> SFTConfig:
+    """Return TRL's arguments; rows are token ids already.
+
+    `balances_experts` is whether the config of the model adds the loss that balances experts, which TRL would add to
+    the loss of every mixture of experts.
+    """
     training = recipe.training
     precision = devices.computes_in(recipe)
     has_padding = recipe.data.has_examples or recipe.data.keep_short
@@ -62,6 +62,7 @@ def trainer_arguments(recipe: Recipe, run: Run, name: str) -> SFTConfig:
         # FSDP2 keeps whole gradients until it has summed them over all processes.
         accelerator_config={"gradient_accumulation_kwargs": {"sync_each_batch": recipe.sharded}},
         loss_type="nll",
+        router_aux_loss_coef=None if balances_experts else 0.0,
         max_length=None,
         dataset_kwargs={"skip_prepare_dataset": True},
         include_num_input_tokens_seen="non_padding" if has_padding else "all",
@@ -130,11 +131,12 @@ class Trainer(SFTTrainer):
             # The Trainer of transformers 5.23 loads checkpoints by the names of modules, and ignores the names of
             # earlier versions that `save_pretrained` gives to the weights of composites and experts.
             tuned.save_pretrained = partial(tuned.save_pretrained, save_original_format=False)
+        balances_experts = bool(model.source.config.get("output_router_logits"))
         # The events of TensorBoard go into the run; by default they are removed with the checkpoints.
         with patch_environment(tensorboard_logging_dir=run.path / "tensorboard"), adapters.kept_values(tuned):
             super().__init__(
                 model=tuned,
-                args=trainer_arguments(recipe, run, model.name),
+                args=trainer_arguments(recipe, run, model.name, balances_experts=balances_experts),
                 data_collator=partial(collate, padding=data.padding),
                 train_dataset=data.rows,
                 processing_class=model.tokenizer,
@@ -146,7 +148,6 @@ class Trainer(SFTTrainer):
         self.remove_callback(PrinterCallback)
         # Without a mask torch chooses its fast kernel. FlashAttention leaves padding out by itself, and the loss that
         # balances experts needs the mask.
-        balances_experts = bool(model.source.config.get("output_router_logits"))
         self.unmasked = recipe.data.has_examples and model.kernel in (devices.SDPA, BLOCKWISE) and not balances_experts
         if self.is_fsdp_enabled:
             self._sum_in_float32()

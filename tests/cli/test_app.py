@@ -64,7 +64,7 @@ def test_ctrl_c_during_startup_is_one_line(tmp_path: Path, delay: float) -> None
         (["eval", "all", "builtin:tiny"], "builtin:tiny: holds no recipe.yaml; name a run folder"),
         (["train", DEMO, "context.target=200"], "context.target: 200 is not longer than the model's own window of 256"),
         (["train", DEMO, "--output", "taken"], "taken: already exists and is not overwritten"),
-        (["merge", "nowhere"], "nowhere: holds no adapter"),
+        (["merge", "nowhere"], "nowhere: no such folder, and HF_HUB_OFFLINE=1 is set"),
         (["eval", "perplexity", "builtin:tiny", "--windows", "1"], "--windows: input should be greater than 1, not 1"),
         (
             ["eval", "perplexity", "builtin:tiny", "--windows", "500000"],

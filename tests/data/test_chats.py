@@ -182,6 +182,13 @@ def test_an_unusable_chat_is_left_out_with_the_reason(
     assert re.search(reason, left_out)
 
 
+def test_a_template_that_rewrites_earlier_turns_is_named_as_the_reason() -> None:
+    """Where a turn begins cannot be told from a chat that ends with it."""
+    template = "{% for m in messages %}[{{ m.role }} of {{ messages | length }}]{{ m.content }}{% endfor %}"
+    reason, _ = learned(QUESTIONS, {}, template)
+    assert reason == "chats that the chat template refuses (earlier turns change with later ones)"
+
+
 TOOL = {"type": "function", "function": {"name": "tide", "parameters": {"type": "object", "properties": {}}}}
 CALL = {"type": "function", "function": {"name": "tide", "arguments": {"port": "P1"}}}
 KNOWS_TOOLS = (

@@ -10,10 +10,10 @@ from typing import Any
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
+from hub import Hub
 from hypothesis import given
 from hypothesis import strategies as st
 
-from pi_lora.data import sources
 from pi_lora.data.batches import training_data
 from pi_lora.data.examples import SUMMARIZE, Prompter, Task, data_problems
 from pi_lora.data.sources import find_table, share_to_hold_out
@@ -60,11 +60,11 @@ def test_every_file_format_gives_the_same_rows(tmp_path: Path, name: str) -> Non
     assert found == [{"gist": row["gist"], "text": row["text"]} for row in rows]
 
 
-def test_scrolls_is_read_from_its_zip_archive(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_scrolls_is_read_from_its_zip_archive(tmp_path: Path, hub: Hub) -> None:
     archive = tmp_path / "gov_report.zip"
     with zipfile.ZipFile(archive, "w") as files:
         files.writestr("gov_report/validation.jsonl", '{"id": "1", "input": "Long.", "output": "Short."}\n')
-    monkeypatch.setattr(sources, "hf_hub_download", lambda name, file, **_: f"{archive.parent}/{file}")
+    hub.add("datasets/tau/scrolls", {archive.name: archive.read_bytes()})
     source = Source(name="tau/scrolls", subset="gov_report", split="validation")
     rows = list(find_table(source).read(["input", "output"], None))
     assert rows == [("tau/scrolls/gov_report/validation.jsonl:1", {"input": "Long.", "output": "Short."})]
@@ -120,6 +120,16 @@ def test_a_completion_follows_the_prompt_and_ends_with_eos(tokenizer: Any) -> No
     [prompt] = prompter.prompts([{"text": "It sat."}])
     whole = tokenizer(SUMMARIZE.format(document="It sat.") + " A cat.")["input_ids"]
     assert prompt.ids + short[:-1] == whole
+
+
+@pytest.mark.parametrize(
+    ("template", "between"), [("{text} In short:", " "), ("{text} In short: ", ""), ("{text} In short:\n", "")]
+)
+def test_one_blank_stands_between_prompt_and_completion(tokenizer: Any, template: str, between: str) -> None:
+    """A second one would be a token that no text of the base has there."""
+    data = Data.model_validate({"source": "x.jsonl", "template": template, "completion": "gist"})
+    [completion] = Prompter(data, tokenizer, 200).completions([{"gist": "A cat."}])
+    assert tokenizer.decode(completion[:-1]) == f"{between}A cat."
 
 
 def test_truncated_and_skipped_rows_are_counted(tmp_path: Path, tokenizer: Any) -> None:

@@ -15,7 +15,8 @@ import datasets
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
-from huggingface_hub import DatasetInfo, HfApi, hf_hub_download, try_to_load_from_cache
+from hub import Hub
+from huggingface_hub import constants
 
 from pi_lora.data import sources
 from pi_lora.data.documents import NamedJson
@@ -200,7 +201,7 @@ def test_a_file_that_is_not_text_is_refused(tmp_path: Path, name: str, content: 
     assert "\n" not in str(refused.value)
 
 
-def test_all_problems_of_sources_are_reported_without_asking_the_hub(shelf: Path, tmp_path: Path) -> None:
+def test_all_problems_of_sources_are_reported_without_asking_the_hub(shelf: Path, tmp_path: Path, hub: Hub) -> None:
     rows = write_jsonl(tmp_path / "rows.jsonl", [{"body": "a"}])
     sources = [
         {"name": str(shelf)},
@@ -216,15 +217,15 @@ def test_all_problems_of_sources_are_reported_without_asking_the_hub(shelf: Path
         ["data.source", "gone.txt"],
         ["data.source", "builtin:pile"],
     ]
+    assert hub.log == []
+
+
+BOOKS = "owner/books"
 
 
 @pytest.fixture
-def repository(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", tmp_path / "cache")
-    # Threads that read Parquet are given five seconds to end (apache/arrow#45214).
-    monkeypatch.setattr(datasets.config, "SLEEP_TIME_ON_THREADS_SHUTDOWN", 0.1)
-    monkeypatch.setattr(sources, "try_to_load_from_cache", lambda *_, **__: None)  # the folder is no name on the hub
-    monkeypatch.setattr(HfApi, "dataset_info", lambda *_, revision: DatasetInfo(id="x", sha=f"of {revision}"))
+def commit(hub: Hub, tmp_path: Path) -> str:
+    """The commit of `owner/books` on the hub."""
     folder = tmp_path / "repository"
     for part in ("en", "de"):
         (folder / part).mkdir(parents=True)
@@ -234,30 +235,31 @@ def repository(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
         pq.write_table(pa.table({"content": rows, "n": range(len(rows))}), folder / f"en/train-{shard:05}.parquet")
     pq.write_table(pa.table({"content": ["test"], "n": [0]}), folder / "en/test-00000.parquet")
     pq.write_table(pa.table({"content": ["deutsch"], "n": [0]}), folder / "de/train.parquet")
-    return folder
+    return hub.add(f"datasets/{BOOKS}", folder)
 
 
-def read(folder: Path, seed: int | None = None, **fields: object) -> list[str]:
-    source = Source.model_validate({"name": str(folder), "column": "content", "subset": "en", **fields})
+def read(seed: int | None = None, **fields: object) -> list[str]:
+    source = Source.model_validate({"name": BOOKS, "column": "content", "subset": "en", **fields})
     return [document.text for document in hub_dataset(source).documents(seed)]
 
 
 @pytest.mark.parametrize("streaming", [False, True])
-def test_subset_split_and_column_select_the_texts_of_a_data_set(repository: Path, streaming: bool) -> None:
-    rows = read(repository, streaming=streaming)
+def test_subset_split_and_column_select_the_texts_of_a_data_set(commit: str, streaming: bool) -> None:
+    rows = read(streaming=streaming)
     assert rows[:2] == ["en 0 0", "en 0 1"]
-    source = Source(name=str(repository), subset="en", streaming=streaming)
-    assert (hub_dataset(source).identity == {"commit": "of main"}) == streaming
+    source = Source(name=BOOKS, subset="en", streaming=streaming)
+    assert hub_dataset(source).identity == {"commit": commit}
     assert len(rows) == ROWS
-    assert read(repository, split="test", streaming=streaming) == ["test"]
-    assert read(repository, subset="de", streaming=streaming) == ["deutsch"]
+    assert read(split="test", streaming=streaming) == ["test"]
+    assert read(subset="de", streaming=streaming) == ["deutsch"]
 
 
 @pytest.mark.parametrize("streaming", [False, True])
-def test_the_seeded_order_is_a_shuffle_of_all_rows(repository: Path, streaming: bool) -> None:
-    fixed, first, second = (read(repository, seed, streaming=streaming) for seed in (None, 1, 2))
+@pytest.mark.usefixtures("commit")
+def test_the_seeded_order_is_a_shuffle_of_all_rows(streaming: bool) -> None:
+    fixed, first, second = (read(seed, streaming=streaming) for seed in (None, 1, 2))
     assert sorted(first) == sorted(second) == sorted(fixed)
-    assert first == read(repository, 1, streaming=streaming)
+    assert first == read(1, streaming=streaming)
     assert first not in (second, fixed)
     assert {row.split()[1] for row in first[:20]} != {"0"}
 
@@ -267,30 +269,28 @@ def test_the_seeded_order_is_a_shuffle_of_all_rows(repository: Path, streaming: 
     ("fields", "message"),
     [
         ({"column": "n"}, "has no text in column n"),
-        ({"split": "validation"}, r"nor a hub data set that can be read \(.*split.*validation"),
+        ({"split": "validation"}, r"cannot serve it \(.*split.*validation.*check the name, and subset"),
     ],
 )
-def test_a_missing_subset_split_or_column_is_named(
-    repository: Path, streaming: bool, fields: dict, message: str
-) -> None:
+@pytest.mark.usefixtures("commit")
+def test_a_missing_subset_split_or_column_is_named(streaming: bool, fields: dict, message: str) -> None:
     with pytest.raises(DataError, match=message) as refused:
-        read(repository, streaming=streaming, **fields)
+        read(streaming=streaming, **fields)
     # A row is named by its number.
-    assert str(refused.value).startswith((f"{repository}: ", f"{repository}:1: "))
+    assert str(refused.value).startswith((f"{BOOKS}: ", f"{BOOKS}:1: "))
     assert "\n" not in str(refused.value)
 
 
-def test_a_hub_file_is_identified_by_the_downloaded_commit(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_a_hub_file_is_identified_by_the_downloaded_commit(hub: Hub) -> None:
     """A branch moves, and what was made from its former commit must not be taken for what is there now."""
-    refs = tmp_path / "datasets--owner--books" / "refs"
-    refs.mkdir(parents=True)
-    monkeypatch.setattr(sources, "hf_hub_download", partial(hf_hub_download, cache_dir=tmp_path))
-    for commit in ("1" * 40, "2" * 40):
-        (refs / "main").write_text(commit)
-        snapshot = refs.parent / "snapshots" / commit / "data"
-        snapshot.mkdir(parents=True)
-        (snapshot / "x.jsonl").write_text("{}")
-        assert hub_file(Source(name="owner/books"), "data/x.jsonl").identity == {"commit": commit}
+    for text in ("one", "two"):
+        commit = hub.add("datasets/owner/books", {"data/x.jsonl": f'{{"text": "{text}"}}'.encode()})
+        sources._dataset_commit.cache_clear()
+        table = hub_file(Source(name=BOOKS), "data/x.jsonl")
+        assert table.identity == {"commit": commit}
+        assert [document.text for document in table.documents()] == [text]
+    with pytest.raises(DataError, match=r"^owner/books: has no file data/y\.jsonl"):
+        hub_file(Source(name=BOOKS), "data/y.jsonl")
 
 
 def on_disk(commit: str, texts: list[str], cache: Path) -> None:
@@ -306,39 +306,29 @@ def on_disk(commit: str, texts: list[str], cache: Path) -> None:
     (folder / "dataset_info.json").write_text(json.dumps({**info, "version": {"version_str": "0.0.0"}}))
 
 
-def test_offline_rows_are_identified_by_their_own_commit(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    """Without the hub `datasets` takes what it downloaded last: that commit is recorded."""
-    monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", tmp_path / "datasets")
+def test_offline_a_name_is_the_commit_that_the_hub_named_last(
+    hub: Hub, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """Of another commit `datasets` would give the rows that it downloaded last."""
+    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
+    monkeypatch.setattr(datasets.config, "HF_HUB_OFFLINE", True)
     first, second = "1" * 40, "2" * 40
-
-    def rows(revision: str) -> tuple[object, list[str]]:
-        table = hub_dataset(Source(name="owner/books", revision=revision))
-        return table.identity["commit"], [each.text for each in table.documents()]
-
-    on_disk(first, ["one"], tmp_path / "datasets")
-    assert rows("main") == rows(first) == (first, ["one"])
-    on_disk(second, ["two"], tmp_path / "datasets")
-    assert rows("main") == rows(second) == (second, ["two"])
-    # Of a pinned commit or a tag, `datasets` would give the rows of the other commit.
-    for pinned in (first, "v1"):
-        with pytest.raises(DataError, match=f"^owner/books: of revision {pinned} nothing .* of {second}, which"):
-            rows(pinned)
-
-
-def test_offline_a_tag_is_the_commit_that_the_hub_named_last(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", tmp_path / "datasets")
-    monkeypatch.setattr(sources, "try_to_load_from_cache", partial(try_to_load_from_cache, cache_dir=tmp_path))
-    first, second = "1" * 40, "2" * 40
-    refs = tmp_path / "datasets--owner--books" / "refs"
+    refs = Path(constants.HF_HUB_CACHE) / "datasets--owner--books" / "refs"
     refs.mkdir(parents=True)
     for name, commit in (("v1", first), ("main", second)):
         (refs / name).write_text(commit)
-        (refs.parent / "snapshots" / commit).mkdir(parents=True)
-        (refs.parent / "snapshots" / commit / "README.md").touch()
+
+    def rows(revision: str) -> tuple[object, list[str]]:
+        table = hub_dataset(Source(name=BOOKS, revision=revision, streaming=True))
+        return table.identity["commit"], [each.text for each in table.documents()]
+
     on_disk(first, ["one"], tmp_path / "datasets")
-    assert hub_dataset(Source(name="owner/books", revision="v1")).identity == {"commit": first}
-    with pytest.raises(DataError, match=f"of revision main nothing is on disk, but of {first}"):
-        hub_dataset(Source(name="owner/books"))
+    assert rows("v1") == rows(first) == (first, ["one"])
+    with pytest.raises(DataError, match=f"^owner/books: of revision main nothing is on disk, but of {first}"):
+        rows("main")
+    on_disk(second, ["two"], tmp_path / "datasets")
+    assert rows("main") == rows(second) == (second, ["two"])
+    assert hub.log == []
 
 
 def parts(source: Source, seed: int | None = None) -> tuple[list[str], list[str]]:
@@ -427,17 +417,16 @@ def test_a_single_text_without_lines_is_cut_at_the_share(tmp_path: Path) -> None
 
 
 def test_the_share_to_hold_out_is_four_windows_and_ten_documents(tmp_path: Path) -> None:
-    """Four windows of four bytes a token; between a fiftieth and a fifth; of the hub, a hundredth."""
+    """Four windows of four bytes a token; between a fiftieth and a fifth."""
     book, rows = tmp_path / "book.txt", tmp_path / "rows.jsonl"
     shares = {}
     for size in (2_000_000, 200_000, 20_000):
         book.write_text("x" * size)
         shares[size] = share_to_hold_out(Source(name=str(book)), 1000)
     assert shares == {2_000_000: 0.02, 200_000: 0.08, 20_000: 0.2}
-    write_jsonl(rows, [{"text": "x" * 2000} for _ in range(100)])
+    write_jsonl(rows, [{"text": f"{number:04}" * 500} for number in range(100)])
     assert share_to_hold_out(Source(name=str(rows)), 100) == 0.1
     (tmp_path / "folder").mkdir()
     for number in range(200):
         (tmp_path / "folder" / f"{number}.txt").write_text("x" * 2000)
     assert share_to_hold_out(Source(name=str(tmp_path / "folder")), 100) == 0.05
-    assert share_to_hold_out(Source(name="owner/books"), 100) == 0.01

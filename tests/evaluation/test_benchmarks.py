@@ -102,7 +102,7 @@ def test_lm_eval_finds_every_task_of_the_papers_folders() -> None:
     assert BenchmarksOptions().tasks == tuple(PAPERS)
     for folder in PAPERS.values():
         name = Path(folder).name
-        assert manager(folder).task_index[name].yaml_path == manager().task_index[name].yaml_path
+        assert manager(folder).task_index[name].yaml_path == manager("").task_index[name].yaml_path
 
 
 @pytest.fixture

@@ -13,7 +13,9 @@ from tokenizers.processors import TemplateProcessing
 import pi_lora
 from pi_lora.api import load
 from pi_lora.errors import DataError
+from pi_lora.evaluation.generation import answer
 from pi_lora.models.loaded import LoadedModel
+from pi_lora.recipe.evaluation import Sampling
 from pi_lora.scaling.config import Extension
 
 TEMPLATE = "{% for each in messages %}[{{ each.role }}]{{ each.content }}{% endfor %}[{{ add_generation_prompt }}]"
@@ -43,6 +45,17 @@ def test_generated_text_equals_transformers_and_is_printed(
     chat = pi_lora.generate(extended, "The sea was", tokens=20)
     assert chat == written(extended, "[user]The sea was[True]", add_special_tokens=False) != text
     assert pi_lora.generate(extended, "The sea was", chat_template=False, tokens=20) == text
+
+
+@pytest.mark.parametrize("top_p", [1.0, 0.4])
+def test_a_sample_equals_transformers_with_temperature_and_top_p_alone(extended: LoadedModel, top_p: float) -> None:
+    """Without the 50 likeliest tokens, to which transformers would restrict it."""
+    text = answer(extended, "The sea was", Sampling(max_new_tokens=20, temperature=3.0, top_p=top_p, seed=7))
+    ids = torch.tensor([extended.tokenizer("The sea was")["input_ids"]])
+    torch.manual_seed(7)
+    settings = {"do_sample": True, "temperature": 3.0, "top_p": top_p, "top_k": 0}
+    found = extended.module.generate(input_ids=ids, max_new_tokens=20, **settings)[0, ids.shape[1] :]
+    assert text == extended.tokenizer.decode(found, skip_special_tokens=True).strip()
 
 
 @pytest.mark.parametrize("own", [{"do_sample": True, "temperature": 9.0}, {"repetition_penalty": 9.0}])

@@ -200,7 +200,7 @@ def test_a_text_named_like_a_stage_is_not_taken_for_one(own_run: Path, name: str
 @pytest.mark.parametrize(
     ("evaluation", "line"),
     [
-        (None, "gone: holds no recipe.yaml; name a run folder"),
+        (None, "gone: no such folder, and HF_HUB_OFFLINE=1 is set"),
         (
             {"benchmarks": {**BENCHMARKS, "data": ["boolq=gone.jsonl"]}},
             "gone.jsonl: cannot be read as examples",

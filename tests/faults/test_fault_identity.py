@@ -81,7 +81,7 @@ def test_a_relative_base_is_found_from_another_folder(
     other_weights(elsewhere / "base")
     monkeypatch.chdir(elsewhere)
     base = resolve_model(str(place / "run"))
-    assert (base.base.name, base.base.path) == ("base", str(place / "base"))
+    assert (base.base.name, base.base.path) == ("base", place / "base")
     load(str(place / "run"))
     # Once it has moved, what is here is looked at, and is not it.
     (place / "base").rename(place / "moved")

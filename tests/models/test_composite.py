@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from architectures import small_composite
+from architectures import small_composite, small_config, small_model
 from peft import LoraConfig, PeftModel, get_peft_model
 from random_runs import TOKENIZER, stored
 from safetensors.torch import save_file
@@ -52,12 +52,17 @@ def composite(request: pytest.FixtureRequest, tmp_path: Path) -> Path:
     return save_composite(request.param, tmp_path / "composite")
 
 
-def tuned(base: Path, output: Path, method: str = "lora", **options: Any) -> Path:
+def tuned(
+    base: Path, output: Path, method: str = "lora", *, target_modules: str = "all-linear", **options: Any
+) -> Path:
     """The run of a few steps on a composite."""
+    tuning: dict[str, Any] = {"method": method}
+    if method == "lora":
+        tuning |= {"rank": 2, "target_modules": target_modules}
     recipe = {
         "model": {"name": str(base)},
         "context": {"target": 2 * WINDOW},
-        "tuning": {"method": method, **({"rank": 2} if method == "lora" else {})},
+        "tuning": tuning,
         "data": {"source": {"name": "builtin:stdlib"}},
         "training": {"steps": STEPS, "global_batch_size": 1, "warmup_steps": 1, "learning_rate": 0.01},
     }
@@ -214,3 +219,34 @@ def test_towers_take_no_memory_and_are_not_counted(tmp_path: Path) -> None:
     assert source.shape.parameters == language.num_parameters()
     whole = AutoModelForImageTextToText.from_pretrained(base)
     assert language.num_parameters() < whole.num_parameters()
+
+
+EXTRA = {"qwen3_5": "mtp.fc.weight", "deepseek_v3": "model.layers.61.eh_proj.weight"}
+
+
+@pytest.mark.parametrize("model_type", EXTRA)
+def test_heads_that_predict_several_tokens_are_kept(model_type: str, tmp_path: Path) -> None:
+    """transformers loads none of them, and engines do. Experts, which are stored one by one, are trained."""
+    base = tmp_path / "base"
+    if model_type == "qwen3_5":
+        save_composite(model_type, base)
+    else:
+        config = small_config(model_type)
+        config.update({"vocab_size": 1024})
+        small_model(type(config), config.to_dict()).save_pretrained(base)
+        for name in TOKENIZER:
+            shutil.copyfile(BUILTIN_FOLDER / "tiny" / name, base / name)
+    name = EXTRA[model_type]
+    tensors = {**stored(base), name: torch.randn(4, 4)}
+    save_file(tensors, base / "model.safetensors", metadata={"format": "pt"})
+    full = tuned(base, tmp_path / "full", "full")
+    extended = pi_lora.extend(str(base), target=2 * WINDOW, scaling="pi", output=tmp_path / "extended")
+    run = tuned(base, tmp_path / "run", target_modules="attention")
+    merged = pi_lora.merge(str(run), output=tmp_path / "merged")
+    before = stored(base)
+    experts = [name for name in before if ".experts." in name]
+    assert all(not torch.equal(before[name], stored(full)[name]) for name in experts)
+    for folder in (full, extended, merged):
+        written = stored(Path(folder))
+        assert torch.equal(written[name], tensors[name])
+        assert written.keys() == tensors.keys()

@@ -51,6 +51,13 @@ def test_trained_weights_are_float32_and_activations_bfloat16(small_model: Path)
     assert seen == [torch.bfloat16]
 
 
+def test_weights_take_four_bits_and_their_scales_eight(small_model: Path) -> None:
+    """NF4 with double quantization, as plans count it."""
+    state = quantized(small_model).model.layers[0].mlp.up_proj.weight.quant_state
+    assert (state.quant_type, state.nested, state.dtype) == ("nf4", True, torch.bfloat16)
+    assert state.absmax.dtype == torch.uint8
+
+
 @pytest.mark.parametrize("size", [48, 128], ids=["sizes that cannot be repacked", "sizes that can"])
 def test_a_measurement_leaves_weights_and_gradients_as_they_are(
     size: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch

@@ -2,6 +2,7 @@
 
 import json
 import shutil
+from collections import Counter
 from pathlib import Path
 from typing import Any
 
@@ -10,9 +11,15 @@ from random_runs import TOKENIZER
 from tokenizers import AddedToken
 from transformers import AutoTokenizer
 
-from pi_lora.data.tokens import padding_id
+from pi_lora.data.chats import ChatTemplate
+from pi_lora.data.examples import Prompter
+from pi_lora.data.tokens import padding_id, prompt_ids, tokenized
 from pi_lora.errors import ModelError
+from pi_lora.evaluation.passkey import make_trial
+from pi_lora.models.files import BUILTIN_FOLDER
 from pi_lora.models.resolve import resolve_model
+from pi_lora.models.tokenizer import load_tokenizer
+from pi_lora.recipe.schema import Data
 
 
 @pytest.fixture
@@ -79,3 +86,19 @@ def test_special_tokens_that_nothing_writes_may_be_missing(folder: Path) -> None
     tokenizer = resolve_model(str(folder)).tokenizer
     assert len(tokenizer) == 1026
     assert padding_id(tokenizer) == tokenizer.eos_token_id == 1
+
+
+def test_texts_longer_than_the_window_are_no_warning() -> None:
+    """transformers would print a line about indexing errors, and for a reader all is well."""
+    tokenizer = load_tokenizer(BUILTIN_FOLDER / "tiny", 8)
+    text = "The sea was calm. " * 40
+    long = make_trial(tokenizer, 400, 200, "12345")
+    assert min(len(prompt_ids(tokenizer, text)), long.length, *map(len, tokenized(tokenizer, [text]))) > 8
+    data = Data.model_validate({"source": "x.jsonl", "document": "text", "summary": "gist"})
+    prompter = Prompter(data, tokenizer, 2000)
+    assert prompter.prompts([{"text": text}])
+    prompter.completions([{"gist": text}])
+    tokenizer.chat_template = "{% for message in messages %}{{ message.content }}{% endfor %}"
+    turns = [{"role": "user", "content": text}, {"role": "assistant", "content": text}]
+    assert list(ChatTemplate(tokenizer).chats([("1", {"messages": turns})], "messages", 2000, Counter()))
+    assert tokenizer.deprecation_warnings == {}

@@ -150,8 +150,8 @@ def test_the_chosen_recipe_trains(command: Command, tmp_path: Path) -> None:
 
 
 def test_new_reads_text_from_any_column_and_holds_out_ten_rows(command: Command, tmp_path: Path) -> None:
-    row = json.dumps({"id": 1, "body": "Long documents serve best. " * 100})
-    (tmp_path / "rows.jsonl").write_text(f"{row}\n" * 100)
+    rows = [json.dumps({"id": 1, "body": f"Long documents serve {number} best. " * 100}) for number in range(100)]
+    (tmp_path / "rows.jsonl").write_text("\n".join(rows))
     words = "builtin:tiny --target 512 --gpu cpu --data rows.jsonl --column body --output my.yaml".split()
     assert command(*words)[0] == 0
     recipe = load_recipe(tmp_path / "my.yaml").recipe
@@ -211,7 +211,7 @@ def test_new_does_not_overwrite_a_file(command: Command, tmp_path: Path) -> None
         ("huggyllama/llama-65b --target 8192 --gpu 12GB", "--gpu: 12GB: holds no tuning of huggyllama/llama-65b, "),
         (f"{LLAMA} --target 1024 --gpu 12GB", "context.target: 1024 is not longer than the model's own window of 2048"),
         (f"{LLAMA} --target 8192 --gpu 12GB --data gone.txt", "--data: gone.txt: no such file or folder"),
-        ("builtin:tiny --target 512 --data notes", "--data: notes: is neither a file or folder nor a hub data set"),
+        ("builtin:tiny --target 512 --data notes", "--data: notes: no such folder, and HF_HUB_OFFLINE=1 is set"),
     ],
 )
 def test_a_mistake_in_new_is_one_line_and_leaves_no_file(
@@ -236,6 +236,7 @@ def test_a_name_that_yaml_would_misread_is_quoted(small_model: Path, tmp_path: P
 
 def test_a_data_name_without_a_file_is_reported_as_a_hub_id(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(choosing, "data_problems", lambda data, ask_hub: [])
+    monkeypatch.setattr(choosing, "share_to_hold_out", lambda source, target: None)
     texts = ["owner/books", "builtin:recall"]
     _, _, notes = choosing.new_recipe(
         resolve_model("builtin:tiny"), 512, gpu=CPU, texts=texts, output=tmp_path / "mine.yaml"

@@ -6,6 +6,7 @@ from hypothesis import strategies as st
 
 from pi_lora.api.inputs import as_words
 from pi_lora.errors import RecipeError
+from pi_lora.recipe.evaluation import Evaluation
 from pi_lora.recipe.files import dump_recipe, find_recipe, load_recipe
 from pi_lora.recipe.schema import Recipe
 
@@ -239,3 +240,18 @@ def test_all_conflicts_in_a_section_are_reported_together(tmp_path: Path) -> Non
     [line] = problems(path)
     assert "sequence_tokens" in line
     assert "keep_short" in line.partition("; ")[2]
+
+
+def test_measurements_while_training_are_those_of_the_run_in_less() -> None:
+    whole = {"perplexity": {"data": "x", "documents": 9, "stride": 64}, "passkey": {"depths": 16, "seed": 3}}
+    less = {"documents": 2, "truncate": 4096, "trials": 1}
+    evaluation = Evaluation.model_validate({**whole, "benchmarks": {}, "while_training": less})
+    assert evaluation.in_short() == Evaluation.model_validate(
+        {
+            "perplexity": {"data": "x", "documents": 2, "stride": 64, "truncate": 4096},
+            "passkey": {"depths": 16, "trials": 1, "seed": 3},
+        }
+    )
+    for name, options in whole.items():
+        alone = Evaluation.model_validate({name: options, "every": 5})
+        assert alone.in_short() == Evaluation.model_validate({name: options})

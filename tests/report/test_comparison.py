@@ -13,8 +13,9 @@ from conftest import run_captured, small_recipe
 from reported import make_run, passkey, passkey_map, perplexity
 
 from pi_lora.evaluation.benchmarks import BenchmarkScores
+from pi_lora.evaluation.changes import change_of
 from pi_lora.evaluation.intervals import of_means, of_successes, quantile
-from pi_lora.evaluation.measurement import Scores
+from pi_lora.evaluation.measurement import Scores, Value, proportion
 from pi_lora.evaluation.passkey import PasskeyScores
 from pi_lora.evaluation.perplexity import PerplexityScores
 from pi_lora.evaluation.ruler import RulerScores
@@ -150,6 +151,27 @@ def test_benchmarks_are_paired_where_examples_are_known() -> None:
     assert loose.interval is not None
     errors = math.hypot(stdev(before), stdev(after)) / math.sqrt(400)
     assert loose.interval[1] - loose.interval[0] == pytest.approx(2 * 196 * errors, rel=0.02)
+
+
+@pytest.mark.parametrize(
+    ("before", "after"),
+    [
+        ([0.0, 1.0, 0.0, 0.0, 0.0], [1.0, 1.0, 1.0, 1.0, 0.0]),
+        ([0.0, 1.0, 0.5, 0.0, 0.0], [1.0, 1.0, 1.0, 1.0, 0.0]),
+        ([0.0, 1.0, 0.0, 0.0, 0.0], [1.0, 1.0, 0.5, 1.0, 0.0]),
+    ],
+)
+def test_the_interval_is_of_successes_only_if_every_outcome_is_one(before: list[float], after: list[float]) -> None:
+    pairs = [(*pair, 1.0) for pair in zip(before, after, strict=True)]
+    expected = of_successes(pairs) if {*before, *after} == {0, 1} else of_means([pairs])
+    base, run = (
+        proportion("a", fmean(each), 5, values=[Value(str(n), value) for n, value in enumerate(each)])
+        for each in (before, after)
+    )
+    row = change_of(base, run)
+    assert expected
+    assert row.interval == pytest.approx([100 * bound for bound in expected])
+    assert (row.unit, row.pairs) == ("points", 5)
 
 
 def ruler(windows: dict[int, dict[str, list[float]]]) -> RulerScores:

@@ -8,7 +8,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, DynamicCache
 
 from pi_lora.api import merge
 from pi_lora.models.resolve import resolve_model
-from pi_lora.serving.commands import cache_bytes
+from pi_lora.serving.commands import cache_bytes, serving_lines
 
 # Numbers a token and layer, by the papers and model cards.
 CACHES = {
@@ -51,6 +51,16 @@ def test_cache_bytes_equal_those_of_transformers(kind: str, changes: dict[str, i
     # transformers keeps one token less of a sliding window: the newest one is added to it.
     sliding = sum(hasattr(layer, "sliding_window") for layer in cache.layers)
     assert cache_bytes(config, 40, 4) == kept + sliding * 2 * 16 * 4
+
+
+@pytest.mark.parametrize(("rope_type", "served"), [("linear", False), ("yarn", True), ("default", True)])
+def test_vllm_serves_mrope_under_the_scalings_that_it_computes(rope_type: str, served: bool) -> None:
+    rope = {"rope_type": rope_type, "rope_theta": 1e6, "mrope_section": [2, 1, 1], "factor": 2.0}
+    changes = {"num_hidden_layers": 2, "num_key_value_heads": 2, "max_position_embeddings": 64}
+    config = AutoConfig.for_model("llama", **{**SMALL, **changes}, rope_parameters=rope)
+    line = serving_lines(config)[0]
+    assert line.startswith("vllm serve") == served
+    assert served or line.startswith("# vLLM 0.32 stops at MRoPE with linear scaling")
 
 
 def test_a_merge_prints_how_to_serve_it(lora_run: Path, tmp_path: Path) -> None:

@@ -1,5 +1,6 @@
 """`check-server` against a small server that computes a model with transformers and answers as engines do."""
 
+import io
 import json
 import threading
 from collections.abc import Callable, Iterator
@@ -11,13 +12,15 @@ from typing import Any
 
 import pytest
 import torch
+from rich.console import Console
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
 from pi_lora import cli
 from pi_lora.api import merge
+from pi_lora.errors import PiLoraError
 from pi_lora.models.files import BUILTIN_FOLDER
-from pi_lora.serving.check import Completion, Server, _compare, _doubt
-from pi_lora.serving.reference import CODES, NAMES, Answer, Prompt, Reference
+from pi_lora.serving.check import Completion, Server, Verdict, _compare, _doubt, _judge, verdicts_table
+from pi_lora.serving.reference import CODES, DEPTHS, NAMES, Answer, Prompt, Reference
 
 Json = dict[str, Any]
 Ids = list[int]
@@ -76,7 +79,8 @@ class Computer:
 
 class Engine:
     """A model as an engine serves it: `cut` changes the prompt, and a prompt beyond the window is refused. `count` is
-    whether prompts are counted as they were `cut`, or `sent`, or not at all, `miscount` tokens too few.
+    whether prompts are counted as they were `cut`, or `sent`, or not at all, `miscount` tokens too few. `models` are
+    those that it lists; None of an engine that has no list.
     """
 
     def __init__(
@@ -87,9 +91,10 @@ class Engine:
         form: str = "vllm",
         count: str | None = "cut",
         miscount: int = 0,
+        models: tuple[str, ...] | None = ("served",),
     ):
         self.computer, self.window, self.cut, self.form = computer, window, cut, form
-        self.count, self.miscount = count, miscount
+        self.count, self.miscount, self.models = count, miscount, models
         self.asked: list[Json] = []
         self.keys: list[str | None] = []
 
@@ -131,7 +136,8 @@ def serve() -> Iterator[Serve]:
     def start(engine: Engine) -> str:
         class Handler(BaseHTTPRequestHandler):
             def do_GET(self) -> None:
-                self.say(200, {"data": [{"id": "served"}]})
+                listed = {"data": [{"id": name} for name in engine.models or ()]}
+                self.say(404 if engine.models is None else 200, listed)
 
             def do_POST(self) -> None:
                 engine.keys.append(self.headers["Authorization"])
@@ -220,6 +226,70 @@ def test_a_key_is_sent_only_where_there_is_one(
     engine = Engine(computer)
     Server(serve(engine)).complete("The door is open.")
     assert set(engine.keys) == {sent}
+
+
+@pytest.mark.parametrize(
+    ("listed", "name", "asked"),
+    [
+        (("served",), None, "served"),
+        (("served",), "other", "other"),
+        (("served", "other"), None, None),
+        (("served", "other"), "other", "other"),
+        ((), None, None),
+        (None, None, None),
+    ],
+)
+def test_a_model_is_named_where_one_is_given_or_a_single_one_is_listed(
+    listed: tuple[str, ...] | None, name: str | None, asked: str | None, computer: Computer, serve: Serve
+) -> None:
+    """Of several the server takes its first, and refuses a name that it does not have."""
+    engine = Engine(computer, models=listed)
+    Server(serve(engine), name).complete("The door is open.")
+    assert [body.get("model") for body in engine.asked] == [asked]
+
+
+def test_codes_stand_at_the_depths_that_a_verdict_names(computer: Computer, reference: Path) -> None:
+    """By the middle of a statement, and the first at the start. The last prompt is for half of L."""
+    made = Reference.model_validate_json(reference.read_text())
+    *long, short = made.prompts
+
+    def tokens(text: str) -> int:
+        return len(computer.tokenizer(text)["input_ids"])
+
+    for prompt in long:
+        text = made.text(prompt)
+        assert text.startswith(f"The code of {NAMES[0]} is {CODES[0]}.")
+        for name, code, depth in list(zip(NAMES, CODES, DEPTHS, strict=True))[1:]:
+            statement = f"The code of {name} is {code}."
+            before, after = text.split(statement)
+            middle = tokens(before) + tokens(statement) / 2
+            assert 100 * middle / tokens(text) == pytest.approx(depth, abs=1)
+            assert len(before + after) > 400
+    assert 54 <= short.tokens <= 64
+    assert made.text(short).count("The code of") == 2
+
+
+@pytest.mark.parametrize(("margin", "distance"), [(0.45, 0.0), (0.55, inf)])
+def test_rounding_decides_between_tokens_that_are_half_a_nat_apart(margin: float, distance: float) -> None:
+    computed = Answer(text="a b c", ends=[1, 3, 5], logprobs=[-1.0] * 3, margins=[9.0, 9.0, margin])
+    assert _compare(computed, Completion("a b d", None, [-1.0] * 3)) == (distance, 2)
+
+
+def test_the_difference_is_the_mean_over_equal_tokens(computer: Computer) -> None:
+    computed = Answer(text="a b c", ends=[1, 3, 5], logprobs=[-1.0, -2.0, -3.0], margins=[9.0, 9.0, 0.1])
+    assert _compare(computed, Completion("a b d", None, [-1.5, -1.0, -9.0])) == (0.75, 2)
+
+
+def test_verdicts_are_printed_in_a_row_for_each_prompt() -> None:
+    rows = [
+        Verdict(tokens=29_491, depth=25, verdict="right", agreed=16, difference=0.00123),
+        Verdict(tokens=1024, depth=0, verdict="refused", detail="no such model"),
+    ]
+    console = Console(width=120, file=io.StringIO())
+    console.print(verdicts_table("http://localhost", rows))
+    cells = [[cell.strip() for cell in line.split("│")[1:-1]] for line in console.file.getvalue().splitlines()]
+    assert ["29,491", "at 25 %", "right", "16 of 16", "0.0012", ""] in cells
+    assert ["1,024", "at 0 %", "refused", "0 of 16", "", "no such model"] in cells
 
 
 def test_a_server_without_log_probabilities_is_unclear(computer: Computer, reference: Path, serve: Serve) -> None:
@@ -341,6 +411,20 @@ def test_a_code_of_three_tokens_is_enough_proof(agreed: int, doubt: str) -> None
     assert _doubt(prompt, Completion(" 25473", None, [-1.0] * 3), agreed, ambiguous=False) == doubt
 
 
+@pytest.mark.parametrize(
+    ("margin", "tokens", "verdict"), [(0.1, 900, "unscaled"), (9, 900, "unscaled"), (0.1, 99, "unclear")]
+)
+def test_an_answer_without_the_scaling_is_unscaled_beyond_a_near_tie(margin: float, tokens: int, verdict: str) -> None:
+    """One token is equal to the right answer, and all are to the other; in a short prompt that proves nothing."""
+    right = Answer(text=" 25473", ends=[1, 2, 4, 6], logprobs=[-1.0] * 4, margins=[9.0, margin, 9.0, 9.0])
+    unscaled = Answer(text=" 11111", ends=[1, 2, 4, 6], logprobs=[-1.0] * 4, margins=[9.0] * 4)
+    answers = {"right": right, "unscaled": unscaled}
+    prompt = Prompt(characters=0, code_starts=[0] * 4, tokens=tokens, answers=answers)
+    reference = Reference(model="m", original=256, target=1024, own_text="", prompts=[prompt])
+    assert _judge(reference, prompt, Completion(" 11111", tokens, [-1.0] * 4), 0.1).verdict == verdict
+    assert _judge(reference, prompt, Completion(" 25473", tokens, [-1.0] * 4), 0.1).verdict == "right"
+
+
 def test_no_code_holds_the_digits_that_identify_another() -> None:
     assert len(NAMES) == len(CODES) == 4
     assert all(code[:2] not in other for code in CODES for other in CODES if code != other)
@@ -355,6 +439,17 @@ def test_a_server_may_leave_out_the_space_that_an_answer_begins_with(text: str, 
     assert (equal, distance) == (agreed, 0.0 if agreed == 2 else inf)
 
 
+@pytest.mark.parametrize(
+    ("text", "follows"),
+    [("", False), (" ship", False), (" ship is", True), (" ship is\n", True), (" sh\ufffd", True), (" shop", False)],
+)
+def test_a_server_that_ends_earlier_gives_another_answer(text: str, follows: bool) -> None:
+    """A model without its scaling may end at once; servers cut characters and spaces at the end of an answer."""
+    computed = Answer(text=" ship is\n", ends=[5, 8, 9], logprobs=[-1.0] * 3, margins=[9.0] * 3)
+    distance, _ = _compare(computed, Completion(text, None, []))
+    assert distance == (0 if follows else inf)
+
+
 def test_a_refusal_of_the_server_is_one_line(
     computer: Computer, reference: Path, serve: Serve, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -362,6 +457,22 @@ def test_a_refusal_of_the_server_is_one_line(
     assert (status, [row["verdict"] for row in rows]) == (1, ["refused"] * 4 + ["right"])
     assert "maximum context length is 96 tokens" in rows[0]["detail"]
     assert "refused" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("text", [" ship", " ship\ufffd", " ship is"])
+def test_an_answer_that_ends_inside_a_character_is_compared_to_there(text: str) -> None:
+    computed = Answer(text=" ship\ufffd", ends=[5, 5], logprobs=[-1.0] * 2, margins=[9.0] * 2)
+    assert _compare(computed, Completion(text, None, [-1.5] * 2)) == (0.5, 2)
+
+
+def test_a_server_that_dies_between_two_prompts_is_one_line(computer: Computer, serve: Serve) -> None:
+    class Dying(Engine):
+        def complete(self, body: Json) -> tuple[int, Json]:
+            raise ConnectionAbortedError
+
+    server = Server(serve(Dying(computer)))
+    with pytest.raises(PiLoraError, match=r"cannot be reached \(.*\); start the server"):
+        server.complete("The code")
 
 
 def test_another_model_fails_the_check(demo: Path, reference: Path, serve: Serve) -> None:

@@ -3,14 +3,24 @@
 import json
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
 from transformers import TrainerControl, TrainerState
 
+from pi_lora.errors import Diverged
+from pi_lora.recipe.evaluation import Evaluation
 from pi_lora.run import TRAINING_LOG, Run
 from pi_lora.training import callbacks
-from pi_lora.training.callbacks import StepClock, TrainingLog
+from pi_lora.training.callbacks import (
+    ScheduledMeasurements,
+    StepClock,
+    StopOnDivergence,
+    StopOnSignal,
+    TrainingLog,
+)
 from pi_lora.types import Json
 
 
@@ -111,3 +121,87 @@ def test_lines_without_a_loss_are_not_logged(tmp_path: Path, now: Callable[[floa
     training = Training(Run(tmp_path))
     training.log.on_log(None, training.state, training.control, {"train_runtime": 3.0})
     assert list(tmp_path.iterdir()) == []
+
+
+MEASURED = {"perplexity": {"data": "builtin:stdlib"}, "passkey": {}}
+
+
+@pytest.mark.parametrize(
+    ("step", "kept", "measured"),
+    [
+        (0, [], [0]),
+        (2, ["perplexity"], [2]),
+        (2, ["perplexity", "passkey"], []),
+        (1, [], []),
+        (3, [], []),
+    ],
+)
+def test_a_resumption_measures_its_step_only_if_scores_are_missing(
+    step: int, kept: list[str], measured: list[int], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Every second step of three is measured, and the last one when the run is saved."""
+    run = Run(tmp_path)
+    for name in kept:
+        file = run.scores_file(name, f"step {step}")
+        file.parent.mkdir(exist_ok=True)
+        file.write_text("{}")
+    done: list[int] = []
+    monkeypatch.setattr(ScheduledMeasurements, "measure", lambda _self, _run, step: done.append(step))
+    anything: Any = None
+    evaluation = Evaluation.model_validate({"every": 2 if step < 3 else 3, **MEASURED})
+    callback = ScheduledMeasurements(evaluation, anything, run, StopOnSignal([]))
+    callback.on_train_begin(None, TrainerState(global_step=step, max_steps=3), TrainerControl())
+    assert done == measured
+
+
+@pytest.mark.parametrize(("stopped", "measured"), [(False, [2]), (True, [])])
+def test_a_measurement_follows_its_checkpoint_unless_a_signal_ends_the_training(
+    stopped: bool, measured: list[int], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    done: list[int] = []
+    monkeypatch.setattr(ScheduledMeasurements, "measure", lambda _self, _run, step: done.append(step))
+    anything: Any = None
+    stop = StopOnSignal([], stopped=stopped)
+    callback = ScheduledMeasurements(Evaluation.model_validate({"every": 2, **MEASURED}), anything, Run(tmp_path), stop)
+    for step in (1, 2, 3):
+        state, control = TrainerState(global_step=step, max_steps=4), TrainerControl()
+        callback.on_step_end(None, state, control)
+        assert control.should_save == (step == 2)
+        callback.on_save(None, state, control)
+    assert done == measured
+
+
+@pytest.mark.parametrize(("step", "signals", "ends"), [(1, [], False), (1, [15], True), (3, [15], False)])
+def test_a_signal_ends_a_training_after_its_step_with_a_checkpoint(step: int, signals: list[int], ends: bool) -> None:
+    """In the last step it is too late: the finished run is saved next."""
+    stop, control = StopOnSignal(signals), TrainerControl()
+    stop.on_step_end(None, TrainerState(global_step=step, max_steps=3), control)
+    assert (stop.stopped, control.should_save, control.should_training_stop) == (ends, ends, ends)
+
+
+@pytest.mark.parametrize(
+    ("losses", "weight", "saves", "step", "line"),
+    [
+        ([1.0, 2.0], 1.0, True, 1, None),
+        ([1.0, torch.inf, 2.0], 1.0, False, 1, "the loss of step 1"),
+        ([1.0], torch.nan, False, 1, None),
+        ([1.0], torch.nan, True, 1, "the weights of step 1"),
+        ([1.0], torch.nan, False, 3, "the weights of step 3"),
+    ],
+)
+def test_a_training_ends_where_loss_or_saved_weights_are_not_finite(
+    losses: list[float], weight: float, saves: bool, step: int, line: str | None, tmp_path: Path
+) -> None:
+    model = torch.nn.Linear(1, 1)
+    model.weight.data.fill_(weight)
+    stop = StopOnDivergence(Run(tmp_path))
+    for loss in losses:
+        stop.record_loss(torch.tensor(loss))
+    state, control = TrainerState(global_step=step, max_steps=3), TrainerControl(should_save=saves)
+    arguments = SimpleNamespace(learning_rate=2e-4)
+    if line is None:
+        stop.on_step_end(arguments, state, control, model=model)
+        return
+    expected = f"^training.learning_rate: {line} became infinite or NaN at a rate of 0.0002; lower it and start again$"
+    with pytest.raises(Diverged, match=expected):
+        stop.on_step_end(arguments, state, control, model=model)

@@ -23,6 +23,7 @@ from pi_lora.run import Run
 from pi_lora.scaling.config import scale_of, window_of
 from pi_lora.training.callbacks import LIBRARY_LOG, redirect_library_logs
 from pi_lora.training.job import closing_lines
+from pi_lora.training.trainer import trainer_arguments
 
 
 def weights(run: Path) -> dict[str, torch.Tensor]:
@@ -173,8 +174,12 @@ def test_learning_rates_warm_up_from_a_tenth(
     assert rates == pytest.approx([0.1, 0.325, 0.55, 0.775, *after], abs=1e-4)
 
 
-def test_messages_of_libraries_are_logged_with_each_run(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+def test_messages_of_libraries_are_logged_with_each_run(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
     before = logging.getLogger().handlers[:]
+    # As lm-eval sets it.
+    monkeypatch.setattr(logging.getLogger(), "level", logging.INFO)
     for folder in (tmp_path / "first", tmp_path / "second"):
         folder.mkdir()
         with warnings.catch_warnings(), redirect_library_logs(folder):
@@ -192,6 +197,38 @@ def test_messages_of_libraries_are_logged_with_each_run(tmp_path: Path, capfd: p
 def test_liger_has_the_table_of_supported_models() -> None:
     patches = pytest.importorskip("liger_kernel.transformers.monkey_patch", reason="pip install pi-lora[liger]")
     assert {"llama", "mistral", "qwen3"} < set(patches.MODEL_TYPE_TO_APPLY_LIGER_FN)
+
+
+@pytest.mark.filterwarnings("ignore:.*gradient_checkpointing` is deprecated:FutureWarning")
+def test_no_recipe_changes_how_checkpoints_logs_and_gradients_are_made(small_model: Path, tmp_path: Path) -> None:
+    """A checkpoint before the newest is kept, a loss that is not a number is logged as it is, and nothing is drawn."""
+    arguments = trainer_arguments(small_recipe(small_model), Run(tmp_path), "my run")
+    expected = {
+        "save_total_limit": 2,
+        "logging_nan_inf_filter": False,
+        "remove_unused_columns": False,
+        "ddp_find_unused_parameters": False,
+        "disable_tqdm": True,
+        "log_level": "error",
+        "log_level_replica": "error",
+        "report_to": [],
+        "run_name": "my run",
+        "loss_type": "nll",
+        "max_length": None,
+        "packing": False,
+        "dataset_kwargs": {"skip_prepare_dataset": True},
+        "include_num_input_tokens_seen": "all",
+        "output_dir": str(tmp_path / "checkpoints"),
+        "use_cpu": True,
+        "n_gpu": 0,
+    }
+    assert {name: getattr(arguments, name) for name in expected} == expected
+    assert arguments.accelerator_config.gradient_accumulation_kwargs == {"sync_each_batch": False}
+    sharded = trainer_arguments(small_recipe(small_model, hardware={"gpus": 2}, training={}), Run(tmp_path), "my run")
+    assert sharded.accelerator_config.gradient_accumulation_kwargs == {"sync_each_batch": True}
+    summaries = {"source": "rows.jsonl", "document": "text", "summary": "gist", "completion_tokens": 20}
+    padded = small_recipe(small_model, data=summaries)
+    assert trainer_arguments(padded, Run(tmp_path), "my run").include_num_input_tokens_seen == "non_padding"
 
 
 def process_state() -> dict[str, Any]:

@@ -16,6 +16,7 @@ from transformers.models.mixtral import modeling_mixtral
 from pi_lora.data.batches import collate
 from pi_lora.models.loaded import LoadedModel
 from pi_lora.models.resolve import resolve_model
+from pi_lora.run import Run
 from pi_lora.training.job import pack_data
 
 PADDING = 1
@@ -157,3 +158,37 @@ def test_the_loss_that_balances_experts_leaves_padding_out(
     )
     train(recipe, tmp_path / "run")
     assert set(masked) == {balanced}
+
+
+@pytest.mark.parametrize("balanced", [True, False])
+def test_the_loss_that_balances_experts_is_added_where_the_config_adds_it(
+    balanced: bool, small_model: Path, tmp_path: Path
+) -> None:
+    """TRL 1.16 adds it to the loss of every mixture of experts."""
+    losses = []
+    for weight in (0.0, 1.0):
+        config = architectures.small_config("mixtral")
+        config.update({"vocab_size": 1024, "output_router_logits": balanced, "router_aux_loss_coef": weight})
+        config.update({"bos_token_id": 0, "eos_token_id": 1})
+        base = tmp_path / f"experts {weight}"
+        architectures.small_model(type(config), config.to_dict()).save_pretrained(base)
+        for tokenizer in small_model.glob("tokenizer*"):
+            shutil.copy(tokenizer, base)
+        tuning = {"rank": 2, "target_modules": "attention", "modules_to_save": "nothing"}
+        run = train(
+            small_recipe(base, tuning=tuning, training={"steps": 1, "log_every": 1}), tmp_path / f"run {weight}"
+        )
+        losses.append(Run(run).log[0]["loss"])
+    assert (losses[0] != losses[1]) == balanced
+
+
+@pytest.mark.parametrize("model_type", ["granitemoe", "deepseek_v3"])
+def test_experts_whose_config_has_other_names_train(model_type: str, small_model: Path, tmp_path: Path) -> None:
+    """TRL 1.16 asks the config for `num_experts`."""
+    config = architectures.small_config(model_type)
+    config.update({"vocab_size": 1024, "bos_token_id": 0, "eos_token_id": 1})
+    architectures.small_model(type(config), config.to_dict()).save_pretrained(tmp_path / "experts")
+    for tokenizer in small_model.glob("tokenizer*"):
+        shutil.copy(tokenizer, tmp_path / "experts")
+    tuning = {"rank": 2, "target_modules": "attention", "modules_to_save": "nothing"}
+    train(small_recipe(tmp_path / "experts", tuning=tuning, training={"steps": 1}), tmp_path / "run")

@@ -14,7 +14,7 @@ from unittest.mock import ANY
 import datasets
 import pytest
 import torch
-from huggingface_hub import HfApi
+from huggingface_hub import constants
 from peft.tuners.lora import LoraLayer
 from peft.utils import ModulesToSaveWrapper
 from random_runs import stored
@@ -85,8 +85,8 @@ class Case:
 
 
 KEYS = {
-    "model.name": Case("./other", {"base": ("./other", "main"), "recorded": ("./other", "main"), "weights": ANY}),
-    "model.revision": Case("v2", {"base": ("./model", "v2"), "recorded": ("./model", "v2")}),
+    "model.name": Case("./other", {"base": ("./other", None), "recorded": ("./other", "main"), "weights": ANY}),
+    "model.revision": Case("v2", {"recorded": ("./model", "v2")}),
     "model.dtype": Case("bfloat16", {"dtypes": ["torch.bfloat16", "torch.float32"], "weights": ANY, "initial": ANY}),
     "model.attention": Case("eager", {"attention": "eager"}),
     "model.kernels": Case("liger", {"kernels": "liger"}),
@@ -239,8 +239,9 @@ def folder(small_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
 def here(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(folder)
     monkeypatch.setattr(datasets, "load_dataset", load_dataset)
-    monkeypatch.setattr(HfApi, "dataset_info", lambda *_, revision: SimpleNamespace(sha=revision))
-    monkeypatch.setattr(sources, "try_to_load_from_cache", lambda *_, **__: None)
+    monkeypatch.setattr(sources, "commit_of", lambda name, revision, kind: revision)
+    sources._dataset_commit.cache_clear()
+    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", False)
     monkeypatch.setattr(trainers, "get_reporting_integration_callbacks", lambda names: [*map(tracker, names)])
     monkeypatch.setattr("pi_lora.run._commit", lambda: None)
 
@@ -268,7 +269,7 @@ def facts_of(recipe: Recipe, monkeypatch: pytest.MonkeyPatch) -> Facts:
     plan = plan_training(recipe, source, device_for(recipe) if recipe.hardware.gpu else GPUS["4090"])
     return {
         **found,
-        "base": (source.base.name, source.base.revision),
+        "base": (source.base.name, source.base.commit),
         "window": source.window,
         "rows": None if recipe.data.has_examples else len(data.rows),
         "launched": [each for each in arguments if "threads" not in each],

@@ -14,8 +14,10 @@ from safetensors.torch import load_file
 
 from pi_lora.api import load, merge
 from pi_lora.errors import Interrupted, PiLoraError
+from pi_lora.models.resolve import resolve_for_training
 from pi_lora.planning.gpus import device_here
 from pi_lora.recipe.schema import Recipe
+from pi_lora.training.job import load_for_tuning
 
 ROWS = [{"text": "The cat sat on the mat. " * 3, "gist": f"Cat {number}."} for number in range(4)]
 
@@ -65,6 +67,15 @@ def test_an_adapter_is_tuned_further_as_one_adapter_of_its_base(lora_run: Path, 
     same = train(further(lora_run, rows, training=still), tmp_path / "same")
     assert torch.equal(logits(same), logits(lora_run))
     assert "| tuned further from |" in (run / "README.md").read_text()
+
+
+def test_an_adapter_of_a_bfloat16_base_is_tuned_further_in_float32(lora_run: Path, rows: Path) -> None:
+    """PEFT gives copies of embeddings and norms the dtype of the base, where most updates are rounded to zero."""
+    recipe = further(lora_run, rows, model={"name": str(lora_run), "dtype": "bfloat16"})
+    tuned = load_for_tuning(recipe, resolve_for_training(recipe))
+    dtypes = {weight.requires_grad: weight.dtype for weight in tuned.parameters()}
+    assert dtypes == {True: torch.float32, False: torch.bfloat16}
+    assert all(weight.dtype == dtypes[weight.requires_grad] for weight in tuned.parameters())
 
 
 @pytest.mark.skipif(importlib.util.find_spec("bitsandbytes") is None, reason="pip install pi-lora[qlora]")

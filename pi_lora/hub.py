@@ -1,0 +1,143 @@
+"""The Hugging Face hub: the commit of a name, files at a commit, and errors by their kind, a line each."""
+
+import difflib
+import logging
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any, Literal, TypeAlias
+
+from huggingface_hub import HfApi, constants, hf_hub_download, snapshot_download
+
+# HTTPError is the base of the errors of httpx2, and with huggingface_hub 1 of httpx.
+from huggingface_hub.errors import (  # type: ignore[attr-defined]
+    GatedRepoError,
+    HfHubHTTPError,
+    HTTPError,
+    LocalEntryNotFoundError,
+    OfflineModeIsEnabled,
+    RemoteEntryNotFoundError,
+    RepositoryNotFoundError,
+    RevisionNotFoundError,
+    RevisionResolutionError,
+)
+
+from pi_lora.errors import DataError, ModelError, PiLoraError, first_line
+
+Kind: TypeAlias = Literal["model", "dataset"]
+LOGGER = logging.getLogger(__name__)
+LOG_IN = "log in with `hf auth login`"
+# Seconds that the hub has for its first answer.
+ANSWER_SECONDS = 5.0
+# Statuses of a hub that fails or is too busy.
+FAILING = (429, 500, 502, 503, 504)
+
+
+class _Hub(HfApi):
+    """A client that knows whether the hub answered."""
+
+    answers = True
+
+    def repo_info(self, *args: Any, **options: Any) -> Any:
+        """Ask for the commit of a name, as `resolve_revision` does."""
+        try:
+            return super().repo_info(*args, timeout=ANSWER_SECONDS, **options)
+        except HTTPError:
+            self.answers = False
+            raise
+
+
+def commit_of(name: str, revision: str = "main", kind: Kind = "model") -> str:
+    """Return the commit of a branch, tag or commit: of a hub that does not answer, the one in the cache."""
+    hub = _Hub()
+    with hub_errors(name, kind, revision):
+        commit = hub.resolve_revision(name, repo_type=kind, revision=revision).resolved
+    if not hub.answers:
+        # Every later request would wait for half a minute.
+        constants.HF_HUB_OFFLINE = True
+        LOGGER.warning("%s does not answer; the cache is read instead", constants.ENDPOINT)
+    return commit
+
+
+def download_folder(name: str, commit: str, patterns: Sequence[str]) -> Path:
+    """Download the files of a model that match one of the `patterns`, and return their folder in the cache."""
+    with hub_errors(name):
+        return Path(snapshot_download(name, revision=commit, allow_patterns=list(patterns)))
+
+
+def download_file(name: str, file: str, commit: str, kind: Kind = "model") -> Path | None:
+    """Download a file and return its path in the cache, or None if the hub has no such file."""
+    with hub_errors(name, kind):
+        try:
+            return Path(hf_hub_download(name, file, repo_type=kind, revision=commit))
+        except RemoteEntryNotFoundError:
+            return None
+
+
+@contextmanager
+def hub_errors(name: str, kind: Kind = "model", revision: str = "main") -> Iterator[None]:
+    """Raise ModelError or DataError, with what to do, for whatever the clients of the hub raise."""
+    try:
+        yield
+    except Exception as error:  # besides those of huggingface_hub: of httpx2, of `datasets`, RuntimeError, ValueError
+        of_disk = isinstance(error, OSError) and error.errno
+        if of_disk or isinstance(error, PiLoraError):
+            raise
+        error_type = ModelError if kind == "model" else DataError
+        raise error_type(_problem(name, kind, revision, error)) from error
+
+
+def _problem(name: str, kind: Kind, revision: str, error: BaseException) -> str:
+    """Return what is wrong and what to do, by the first cause of an error that tells."""
+    cause = _telling_cause(error)
+    if isinstance(cause, GatedRepoError):
+        return gated(name, kind)
+    if isinstance(cause, RevisionNotFoundError):
+        return f"{name}: has no branch, tag or commit {revision}; check the revision"
+    if isinstance(cause, RepositoryNotFoundError):
+        near = _similar_folder(name)
+        hint = f"did you mean {near}? Otherwise check" if near else "check"
+        return f"{name}: no such folder, and no such {kind} on the hub; {hint} the name, or {LOG_IN} if it is private"
+    if isinstance(cause, HfHubHTTPError):
+        reason = " ".join(str(cause).split())
+        status = cause.response.status_code
+        if status in FAILING:
+            return f"{name}: the hub fails (status {status}); try again later"
+        if status == 401:
+            return f"{name}: the hub asks for a valid token; {LOG_IN}, or correct HF_TOKEN"
+        return f"{name}: the hub refuses it ({reason}); check the name and the rights of the token"
+    if not isinstance(cause, HTTPError | ConnectionError | LocalEntryNotFoundError | RevisionResolutionError):
+        return f"{name}: the hub cannot serve it ({first_line(error)}); check the name, and subset and split of data"
+    if constants.HF_HUB_OFFLINE:
+        reason = "no such folder, and HF_HUB_OFFLINE=1 is set or the hub did not answer"
+    else:
+        reason = f"{constants.ENDPOINT} does not answer ({first_line(cause)}); check the network"
+    return f"{name}: {reason}; in the cache: {', '.join(_cached_files(name, kind)) or 'nothing of it'}"
+
+
+def gated(name: str, kind: Kind) -> str:
+    """Return what to do about a gated repository."""
+    page = name if kind == "model" else f"datasets/{name}"
+    return f"{name}: is gated; accept the terms at {constants.ENDPOINT}/{page}, then {LOG_IN}"
+
+
+def _telling_cause(error: BaseException) -> BaseException:
+    """Return the first of an error and its causes that is an answer of the hub, or says why there is none."""
+    cause: BaseException | None = error
+    while cause:
+        if isinstance(cause, HTTPError | OfflineModeIsEnabled):
+            return cause
+        cause = cause.__cause__ or cause.__context__
+    return error
+
+
+def _similar_folder(name: str) -> str | None:
+    """Return the folder here whose path is most similar to a name."""
+    folders = map(str, [*Path().glob("*/"), *Path().glob("*/*/")])
+    return next(iter(difflib.get_close_matches(name, folders, n=1)), None)
+
+
+def _cached_files(name: str, kind: Kind) -> list[str]:
+    """Return the names of the files of a repository that are in the cache of the hub."""
+    folder = Path(constants.HF_HUB_CACHE, f"{kind}s--{name.replace('/', '--')}", "snapshots")
+    return sorted({path.name for path in folder.glob("*/*")})

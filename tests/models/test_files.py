@@ -1,0 +1,81 @@
+"""The small files of models: where they are looked for, and what is taken where settings are silent."""
+
+from pathlib import Path
+
+import pytest
+from huggingface_hub.errors import EntryNotFoundError
+from peft import LoraConfig
+
+from pi_lora.errors import ModelError
+from pi_lora.models import files
+from pi_lora.models.files import AdapterSettings, find_file, find_files, is_local
+
+
+@pytest.mark.parametrize(("download", "cache_alone"), [(True, False), (False, True)])
+def test_the_cache_alone_is_searched_without_download(
+    download: bool, cache_alone: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked = []
+
+    def found(*name: str, **options: object) -> str:
+        asked.append((name, options))
+        return "/cache/config.json"
+
+    monkeypatch.setattr(files, "hf_hub_download", found)
+    assert find_file("owner/model", "config.json", "abc", download=download) == Path("/cache/config.json")
+    assert asked == [(("owner/model", "config.json"), {"revision": "abc", "local_files_only": cache_alone})]
+    find_files("owner/model", ["a", "b"], "abc")
+    assert asked[1:] == [(("owner/model", name), {"revision": "abc", "local_files_only": False}) for name in ("a", "b")]
+
+
+def test_a_file_that_is_not_there_is_none_and_a_broken_network_is_a_line(monkeypatch: pytest.MonkeyPatch) -> None:
+    def missing(*_: object, **__: object) -> str:
+        raise EntryNotFoundError("no such entry")
+
+    def unreachable(*_: object, **__: object) -> str:
+        raise OSError("no route to host")
+
+    monkeypatch.setattr(files, "hf_hub_download", missing)
+    assert find_file("owner/model", "config.json") is None
+    assert find_files("owner/model", ["config.json"]) == {}
+    monkeypatch.setattr(files, "hf_hub_download", unreachable)
+    line = r"^owner/model: config\.json cannot be downloaded \(no route to host\); check name and network$"
+    with pytest.raises(ModelError, match=line):
+        find_file("owner/model", "config.json")
+
+
+@pytest.mark.parametrize(
+    ("name", "local"),
+    [
+        ("gpt2", False),
+        ("owner/model", False),
+        ("some/folder/model", True),
+        ("./model", True),
+        ("../model", True),
+        ("/model", True),
+        ("~/model", True),
+        ("builtin:tiny", True),
+    ],
+)
+def test_a_name_of_one_slash_at_most_may_be_on_the_hub(
+    name: str, local: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    assert is_local(name) is local
+    (tmp_path / "gpt2").mkdir()
+    assert is_local("gpt2")
+
+
+def test_settings_that_an_adapter_leaves_out_are_those_of_peft() -> None:
+    """PEFT's own files have them all; those of other trainers may not."""
+    settings, theirs = AdapterSettings(peft_type="LORA"), LoraConfig()
+    names = "r lora_alpha use_rslora init_lora_weights modules_to_save".split()
+    assert {name: getattr(settings, name) for name in names} == {name: getattr(theirs, name) for name in names}
+    assert settings.scaling("q_proj", settings.r) == 1.0
+
+
+def test_the_scaling_is_by_the_root_of_the_rank_where_rank_stabilized() -> None:
+    stabilized = AdapterSettings(peft_type="LORA", lora_alpha=8, use_rslora=True, alpha_pattern={"q_proj": 16})
+    assert stabilized.scaling("model.layers.0.self_attn.k_proj", 16) == 2.0
+    assert stabilized.scaling("model.layers.0.self_attn.q_proj", 16) == 4.0
+    assert stabilized.scaling("model.layers.0.self_attn.xq_proj", 16) == 2.0
