@@ -19,7 +19,7 @@ from hub import OTHER_TOKEN, TOKEN, Fault, Hub
 from huggingface_hub import constants
 from models.test_composite import save_composite
 from safetensors.torch import load_file, save_file
-from transformers import AutoModelForCausalLM
+from transformers import AutoConfig, AutoModelForCausalLM
 
 from pi_lora import api
 from pi_lora.data import sources
@@ -106,6 +106,22 @@ def test_sharded_weights_are_read_from_all_their_files(hub: Hub, small_model: Pa
     hub.add("models/me/sharded", {name: content for name, content in files.items() if name != shard})
     with pytest.raises(ModelError, match=f"^me/sharded: {shard}: is missing"):
         api.load("me/sharded")
+
+
+def test_another_head_than_the_config_ties_is_known_before_weights_are_downloaded(
+    hub: Hub, small_model: Path, tmp_path: Path
+) -> None:
+    """As in Mistral Small, whose outer config ties what the language model does not."""
+    folder = shutil.copytree(small_model, tmp_path / "own_head")
+    (folder / "model.safetensors").unlink()
+    config = AutoConfig.from_pretrained(small_model)
+    config.tie_word_embeddings = False
+    AutoModelForCausalLM.from_config(config).save_pretrained(folder, max_shard_size="60KB")
+    tied = json.loads((folder / "config.json").read_text()) | {"tie_word_embeddings": True}
+    (folder / "config.json").write_text(json.dumps(tied))
+    hub.add("models/me/own_head", folder)
+    assert torch.equal(logits("me/own_head"), logits(str(folder)))
+    assert resolve_model("me/own_head").config["tie_word_embeddings"] is False
 
 
 def test_a_composite_is_read_as_its_language_model(hub: Hub, tmp_path: Path) -> None:

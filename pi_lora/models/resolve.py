@@ -277,7 +277,12 @@ def _resolve_base(name: str, revision: str | None, permissions: Permissions) -> 
 
 
 def _stores_another_head(folder: Path) -> bool:
-    """Whether weights on this machine hold a head that is not the embeddings, under the names that most models use."""
+    """Whether the weights hold a head that is not the embeddings, under the names that most models use.
+
+    Of weights that are still on the hub, the index says whether a head is stored; transformers stores no tied one.
+    """
+    from transformers.utils import SAFE_WEIGHTS_INDEX_NAME
+
     from pi_lora.models.weights import read_weights
 
     # Weights that are missing or damaged are reported when they are read.
@@ -286,4 +291,6 @@ def _stores_another_head(folder: Path) -> bool:
         head = next(weights[name] for name in weights if name.endswith("lm_head.weight"))
         embeddings = next(weights[name] for name in weights if name.endswith("embed_tokens.weight"))
         return not head.equals(embeddings)
-    return False
+    index = find_file(folder, SAFE_WEIGHTS_INDEX_NAME)
+    weight_map = read_json(index, Json, "download it again")["weight_map"] if index else {}
+    return any(name.endswith("lm_head.weight") for name in weight_map)
