@@ -131,8 +131,10 @@ VISION_SIZES = SIZES | {
 }
 # The text parts of vision-language models whose types are not causal LMs. Left out: `glm5_next_text` (no rope),
 # `cosmos3_edge_text`, `mistral_large4_text` and `hunyuan_vl_text`, whose small configs are not valid.
-TEXT_PARTS = """ernie4_5_vl_moe_text glm4v_moe_text glm4v_text glm_image_text glm_ocr_text granite_docling_text molmo2_text muse_glimmer_text
-muse_spark_text paddleocr_vl_text qwen2_5_omni_text qwen3_omni_moe_text qwen2_5_vl_text qwen2_vl_text qwen3_vl_moe_text qwen3_vl_text""".split()
+TEXT_PARTS = """glm4v_moe_text glm4v_text glm_image_text glm_ocr_text granite_docling_text molmo2_text muse_glimmer_text
+muse_spark_text qwen2_5_vl_text qwen2_vl_text qwen3_vl_moe_text qwen3_vl_text""".split()
+# Those that no automatic class builds alone.
+TEXT_PARTS_OF_COMPOSITES = "ernie4_5_vl_moe_text paddleocr_vl_text qwen2_5_omni_text qwen3_omni_moe_text".split()
 # What the default config leaves to chance: models without an attention layer, or without positions.
 SWITCHES: dict[str, dict[str, Any]] = {
     "granitemoehybrid": {"position_embedding_type": "rope"},
@@ -182,7 +184,7 @@ def small_config(model_type: str, keep: Callable[[str], bool] = lambda kind: Tru
         sizes |= {name: [default[name][layer] for layer in chosen] for name in per_layer}
         sizes["num_hidden_layers"] = len(chosen)
     config: PreTrainedConfig = kind(**{**sizes, **CHOICES.get(model_type, {})})
-    if model_type in TEXT_PARTS:
+    if model_type in TEXT_PARTS + TEXT_PARTS_OF_COMPOSITES:
         fit_sections(config)
     return config
 

@@ -170,7 +170,7 @@ def test_a_source_without_rows_is_a_problem_before_training(tmp_path: Path, colu
     [problem] = data_problems(Data.model_validate({"source": {"name": str(tmp_path / "rows.jsonl"), "column": column}}))
     assert re.search("rows.jsonl: holds no (rows|text)", problem)
     assert "holds no rows" in data_problems(data_of(tmp_path / "rows.jsonl"))[0]
-    assert share_to_hold_out(Source(name=str(tmp_path / "rows.txt")), 512) == 0.2
+    assert share_to_hold_out(Source(name=str(tmp_path / "rows.txt")), 512) == 0.02
 
 
 def test_a_text_file_has_no_other_columns(tmp_path: Path) -> None:

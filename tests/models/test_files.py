@@ -3,45 +3,9 @@
 from pathlib import Path
 
 import pytest
-from huggingface_hub.errors import EntryNotFoundError
 from peft import LoraConfig
 
-from pi_lora.errors import ModelError
-from pi_lora.models import files
-from pi_lora.models.files import AdapterSettings, find_file, find_files, is_local
-
-
-@pytest.mark.parametrize(("download", "cache_alone"), [(True, False), (False, True)])
-def test_the_cache_alone_is_searched_without_download(
-    download: bool, cache_alone: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    asked = []
-
-    def found(*name: str, **options: object) -> str:
-        asked.append((name, options))
-        return "/cache/config.json"
-
-    monkeypatch.setattr(files, "hf_hub_download", found)
-    assert find_file("owner/model", "config.json", "abc", download=download) == Path("/cache/config.json")
-    assert asked == [(("owner/model", "config.json"), {"revision": "abc", "local_files_only": cache_alone})]
-    find_files("owner/model", ["a", "b"], "abc")
-    assert asked[1:] == [(("owner/model", name), {"revision": "abc", "local_files_only": False}) for name in ("a", "b")]
-
-
-def test_a_file_that_is_not_there_is_none_and_a_broken_network_is_a_line(monkeypatch: pytest.MonkeyPatch) -> None:
-    def missing(*_: object, **__: object) -> str:
-        raise EntryNotFoundError("no such entry")
-
-    def unreachable(*_: object, **__: object) -> str:
-        raise OSError("no route to host")
-
-    monkeypatch.setattr(files, "hf_hub_download", missing)
-    assert find_file("owner/model", "config.json") is None
-    assert find_files("owner/model", ["config.json"]) == {}
-    monkeypatch.setattr(files, "hf_hub_download", unreachable)
-    line = r"^owner/model: config\.json cannot be downloaded \(no route to host\); check name and network$"
-    with pytest.raises(ModelError, match=line):
-        find_file("owner/model", "config.json")
+from pi_lora.models.files import AdapterSettings, is_local
 
 
 @pytest.mark.parametrize(
