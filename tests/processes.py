@@ -33,6 +33,14 @@ from typing import NoReturn
 PROGRESS = re.compile(r"^(.+: [\d,]+ of [\d,]+, \d.* left(, .*)?|[\w ./:-]+ \.\.\.)\n", re.MULTILINE)
 # Passed on by the client; SIGKILL shows as a connection that breaks.
 SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT, signal.SIGUSR1, signal.SIGUSR2)
+# What pi-lora sets for the processes that it launches, before libraries are imported.
+SET_BY_PI_LORA = {
+    "HF_HUB_DISABLE_TELEMETRY": "1",
+    "HF_HUB_DISABLE_PROGRESS_BARS": "1",
+    "HF_DATASETS_DISABLE_PROGRESS_BARS": "1",
+    "HF_HUB_VERBOSITY": "error",
+    "DATASETS_VERBOSITY": "error",
+}
 HEAVY = (
     "pi_lora.training.job pi_lora.preflight pi_lora.merging.merging pi_lora.planning.advice "
     "pi_lora.evaluation.suite "
@@ -58,7 +66,12 @@ class ImportedPython:
         script.chmod(0o755)
         self.executable = str(script)
         # Arrow's allocator starts a thread otherwise, and a process of several threads is not safe to fork.
-        environment = {**os.environ, "JE_ARROW_MALLOC_CONF": "background_thread:false", "OMP_NUM_THREADS": "1"}
+        environment = {
+            **os.environ,
+            **SET_BY_PI_LORA,
+            "JE_ARROW_MALLOC_CONF": "background_thread:false",
+            "OMP_NUM_THREADS": "1",
+        }
         with self.errors.open("wb") as errors:
             self.server = subprocess.Popen(
                 [sys.executable, "-c", f"{load}; processes.serve({address!r}, {path!r})"],
@@ -118,7 +131,8 @@ def send(process: int, number: int) -> None:
 
 def settings_of_imports(environment: Mapping[str, str]) -> dict[str, str]:
     """What libraries read when they are imported: where it differs, a process has to import them itself."""
-    return {key: value for key, value in environment.items() if key.startswith(("HF_", "TRANSFORMERS_", "PYTHONW"))}
+    read = {**environment, **SET_BY_PI_LORA}
+    return {key: value for key, value in read.items() if key.startswith(("HF_", "TRANSFORMERS_", "PYTHONW"))}
 
 
 def serve(path: str, search: list[str]) -> None:

@@ -16,9 +16,10 @@ import psutil
 import pytest
 from accelerate.commands.launch import launch_command_parser
 from conftest import run_captured, small_recipe, train
-from processes import without_progress
+from processes import SET_BY_PI_LORA, without_progress
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, ProcessFailure
 
+from pi_lora.__main__ import QUIET
 from pi_lora.distributed import (
     FAILED_ENV,
     STOP_SIGNALS,
@@ -252,6 +253,10 @@ def test_ctrl_c_at_any_moment_of_the_launch_is_one_line(python: str, folder: Pat
     time.sleep(2 * random.Random(number).random())
     os.killpg(process.pid, signal.SIGINT)
     assert "interrupted" in one_line(process, folder)
+
+
+def test_launched_processes_are_forked_although_pi_lora_sets_what_libraries_read() -> None:
+    assert QUIET.items() <= SET_BY_PI_LORA.items()
 
 
 def test_a_process_that_is_killed_is_named_and_ends_the_others(python: str, folder: Path) -> None:
