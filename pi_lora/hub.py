@@ -24,7 +24,8 @@ from huggingface_hub.errors import (  # type: ignore[attr-defined]
 
 from pi_lora.errors import DataError, ModelError, PiLoraError, first_line
 
-Kind: TypeAlias = Literal["model", "dataset"]
+# What is read from the hub, or an upload.
+Kind: TypeAlias = Literal["model", "dataset", "push"]
 LOGGER = logging.getLogger(__name__)
 LOG_IN = "log in with `hf auth login`"
 # Seconds that the hub has for its first answer.
@@ -76,14 +77,14 @@ def download_file(name: str, file: str, commit: str, kind: Kind = "model") -> Pa
 
 @contextmanager
 def hub_errors(name: str, kind: Kind = "model", revision: str = "main") -> Iterator[None]:
-    """Raise ModelError or DataError, with what to do, for whatever the clients of the hub raise."""
+    """Turn any exception of the hub's clients into a line with what to do: DataError of a data set, else ModelError."""
     try:
         yield
     except Exception as error:  # besides those of huggingface_hub: of httpx2, of `datasets`, RuntimeError, ValueError
         of_disk = isinstance(error, OSError) and error.errno
         if of_disk or isinstance(error, PiLoraError):
             raise
-        error_type = ModelError if kind == "model" else DataError
+        error_type = DataError if kind == "dataset" else ModelError
         raise error_type(_problem(name, kind, revision, error)) from error
 
 
@@ -108,16 +109,19 @@ def _problem(name: str, kind: Kind, revision: str, error: BaseException) -> str:
         return f"{name}: the hub refuses it ({reason}); check the name and the rights of the token"
     if not isinstance(cause, HTTPError | ConnectionError | LocalEntryNotFoundError | RevisionResolutionError):
         return f"{name}: the hub cannot serve it ({first_line(error)}); check the name, and subset and split of data"
+    reason = f"{constants.ENDPOINT} does not answer ({first_line(cause)}); check the network"
     if constants.HF_HUB_OFFLINE:
-        reason = "no such folder, and HF_HUB_OFFLINE=1 is set or the hub did not answer"
-    else:
-        reason = f"{constants.ENDPOINT} does not answer ({first_line(cause)}); check the network"
+        reason = "HF_HUB_OFFLINE=1 is set, or the hub did not answer"
+    if kind == "push":
+        return f"{name}: {reason}"
+    if constants.HF_HUB_OFFLINE:
+        reason = f"no such folder, and {reason}"
     return f"{name}: {reason}; in the cache: {', '.join(_cached_files(name, kind)) or 'nothing of it'}"
 
 
 def gated(name: str, kind: Kind) -> str:
     """Return what to do about a gated repository."""
-    page = name if kind == "model" else f"datasets/{name}"
+    page = f"datasets/{name}" if kind == "dataset" else name
     return f"{name}: is gated; accept the terms at {constants.ENDPOINT}/{page}, then {LOG_IN}"
 
 

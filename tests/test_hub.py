@@ -330,6 +330,14 @@ def test_a_run_is_pushed_and_pulled(
     assert torch.allclose(logits(str(merged)), logits("me/run"), atol=1e-4)
 
 
+def test_an_upload_without_the_hub_says_nothing_of_folders_and_caches(
+    hub: Hub, lora_run: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
+    with pytest.raises(ModelError, match=r"^me/run: HF_HUB_OFFLINE=1 is set, or the hub did not answer$"):
+        push(lora_run, "me/run")
+
+
 def test_a_push_goes_on_where_it_was_interrupted(
     hub: Hub, full_run: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

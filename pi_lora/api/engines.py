@@ -53,7 +53,8 @@ def merge(
     ui = ui_of(progress)
     with ui.working(LIBRARIES):
         from pi_lora.merging.merging import MERGE_FILE, Merged, plan_merge
-        from pi_lora.report.card import CARD, card_of
+        from pi_lora.models.files import CARD
+        from pi_lora.report.card import card_of
         from pi_lora.report.scores import MeasuredRun
         from pi_lora.run import check_output, staged
         from pi_lora.serving.commands import serving_lines
@@ -121,9 +122,10 @@ def extend(
     with ui.working(LIBRARIES):
         from pi_lora.evaluation.probe import read_probe
         from pi_lora.evaluation.suite import write_scores
+        from pi_lora.models.files import CARD
         from pi_lora.models.quantized import check_quantization
         from pi_lora.models.saving import copy_generation_config, link_weights, save_without_weights, weight_files
-        from pi_lora.report.card import CARD, card_of
+        from pi_lora.report.card import card_of
         from pi_lora.report.scores import MeasuredRun
         from pi_lora.run import staged
         from pi_lora.scaling.config import Extension

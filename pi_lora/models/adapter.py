@@ -43,6 +43,10 @@ def prepare_for_tuning(
     target_parameters: list[str] = []
     if tuning.target_modules == "all-linear":
         target_modules, target_parameters = linear_targets(model)
+        if target_parameters and tuning.dropout:
+            raise RecipeError(
+                ["tuning.dropout: PEFT has none for experts; set it to 0, or target_modules to attention"]
+            )
     elif tuning.target_modules == "attention":
         target_modules = sorted(_attention_names(model))
     else:

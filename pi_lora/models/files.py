@@ -7,11 +7,13 @@ import math
 import os
 import re
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Annotated
 
+from huggingface_hub import ModelCard
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field
+from yaml import YAMLError
 
 from pi_lora.errors import ModelError, first_line
 from pi_lora.hub import commit_of, download_folder
@@ -51,6 +53,7 @@ EXTENDED = " (extended by pi-lora: load it with pi_lora.load, or merge it)"
 # A key in the settings of an adapter of an extended base. `PeftModel.from_pretrained` takes any base and does not scale
 # its positions, but PEFT warns of a key that it does not know, with the name of the key, and ignores it.
 WARNING = "the base needs the config.json beside this file: load it with pi_lora.load, or merge it"
+CARD = "README.md"
 # All that a hub id has beside full weights and pictures, with the vocabularies of tokenizers that bring their own code.
 SMALL_FILES = (
     "*.json",
@@ -62,7 +65,7 @@ SMALL_FILES = (
     "*.tiktoken",
     "*.bpe",
     "*.spm",
-    "README.md",
+    CARD,
     ADAPTER_WEIGHTS_FILE,
 )
 BUILTIN = "builtin:"
@@ -71,9 +74,9 @@ REMOTE_CODE = "runs Python code of its own; read that code, and if you trust it 
 
 
 def model_folder(name: str, revision: str = "main") -> tuple[Path, str | None]:
-    """Return the folder of a model, and the commit of a hub id, of which all but full weights is downloaded.
+    """Return the folder of a model, and for a hub id the commit.
 
-    Raise ModelError if there is no such model.
+    The small files of a hub id are downloaded; full weights are not. Raise ModelError if there is no such model.
     """
     if not is_local(name):
         commit = commit_of(name, revision)
@@ -84,6 +87,14 @@ def model_folder(name: str, revision: str = "main") -> tuple[Path, str | None]:
     if not folder.is_dir():
         raise ModelError(f"{name}: no such model; give a model folder, a hub id or {BUILTIN}tiny")
     return folder, None
+
+
+def read_card(folder: Path) -> Json:
+    """Return the metadata of the model card in a folder; none if no card is there that can be read."""
+    with suppress(OSError, ValueError, YAMLError):
+        metadata: Json = ModelCard.load(folder / CARD).data.to_dict()
+        return metadata
+    return {}
 
 
 def is_local(name: str) -> bool:

@@ -10,9 +10,9 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from huggingface_hub import ModelCard
 
 from pi_lora.errors import ModelError
+from pi_lora.models.files import read_card
 from pi_lora.models.source import Base
 from pi_lora.models.weights import StoredTensor, keep
 from pi_lora.scaling.config import Config
@@ -42,8 +42,7 @@ def check_quantization(base: Base) -> None:
         raise ModelError(f"{base.name}: needs the package {BITSANDBYTES}; pip install 'pi-lora[qlora]'")
     if kind in (None, BITSANDBYTES, *DEQUANTIZED_ON_LOADING):
         return
-    card = base.file("README.md")
-    original = ModelCard.load(card).data.get("base_model") if card else None
+    original = read_card(base.path).get("base_model")
     named = f" ({original})" if original else ""
     raise ModelError(
         f"{base.name}: has weights quantized by {kind}, which are not dequantized here; "
@@ -61,18 +60,22 @@ class Quantized(StoredTensor):
 
 @dataclass(frozen=True)
 class Fp8(Quantized):
-    """A matrix or stack in 8-bit floating point, with a scale for every block of rows and columns, or one scale."""
+    """A matrix or stack in 8-bit floating point, with a scale for every block of rows and columns of a matrix, or one
+    for a matrix or for all.
+    """
 
-    block: tuple[int, int]
+    block: tuple[int, int] | None
 
     def rows(self, start: int, stop: int) -> torch.Tensor:
         """Read rows `start` to `stop` (exclusive)."""
         numbers = self.numbers.as_matrix().rows(start, stop).float()
         scales = self.scales.as_matrix().whole().float()
         if scales.numel() > 1:
-            height, width = self.block
-            of_rows = torch.arange(start, stop) // height
-            of_columns = torch.arange(self.shape[1]) // width
+            num_rows, num_columns = self.numbers.shape[-2:]
+            height, width = self.block or (num_rows, num_columns)
+            matrices = torch.arange(start, stop) // num_rows
+            of_rows = matrices * self.scales.shape[-2] + torch.arange(start, stop) % num_rows // height
+            of_columns = torch.arange(num_columns) // width
             scales = scales[of_rows][:, of_columns]
         return numbers * scales
 
@@ -142,8 +145,8 @@ def dequantized(stored: Mapping[str, StoredTensor], config: Config) -> dict[str,
     for key, tensor in stored.items():
         name, part = _part_of(key)
         weights[name][part] = tensor
-    block = config["quantization_config"].get("weight_block_size") or (1, 1)
-    return {name: _joined(name, parts, tuple(block)) for name, parts in weights.items()}
+    block = config["quantization_config"].get("weight_block_size")
+    return {name: _joined(name, parts, block and tuple(block)) for name, parts in weights.items()}
 
 
 def _part_of(key: str) -> tuple[str, str]:
@@ -156,7 +159,7 @@ def _part_of(key: str) -> tuple[str, str]:
     return name, part
 
 
-def _joined(name: str, parts: dict[str, StoredTensor], block: tuple[int, int]) -> StoredTensor:
+def _joined(name: str, parts: dict[str, StoredTensor], block: tuple[int, int] | None) -> StoredTensor:
     numbers = parts.pop("blocks", None) or parts.pop(NUMBERS, None)
     if numbers is None:
         raise ModelError(f"{name}: its scales are there without its numbers; download the model again")

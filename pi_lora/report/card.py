@@ -17,7 +17,7 @@ from huggingface_hub import ModelCard, ModelCardData
 from pi_lora.drawing import VERMILION, figure_of, save
 from pi_lora.errors import ModelError
 from pi_lora.evaluation.suite import MEASUREMENTS
-from pi_lora.models.files import model_folder, public_name
+from pi_lora.models.files import CARD, model_folder, public_name, read_card
 from pi_lora.recipe.schema import Recipe
 from pi_lora.report.scores import MeasuredRun, eval_results, literal, public_setting, scores_sections
 from pi_lora.run import check_tuned
@@ -25,7 +25,7 @@ from pi_lora.scaling.config import full_attention_rope, method_of, scale_of, win
 from pi_lora.storage import write_whole
 from pi_lora.types import Json
 
-CARD, PICTURES = "README.md", "pictures"
+PICTURES = "pictures"
 LICENSE_KEYS = ("license", "license_name", "license_link")
 PAGE = Path(__file__).with_name("page.html")
 SCORES_BEGIN, SCORES_END = "<!-- scores -->", "<!-- end of scores -->"
@@ -160,9 +160,9 @@ def _license_of_base(run: MeasuredRun) -> Json:
     """Return what the card of the base says of its licence, which holds for the run too."""
     origin = run.metadata.origin
     entries: Json = {}
-    with suppress(Exception):  # the base is not here, or has a card that cannot be read
+    with suppress(ModelError):  # the base is not here
         folder, _ = model_folder(run.base.name, (origin and origin.commit) or run.base.revision)
-        entries = ModelCard.load(folder / CARD).data.to_dict()
+        entries = read_card(folder)
     return {key: entries.get(key) for key in LICENSE_KEYS}
 
 

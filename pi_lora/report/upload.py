@@ -9,10 +9,10 @@ from huggingface_hub import CommitOperationAdd, HfApi, get_session
 
 from pi_lora.errors import ModelError
 from pi_lora.hub import ANSWER_SECONDS, hub_errors
-from pi_lora.models.files import CONFIG_FILE, PROCESSOR_FILES, TOKENIZER_FILES, public_name
+from pi_lora.models.files import CARD, CONFIG_FILE, PROCESSOR_FILES, TOKENIZER_FILES, public_name
 from pi_lora.models.saving import OTHER_WEIGHTS_FILE
 from pi_lora.recipe.files import RECIPE_FILE, dump_recipe, load_recipe
-from pi_lora.report.card import CARD, refresh_scores
+from pi_lora.report.card import refresh_scores
 from pi_lora.report.scores import MeasuredRun
 from pi_lora.run import check_finished
 from pi_lora.types import Progress, silent
@@ -59,8 +59,7 @@ def push(folder: Path, repo: str, *, private: bool = False, progress: Progress =
     """Upload the files of a run or model, without paths of this machine, to `repo` on the hub; return the address.
 
     The repository is created if it does not exist. Weights that an interrupted upload has sent are not sent again.
-    Raise ModelError if the folder is unfinished, lacks a file or has
-    links to files elsewhere, or if the hub refuses.
+    Raise ModelError if the folder is unfinished, lacks a file or has links to files elsewhere, or if the hub refuses.
     """
     check_finished(folder)
     names = _names_to_upload(folder.resolve())
@@ -68,7 +67,7 @@ def push(folder: Path, repo: str, *, private: bool = False, progress: Progress =
     operations = [CommitOperationAdd(name, _content(folder, name)) for name in names]
     weights = [operation for operation in operations if operation.path_in_repo.endswith(".safetensors")]
     hub = HfApi()
-    with hub_errors(repo):
+    with hub_errors(repo, "push"):
         url = hub.create_repo(repo, private=private or None, exist_ok=True)
         if private and not hub.model_info(url.repo_id).private:
             raise ModelError(f"{url}: is public already; make it private in its settings, or leave out --private")

@@ -131,17 +131,22 @@ def test_an_adapter_is_merged_into_the_dequantized_base(base: Path, tmp_path: Pa
     assert {weight.dtype for weight in stored(merged.folder).values()} == {torch.bfloat16}
 
 
-def test_stacked_experts_in_fp8_are_dequantized(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """As Qwen publishes those of vision-language models."""
+@pytest.mark.parametrize(("rows", "block"), [(32, 16), (24, 16), (32, None)])
+def test_stacked_experts_in_fp8_are_dequantized(
+    rows: int, block: int | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As Qwen publishes those of vision-language models. The last block of an expert may be cut, or be all of it."""
     monkeypatch.setattr("pi_lora.models.weights.BLOCK", 300)
-    numbers = (torch.randn(3, 32, 48) * 50).to(torch.float8_e4m3fn)
-    scales = torch.rand(3, 2, 3)
+    numbers = (torch.randn(3, rows, 48) * 50).to(torch.float8_e4m3fn)
+    scales = torch.rand(3, 2, 3) if block else torch.rand(3, 1, 1)
     file = tmp_path / "model.safetensors"
     save_file({"experts.gate_up_proj": numbers, "experts.gate_up_proj_scale_inv": scales}, file)
-    config = {"quantization_config": {"quant_method": "fp8", "weight_block_size": [16, 16]}}
+    size = [block, block] if block else None
+    config = {"quantization_config": {"quant_method": "fp8", "weight_block_size": size}}
     weight = dequantized(read_header(file), config)["experts.gate_up_proj"]
-    expected = numbers.float() * scales.repeat_interleave(16, dim=1).repeat_interleave(16, dim=2)
-    assert torch.equal(torch.cat(list(weight.blocks())).view(3, 32, 48), expected)
+    of_numbers = scales.repeat_interleave(block or rows, dim=1)[:, :rows].repeat_interleave(block or 48, dim=2)
+    expected = numbers.float() * of_numbers
+    assert torch.equal(torch.cat(list(weight.blocks())).view(3, rows, 48), expected)
     save_file({"experts.gate_up_proj_scale_inv": scales}, file)
     with pytest.raises(ModelError, match=r"experts\.gate_up_proj: its scales are there without its numbers"):
         dequantized(read_header(file), config)
@@ -164,8 +169,10 @@ def test_a_quantization_that_is_not_dequantized_is_refused_with_the_original(
     refused = (
         "base: has weights quantized by gptq, which are not dequantized here; name the model that it was made from"
     )
-    with pytest.raises(ModelError, match=refused):
-        train(small_recipe(base), tmp_path / "run")
+    for card in ("", "---\n[no mapping\n---\n"):
+        (base / "README.md").write_text(card)
+        with pytest.raises(ModelError, match=f"{refused}$"):
+            train(small_recipe(base), tmp_path / "run")
     (base / "README.md").write_text("---\nbase_model: owner/original\n---\n")
     with pytest.raises(ModelError, match=rf"{refused} \(owner/original\)"):
         merge(lora_run, tmp_path / "merged", base=str(base))
