@@ -25,6 +25,7 @@ from transformers.models.auto.modeling_auto import (
 )
 
 from pi_lora.errors import ScalingError
+from pi_lora.evaluation.probe import FOR_COMPARISON
 from pi_lora.models.attention import use_blockwise
 from pi_lora.models.composite import other_parts
 from pi_lora.models.loaded import load_model
@@ -134,7 +135,7 @@ VISION_SIZES = SIZES | {
 TEXT_PARTS = """glm4v_moe_text glm4v_text glm_image_text glm_ocr_text granite_docling_text molmo2_text muse_glimmer_text
 muse_spark_text qwen2_5_vl_text qwen2_vl_text qwen3_vl_moe_text qwen3_vl_text""".split()
 # Those that no automatic class builds alone.
-TEXT_PARTS_OF_COMPOSITES = "ernie4_5_vl_moe_text paddleocr_vl_text qwen2_5_omni_text qwen3_omni_moe_text".split()
+TEXT_PARTS_OF_COMPOSITES = "paddleocr_vl_text qwen2_5_omni_text qwen3_omni_moe_text".split()
 # What the default config leaves to chance: models without an attention layer, or without positions.
 SWITCHES: dict[str, dict[str, Any]] = {
     "granitemoehybrid": {"position_embedding_type": "rope"},
@@ -148,7 +149,10 @@ CHOICES: dict[str, dict[str, Any]] = {
             "full_attention": {"rope_type": "default", "rope_theta": 10_000.0, "mrope_section": [4, 2, 2]}
         }
     },
-    "ernie4_5_vl_moe_text": {"moe_intermediate_size": [16, 16]},
+    "ernie4_5_vl_moe_text": {
+        "moe_intermediate_size": [16, 16],
+        "rope_parameters": {"rope_type": "default", "rope_theta": 10_000.0, "mrope_section": [3, 3, 2]},
+    },
     "hunyuan_vl_text": {
         "rope_parameters": {"rope_type": "default", "rope_theta": 10_000.0, "mrope_section": [2, 2, 2, 2]}
     },
@@ -338,6 +342,21 @@ def assert_is_the_language_model(config: PreTrainedConfig) -> None:
         assert same([whole(input_ids=ids).logits], [language(input_ids=ids).logits])
 
 
+def first_extension(
+    config: PreTrainedConfig, methods: tuple[Method, ...] | None
+) -> tuple[Method, ModelSource, dict[str, Any]]:
+    """The first scaling that a model can be built with, the base, and the extended config."""
+    suitable = methods or methods_for(language_config(config.to_dict()))
+    extending: list[Method] = [method for method in suitable if method not in FOR_COMPARISON] or ["pi"]
+    for method in extending:
+        try:
+            return method, *stretched(config, method)
+        except ScalingError as refusal:
+            if "cannot be built with this scaling" not in str(refusal) or method == extending[-1]:
+                raise
+    raise AssertionError("the last scaling is refused or not")
+
+
 def examined(
     model_type: str,
     config: PreTrainedConfig,
@@ -346,16 +365,15 @@ def examined(
 ) -> Verdict:
     """What pi-lora makes of a small config, with the `note` of what is verified."""
     try:
-        suitable = methods or methods_for(language_config(config.to_dict()))
-        method = suitable[0] if suitable else "pi"
-        base, extended = stretched(config, method)
+        method, base, extended = first_extension(config, methods)
     except ScalingError as refusal:
         return Verdict(model_type, "refused", re.sub(r"^model of type \S+: ", "", str(refusal)))
     rope = full_attention_rope(extended)
     # Not a longrope from a search: it divides each frequency by another number.
     if method == "pi" and (rope["rope_type"] != "longrope" or constant_longrope(rope) is not None):
         verify(base, extended)
-    return Verdict(model_type, "verified", note(model_type))
+    rejects_first = method != (methods or methods_for(language_config(config.to_dict())))[0]
+    return Verdict(model_type, "verified", note(model_type) + f", under `{method}`" * rejects_first)
 
 
 def has_rope(model_type: str) -> bool:

@@ -178,24 +178,18 @@ def _judge(reference: Reference, prompt: Prompt, completion: Completion, toleran
     fits_unscaled = unscaled_distance <= tolerance and unscaled_agreed >= MIN_EQUAL_TOKENS
     missing = prompt.tokens - (completion.prompt_tokens or prompt.tokens)
     start = f"start it with a window of {reference.target:,}"
-    needs_scaling = UNSCALED in prompt.answers and prompt.tokens > reference.original
-    doubt = _doubt(prompt, completion, agreed, ambiguous=needs_scaling and fits_unscaled)
-    # A near tie hides most of the right answer. In short prompts the readings are too much alike.
-    follows_unscaled = needs_scaling and unscaled_agreed >= agreed + MIN_EQUAL_TOKENS
-    detail = ""
     if missing > MAX_MISSING_TOKENS:
         verdict = CUT
         detail = f"it saw only {completion.prompt_tokens} tokens; {start}"
-    elif distance <= tolerance and not doubt:
-        verdict = RIGHT
-    elif fits_unscaled and (distance > tolerance or follows_unscaled):
+    elif distance <= tolerance:
+        needs_scaling = UNSCALED in prompt.answers and prompt.tokens > reference.original
+        detail = _doubt(prompt, completion, agreed, ambiguous=needs_scaling and fits_unscaled)
+        verdict = UNCLEAR if detail else RIGHT
+    elif fits_unscaled:
         verdict = UNSCALED
         detail = "it computes the model without the scaling in its config.json"
         distance = unscaled_distance
         agreed = unscaled_agreed
-    elif distance <= tolerance:
-        verdict = UNCLEAR
-        detail = doubt
     else:
         verdict = DIFFERENT
         detail = f"it computes another model, or not the whole prompt: {start}"

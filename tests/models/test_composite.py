@@ -27,9 +27,9 @@ WINDOW = 64
 STEPS = 3
 
 
-def save_composite(model_type: str, folder: Path) -> Path:
+def save_composite(model_type: str, folder: Path, config: Any = None) -> Path:
     """A small random composite whose language model reads the vocabulary of the built-in tokenizer."""
-    config: Any = small_composite(model_type)
+    config = config or small_composite(model_type)
     config.text_config.vocab_size = 1024
     config.text_config.sliding_window = (
         None if model_type == "mistral3" else config.text_config.to_dict().get("sliding_window")

@@ -411,18 +411,15 @@ def test_a_code_of_three_tokens_is_enough_proof(agreed: int, doubt: str) -> None
     assert _doubt(prompt, Completion(" 25473", None, [-1.0] * 3), agreed, ambiguous=False) == doubt
 
 
-@pytest.mark.parametrize(
-    ("margin", "tokens", "verdict"), [(0.1, 900, "unscaled"), (9, 900, "unscaled"), (0.1, 99, "unclear")]
-)
-def test_an_answer_without_the_scaling_is_unscaled_beyond_a_near_tie(margin: float, tokens: int, verdict: str) -> None:
-    """One token is equal to the right answer, and all are to the other; in a short prompt that proves nothing."""
+@pytest.mark.parametrize(("margin", "verdict"), [(0.1, "unclear"), (9.0, "unscaled")])
+def test_a_near_tie_is_no_proof_that_a_server_is_unscaled(margin: float, verdict: str) -> None:
+    """A right server that takes the second choice may go on as the model without its scaling does."""
     right = Answer(text=" 25473", ends=[1, 2, 4, 6], logprobs=[-1.0] * 4, margins=[9.0, margin, 9.0, 9.0])
     unscaled = Answer(text=" 11111", ends=[1, 2, 4, 6], logprobs=[-1.0] * 4, margins=[9.0] * 4)
-    answers = {"right": right, "unscaled": unscaled}
-    prompt = Prompt(characters=0, code_starts=[0] * 4, tokens=tokens, answers=answers)
+    prompt = Prompt(characters=0, code_starts=[0] * 4, tokens=900, answers={"right": right, "unscaled": unscaled})
     reference = Reference(model="m", original=256, target=1024, own_text="", prompts=[prompt])
-    assert _judge(reference, prompt, Completion(" 11111", tokens, [-1.0] * 4), 0.1).verdict == verdict
-    assert _judge(reference, prompt, Completion(" 25473", tokens, [-1.0] * 4), 0.1).verdict == "right"
+    assert _judge(reference, prompt, Completion(" 11111", 900, [-1.0] * 4), 0.1).verdict == verdict
+    assert _judge(reference, prompt, Completion(" 25473", 900, [-1.0] * 4), 0.1).verdict == "right"
 
 
 def test_no_code_holds_the_digits_that_identify_another() -> None:
