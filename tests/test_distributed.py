@@ -211,6 +211,13 @@ def worker(folder: Path) -> psutil.Process:
     return max(forked, key=lambda each: each.create_time())
 
 
+def client_of(folder: Path) -> psutil.Process:
+    """The client of a worker, which is what the launcher, the oldest of this folder, has started."""
+    here = [each for each in psutil.process_iter(["cwd", "cmdline"]) if each.info["cwd"] == str(folder)]
+    forked = [each for each in here if any("processes.serve" in part for part in each.info["cmdline"])]
+    return min(forked, key=lambda each: each.create_time()).children()[0]
+
+
 def one_line(process: "subprocess.Popen[str]", folder: Path) -> str:
     """The only line on stderr of a run that is interrupted; nothing of it goes on."""
     errors = without_progress(process.communicate(timeout=100)[1])
@@ -262,7 +269,8 @@ def test_launched_processes_are_forked_although_pi_lora_sets_what_libraries_read
 def test_a_process_that_is_killed_is_named_and_ends_the_others(python: str, folder: Path) -> None:
     process = start(python, folder, *LONG, "--output", "long")
     wait_for_steps(process, folder / ".long.partial", 3)
-    worker(folder).kill()
+    # What the launcher has started: it sees the end of that at once, before the other loses its connection.
+    client_of(folder).kill()
     errors = without_progress(process.communicate(timeout=100)[1])
     assert process.returncode == 1
     assert re.fullmatch(r"process [01]: ended by SIGKILL; go on with --resume", errors.splitlines()[-1])
