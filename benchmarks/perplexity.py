@@ -99,7 +99,7 @@ def prepare(folder: Path) -> dict[str, Path]:
     from transformers import AutoConfig, AutoModelForCausalLM
 
     import pi_lora
-    from pi_lora.evaluation.perplexity import choose_documents
+    from pi_lora.evaluation.texts import choose_documents
     from pi_lora.models.files import BUILTIN_FOLDER
     from pi_lora.recipe.evaluation import PerplexityOptions
 

@@ -21,6 +21,8 @@ DOTS_PER_INCH = 120
 # Inches of a panel, narrow enough that the letters can be read on a phone.
 WIDTH = 5.0
 HEIGHT = 3.7
+# Characters of a line of text.
+TEXT_COLUMNS = 72
 
 # A function that draws on matplotlib axes.
 Panel = Callable[[Any], None]
@@ -94,6 +96,27 @@ def draw_curves(curves: Mapping[str, Curve], axes: Any, **settings: Any) -> None
         coordinates = zip(*points, strict=True)
         axes.plot(*coordinates, color=colour, marker=marker, markersize=5, label=label)
     axes.set(**settings)
+
+
+def draw_marked_text(pieces: Sequence[tuple[str, float]], title: str, axes: Any) -> None:
+    """Draw a text of `pieces`, with a background that is the stronger the greater the value of a piece is, up to 4."""
+    from matplotlib.patches import Rectangle
+
+    column = line = 0
+    for piece, value in pieces:
+        words = piece.replace("\n", " ")
+        if column + len(words) > TEXT_COLUMNS:
+            column = 0
+            line += 1
+            words = words.lstrip()
+        strength = min(1.0, max(0.0, value / 4))
+        axes.add_patch(Rectangle((column, line), len(words), 1, color=ORANGE, alpha=strength, linewidth=0))
+        for character in words:
+            axes.text(column + 0.5, line + 0.5, character, family="monospace", fontsize=7, ha="center", va="center")
+            column += 1
+    axes.set(xlim=(0, TEXT_COLUMNS), ylim=(line + 1, 0), xticks=[], yticks=[])
+    axes.set_title(title, fontsize=9)
+    axes.spines[["left", "bottom"]].set_visible(False)
 
 
 def draw_by_window(curves: Mapping[str, Curve], label: str, axes: Any) -> None:

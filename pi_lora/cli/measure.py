@@ -23,6 +23,7 @@ from pi_lora.errors import PiLoraError
 from pi_lora.recipe.evaluation import (
     BenchmarksOptions,
     ChatOptions,
+    ContextOptions,
     PasskeyOptions,
     PerplexityOptions,
     ProbeOptions,
@@ -81,6 +82,19 @@ def perplexity(
 ) -> None:
     """Sliding-window perplexity (paper, section 3.2) of several models side by side."""
     _measure("perplexity", models, options, measuring, target)
+
+
+@eval_app.command
+def context(
+    models: Models,
+    /,
+    *,
+    options: Annotated[ContextOptions, GROUP] = ContextOptions(),
+    measuring: Measured = Measuring(),
+    target: Target = None,
+) -> None:
+    """What the tokens gain from distant context, and LongPPL (Fang et al. 2024), of several models side by side."""
+    _measure("context", models, options, measuring, target)
 
 
 @eval_app.command

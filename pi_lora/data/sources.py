@@ -29,7 +29,7 @@ from pi_lora.data.documents import (
 )
 from pi_lora.errors import DataError
 from pi_lora.hub import commit_of, download_file, gated, hub_errors
-from pi_lora.recipe.evaluation import PerplexityOptions
+from pi_lora.recipe.evaluation import TextOptions
 from pi_lora.recipe.schema import CHAT_COLUMNS, Source
 from pi_lora.types import Json
 
@@ -322,7 +322,7 @@ def held_out_text(source: Source) -> Json:
     return source.model_dump(include=HELD_OUT_KEYS) | {"data": source.name}
 
 
-def evaluation_documents(options: PerplexityOptions) -> Iterator[Document]:
+def evaluation_documents(options: TextOptions) -> Iterator[Document]:
     """Return the documents to measure on, read lazily in a fixed order. `builtin:stdlib` and the hub give the documents
     of the split; a name in `PINNED` gives that file. With `hold_out`, only documents held out from training are read.
     Raise DataError if there are none, or while reading.

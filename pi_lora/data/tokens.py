@@ -40,6 +40,23 @@ def tokenized(tokenizer: Any, texts: Sequence[str], special_tokens: bool = False
     return [next(encoded) if len(text) <= 2 * PIECE else _in_pieces(encode, text) for text in texts]
 
 
+def token_spans(tokenizer: Any, text: str) -> list[tuple[int, int]]:
+    """Return for each token that `tokenized` gives of a text the first character and the one after the last; equal ones
+    for BOS. Only fast tokenizers know them.
+    """
+    encode = partial(tokenizer, split_special_tokens=True, return_offsets_mapping=True, verbose=False)
+    if len(text) <= 2 * PIECE:
+        spans: list[tuple[int, int]] = encode(text)["offset_mapping"]
+        return spans
+    spans = [] if added_bos(tokenizer) is None else [(0, 0)]
+    start = 0
+    for piece in pieces(text):
+        offsets = encode(piece, add_special_tokens=False)["offset_mapping"]
+        spans += [(start + first, start + last) for first, last in offsets]
+        start += len(piece)
+    return spans
+
+
 def added_bos(tokenizer: Any) -> int | None:
     """Return the BOS token that a tokenizer puts before a text; None if it puts none."""
     ids = tokenizer("a")["input_ids"]

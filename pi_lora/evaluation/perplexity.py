@@ -9,21 +9,17 @@ the first window of a document begins with BOS.
 
 import hashlib
 import math
-import random
-from array import array
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from functools import partial
 from itertools import chain, pairwise
 from typing import Any, Literal, NamedTuple
 
+import torch
 from pydantic import Field, model_validator
 
-from pi_lora.data.documents import Document
-from pi_lora.data.sources import STDLIB, evaluation_documents
-from pi_lora.data.tokens import added_bos, strip_eos, tokenized
+from pi_lora.data.tokens import added_bos
 from pi_lora.drawing import Panel, draw_by_window, draw_curves
-from pi_lora.errors import DataError
 from pi_lora.evaluation.forward import (
     check_numbers,
     pad_rows,
@@ -31,7 +27,7 @@ from pi_lora.evaluation.forward import (
     token_losses,
 )
 from pi_lora.evaluation.measurement import Measurement, Metric, Result, Scores, Session, Value, header_of
-from pi_lora.models.files import BUILTIN
+from pi_lora.evaluation.texts import DEFAULTS, TokenizedDocument, choose_documents, default_text
 from pi_lora.models.loaded import LoadedModel
 from pi_lora.models.source import ModelSource
 from pi_lora.recipe.evaluation import PerplexityOptions
@@ -46,12 +42,6 @@ BINS = 32
 BOS_IN: Mapping[str, Literal["each window", "each document"]] = {"window": "each window", "document": "each document"}
 # Nats a token; the perplexity of a greater mean loss is infinite.
 MOST_LOSS = 700.0
-# The paper's choice: 128 documents of 32768 tokens and more; it is not known which. The 12 documents of the standard
-# library take the built-in model a minute or two on two cores.
-DEFAULTS: dict[str, dict[str, int]] = {
-    "proof-pile": {"documents": 128, "min_tokens": 32768, "truncate": 32768, "seed": 0},
-    STDLIB: {"documents": 12},
-}
 
 
 class WindowPerplexity(Result):
@@ -128,12 +118,7 @@ class Perplexity(Measurement[PerplexityOptions, PerplexityScores]):
         recipe_options = next(filter(None, options_in_recipes), None)
         if options.data is None and recipe_options:
             options = recipe_options.changed(**options.model_dump(exclude_defaults=True))
-        bases = [model.recipe.model.name if model.recipe else model.base.name for model in models]
-        if options.data is None and not all(base.startswith(BUILTIN) for base in bases):
-            raise DataError(
-                f"--data: name a text that {models[0].name} was not tuned on: a file, folder or hub data set"
-            )
-        data = options.data or STDLIB
+        data = default_text(options.data, models)
         windows, stride = options.sweep(max(model.window for model in models))
         default: Json = {"data": data, "windows": windows, "stride": stride, **DEFAULTS.get(data, {})}
         requested = options.model_dump(exclude_none=True)
@@ -204,40 +189,6 @@ class Perplexity(Measurement[PerplexityOptions, PerplexityScores]):
             yield partial(draw_by_window, sweeps, "perplexity (lower is better)")
         if len(losses) == len(scores):
             yield partial(draw_curves, losses, xlabel="tokens before, in the window", ylabel="loss (nats a token)")
-
-
-class TokenizedDocument(NamedTuple):
-    """The name of a document, and the token ids that are measured."""
-
-    name: str
-    ids: "array[int]"
-
-
-def choose_documents(
-    model: LoadedModel, options: PerplexityOptions, longest: int
-) -> tuple[list[TokenizedDocument], int]:
-    """Return the documents that the options choose, the first or with a seed random ones, and how many others were too
-    short. Raise DataError if none is long enough for windows of up to `longest` tokens.
-    """
-    needed = max(longest, options.min_tokens or 0)
-    documents: Iterable[Document] = evaluation_documents(options)
-    if options.seed is not None:
-        documents = list(documents)
-        random.Random(options.seed).shuffle(documents)
-    chosen: list[TokenizedDocument] = []
-    lengths = []
-    for document in documents:
-        [ids] = tokenized(model.tokenizer, [document.text])
-        ids = strip_eos(ids, model.tokenizer.eos_token_id)
-        lengths.append(len(ids))
-        if len(ids) >= needed:
-            chosen.append(TokenizedDocument(document.name, array("i", ids[: options.truncate])))
-        if len(chosen) == options.documents:
-            break
-    if not chosen:
-        shorter = f"{options.data}: the longest document has {max(lengths)} tokens, {needed} are needed"
-        raise DataError(f"--data: {shorter}; name longer texts, or choose a shorter window")
-    return chosen, len(lengths) - len(chosen)
 
 
 @dataclass(frozen=True)
@@ -325,8 +276,18 @@ class Sweep:
                 yield Piece(start, stop, scored, score_all=start == 0 or by_position)
 
 
-def pass_losses(model: Any, document: Sequence[int], pieces: Sequence[Piece], bos: int | None = None) -> list[LossSum]:
-    """Return the losses of some pieces of a document, which go through the model together. With `bos`, that token takes
+class Scored(NamedTuple):
+    """The losses in nats of the `tokens` of a document that count for `name`: (tokens), on the CPU."""
+
+    name: str
+    tokens: range
+    losses: torch.Tensor
+
+
+def scored_losses(
+    model: Any, document: Sequence[int], pieces: Sequence[Piece], bos: int | None = None
+) -> Iterator[Scored]:
+    """Yield the losses of some pieces of a document, which go through the model together. With `bos`, that token takes
     the place of the first token of a piece.
     """
     rows = []
@@ -341,14 +302,17 @@ def pass_losses(model: Any, document: Sequence[int], pieces: Sequence[Piece], bo
         for tokens in piece.scored.values():
             needed.update(token - piece.start for token in tokens)
     positions = sorted(needed)
-    sums = []
     for piece, losses in zip(pieces, token_losses(model, ids, positions).double(), strict=True):
         for name, tokens in piece.scored.items():
             # The positions of a range are adjacent in `positions` too.
             first = positions.index(tokens.start - piece.start)
-            loss = losses[first : first + len(tokens)].sum().item()
-            sums.append((name, loss, len(tokens)))
-    return sums
+            yield Scored(name, tokens, losses[first : first + len(tokens)])
+
+
+def pass_losses(model: Any, document: Sequence[int], pieces: Sequence[Piece], bos: int | None = None) -> list[LossSum]:
+    """Return the sums of the losses of some pieces, as `scored_losses` computes them."""
+    scored = scored_losses(model, document, pieces, bos)
+    return [(name, losses.sum().item(), len(tokens)) for name, tokens, losses in scored]
 
 
 def _measure_documents(

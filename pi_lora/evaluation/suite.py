@@ -13,6 +13,7 @@ from pi_lora.distributed import is_main_process
 from pi_lora.errors import ModelError
 from pi_lora.evaluation.benchmarks import Benchmarks
 from pi_lora.evaluation.chat import Chats
+from pi_lora.evaluation.context import Context
 from pi_lora.evaluation.measurement import Measurement, Metric, Scores, Session, as_json
 from pi_lora.evaluation.passkey import Passkey
 from pi_lora.evaluation.perplexity import BOS_IN, Perplexity, PerplexityScores
@@ -29,7 +30,7 @@ from pi_lora.types import SILENT, UI, Progress, silent
 # By the names of the sections of a recipe's `evaluation` and of the files in a run's scores, the paper's first.
 MEASUREMENTS: Mapping[str, Measurement[Any, Any]] = {
     measurement.scores.measurement: measurement
-    for measurement in (Perplexity(), Passkey(), Benchmarks(), Ruler(), Summarization(), Chats())
+    for measurement in (Perplexity(), Context(), Passkey(), Benchmarks(), Ruler(), Summarization(), Chats())
 }
 # Options that change the duration of a measurement, but no metric that is compared.
 SPEED_OPTIONS = {"batch_size"}

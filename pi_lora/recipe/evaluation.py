@@ -26,15 +26,11 @@ def default_windows(window: int, shortest: int | None = None) -> tuple[int, ...]
     return tuple(windows)
 
 
-class PerplexityOptions(Section):
-    """Sliding-window perplexity (paper, section 3.2)."""
+class TextOptions(Section):
+    """The text that is measured, and the documents of it."""
 
     data: str | None = None
     """File, folder, glob or hub id, `pg19` or `proof-pile`. By default builtin:stdlib for the built-in model."""
-    windows: Windows = None
-    """Windows to measure, in tokens. By default L', L'/2, ... while the stride fits."""
-    stride: Tokens | None = None
-    """Tokens by which the window slides. By default 256, or half the shortest window if that is less."""
     documents: PositiveInt | None = None
     """Number of documents. By default all; 12 of builtin:stdlib."""
     truncate: Tokens | None = None
@@ -43,8 +39,6 @@ class PerplexityOptions(Section):
     """Leave out documents with fewer tokens."""
     seed: Seed | None = None
     """Draw the documents at random with this seed. By default the first ones are taken."""
-    bos: Literal["window", "document"] = "window"
-    """Where BOS stands, if the tokenizer adds one: first in each window, or in the first window of a document alone."""
     split: str = "test"
     """Split of a hub data set or of builtin:stdlib."""
     column: str = "text"
@@ -53,6 +47,17 @@ class PerplexityOptions(Section):
     """Subset of a hub data set that has several."""
     hold_out: Annotated[float | None, Field(gt=0, lt=1)] = None
     """Measure only the share of the text that a data source with the same `hold_out` keeps out of training."""
+
+
+class PerplexityOptions(TextOptions):
+    """Sliding-window perplexity (paper, section 3.2)."""
+
+    windows: Windows = None
+    """Windows to measure, in tokens. By default L', L'/2, ... while the stride fits."""
+    stride: Tokens | None = None
+    """Tokens by which the window slides. By default 256, or half the shortest window if that is less."""
+    bos: Literal["window", "document"] = "window"
+    """Where BOS stands, if the tokenizer adds one: first in each window, or in the first window of a document alone."""
 
     def conflicts(self) -> Iterator[str]:
         """Yield a stride or truncation that does not fit the windows."""
@@ -66,6 +71,28 @@ class PerplexityOptions(Section):
         windows = tuple(sorted(self.windows or default_windows(window, self.stride)))
         default_stride = min(STRIDE, max(1, windows[0] // 2))
         return windows, self.stride or default_stride
+
+
+class ContextOptions(TextOptions):
+    """What the tokens gain from distant context; LongPPL (Fang et al. 2024)."""
+
+    window: Tokens | None = None
+    """Tokens of the whole context: consecutive windows of a document. By default L'."""
+    short_window: Tokens | None = None
+    """Tokens of context that is near: the same tokens are predicted from the last of this many tokens up to `stride`
+    more. By default 4096, or half the window if that is less."""
+    stride: Tokens | None = None
+    """Tokens that are predicted from the same near context. By default a quarter of `short_window`."""
+    key_tokens: str | None = None
+    """Scores of another model on the same documents, as --json writes them: LongPPL counts the key tokens in there. By
+    default the key tokens of the model itself."""
+
+    def conflicts(self) -> Iterator[str]:
+        """Yield a short window or a truncation that does not fit the window."""
+        if self.window and self.short_window and self.short_window >= self.window:
+            yield f"short_window: {self.short_window} is no shorter than the window, {self.window}; lower it"
+        if self.window and self.truncate and self.truncate < self.window:
+            yield f"truncate: {self.truncate} tokens do not hold a window of {self.window}; raise it"
 
 
 class PasskeyOptions(Section):
@@ -223,6 +250,7 @@ class Evaluation(Section):
     every: PositiveInt | None = None
     """Training steps between measurements, starting at step 0. By default none during training."""
     perplexity: PerplexityOptions | None = None
+    context: ContextOptions | None = None
     passkey: PasskeyOptions | None = None
     benchmarks: BenchmarksOptions | None = None
     ruler: RulerOptions | None = None

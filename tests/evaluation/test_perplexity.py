@@ -27,8 +27,8 @@ from pi_lora.evaluation.perplexity import (
     PerplexityScores,
     PositionLoss,
     WindowPerplexity,
-    choose_documents,
 )
+from pi_lora.evaluation.texts import choose_documents
 from pi_lora.models.loaded import LoadedModel
 from pi_lora.models.resolve import resolve_model
 from pi_lora.recipe.evaluation import PerplexityOptions

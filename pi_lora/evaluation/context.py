@@ -1,0 +1,363 @@
+"""What a model gains from distant context: the loss of each token with the whole window before it, and with the near
+context alone. Key tokens are those that distant context explains; LongPPL is the perplexity over them (Fang et al.
+2024, "What is Wrong with Perplexity for Long-context Language Modeling?", arXiv 2410.23771).
+"""
+
+import hashlib
+import math
+from bisect import bisect_right
+from collections.abc import Iterator, Mapping, Sequence
+from functools import partial
+from itertools import pairwise
+from operator import itemgetter
+from pathlib import Path
+from statistics import fmean
+from typing import Any
+
+import torch
+from pydantic import Field
+
+from pi_lora.data.tokens import added_bos, token_spans
+from pi_lora.drawing import Panel, draw_curves, draw_marked_text
+from pi_lora.errors import DataError
+from pi_lora.evaluation.forward import check_numbers, pad_rows, pass_tokens, token_losses
+from pi_lora.evaluation.measurement import (
+    Measurement,
+    Metric,
+    Result,
+    Scores,
+    Session,
+    Value,
+    average,
+    header_of,
+    proportion,
+)
+from pi_lora.evaluation.perplexity import Sweep, scored_losses
+from pi_lora.evaluation.texts import DEFAULTS, TokenizedDocument, choose_documents, default_text
+from pi_lora.models.loaded import LoadedModel
+from pi_lora.models.source import ModelSource
+from pi_lora.recipe.evaluation import ContextOptions
+from pi_lora.scaling.config import depends_on_length
+from pi_lora.storage import read_json
+
+# The paper's near context in tokens.
+SHORT_WINDOW = 4096
+# A key token gains more nats than this from distant context, and with it has a loss below this (the paper's alpha and
+# -beta).
+LEAST_GAIN = 2.0
+MOST_LOSS = 2.0
+# Bins of the gain by the number of tokens before a token.
+BINS = 12
+# Tokens of the text that is drawn with its key tokens.
+EXCERPT_TOKENS = 160
+
+# The first character and the one after the last.
+Span = tuple[int, int]
+
+
+class GainByDistance(Result):
+    """The mean gain in nats of tokens with `first` to `last` - 1 tokens before them in their window."""
+
+    first: int = Field(alias="from")
+    last: int = Field(alias="to")
+    gain: float
+    tokens: int
+
+
+class DocumentContext(Result):
+    """One document: the mean gain of the scored tokens in nats, and the key tokens as spans of characters. Their mean
+    losses in nats, with the whole window and with the near context, are None without a key token.
+    """
+
+    name: str
+    sha256: str
+    tokens: int
+    gain: float
+    key_tokens: int
+    loss: float | None
+    near_loss: float | None
+    spans: list[Span]
+
+
+class ContextScores(Scores):
+    """Scored are the tokens of whole windows that have `short_window` tokens or more before them. `evaluator` is the
+    model whose key tokens count.
+    """
+
+    measurement = "context"
+
+    options: ContextOptions
+    documents: int
+    documents_too_short: int
+    short_window: int
+    evaluator: str
+    per_document: list[DocumentContext]
+    by_distance: list[GainByDistance]
+    excerpt: list[tuple[str, float]]
+
+
+class Context(Measurement[ContextOptions, ContextScores]):
+    """The gain from distant context, and LongPPL."""
+
+    options = ContextOptions
+    scores = ContextScores
+
+    def prepare(self, options: ContextOptions, models: Sequence[ModelSource]) -> ContextOptions:
+        """Fill in text, documents, windows and stride, alike for all models."""
+        data = default_text(options.data, models)
+        window = options.window or max(model.window for model in models)
+        short_window = options.short_window or min(SHORT_WINDOW, window // 2)
+        default = {
+            "data": data,
+            "window": window,
+            "short_window": short_window,
+            "stride": max(1, short_window // 4),
+            **DEFAULTS.get(data, {}),
+        }
+        return options.changed(**default | options.model_dump(exclude_none=True))
+
+    def check(self, options: ContextOptions) -> None:
+        """Raise ModelError if the key tokens of another model cannot be read."""
+        if options.key_tokens:
+            read_key_tokens(options.key_tokens)
+
+    def measure(self, model: LoadedModel, options: ContextOptions, session: Session) -> ContextScores:
+        """Measure the consecutive windows of the documents. The processes divide the windows."""
+        window = options.window or model.window
+        short_window = options.short_window or window // 2
+        stride = options.stride or short_window
+        documents, too_short = choose_documents(model, options, window)
+        bos = added_bos(model.tokenizer)
+        tokens_at_once = 1 if depends_on_length(model.source.config) else pass_tokens(model.module)
+        windows = []
+        for number, document in enumerate(documents):
+            last_start = len(document.ids) - window
+            windows += [(number, start) for start in range(0, last_start + 1, window)]
+
+        def measure(index: int) -> list[list[float]]:
+            number, start = windows[index]
+            ids = documents[number].ids[start : start + window]
+            losses = context_losses(
+                model.module,
+                ids,
+                short_window=short_window,
+                stride=stride,
+                bos=bos,
+                tokens_at_once=tokens_at_once,
+            )
+            return [some.tolist() for some in losses]
+
+        hashes = [hashlib.sha256(document.ids).hexdigest() for document in documents]
+        decided_by = {"context": [window, short_window, stride], "texts": hashes, "bos": bos}
+        results = session.measure(model, decided_by, items=range(len(windows)), measure=measure)
+        losses = torch.tensor(results, dtype=torch.double)  # (windows, 2, scored tokens)
+        check_numbers(model, bool(losses.isfinite().all()))
+        given = read_key_tokens(options.key_tokens) if options.key_tokens else None
+        per_document = []
+        for number, document in enumerate(documents):
+            rows = [index for index, (of_document, _) in enumerate(windows) if of_document == number]
+            spans = _scored_spans(model, document, window=window, short_window=short_window)
+            key_spans = _spans_for(document, given) if given else None
+            per_document.append(_document_scores(document, spans, losses[rows], key_spans))
+        gains = losses[:, 1] - losses[:, 0]
+        return ContextScores(
+            **header_of(model, window),
+            options=options,
+            documents=len(documents),
+            documents_too_short=too_short,
+            short_window=short_window,
+            evaluator=given.evaluator if given else model.name,
+            per_document=per_document,
+            by_distance=_by_distance(gains, short_window),
+            excerpt=_excerpt(model, documents, windows, gains, short_window),
+        )
+
+    def metrics(self, scores: ContextScores) -> Iterator[Metric]:
+        """Yield the gain, the share of key tokens, and LongPPL with the whole window and with the near context."""
+        documents = scores.per_document
+        data = scores.options.data or ""
+        tokens = sum(document.tokens for document in documents)
+        gain = fmean([document.gain for document in documents], [document.tokens for document in documents])
+        yield average(
+            label="gain from distant context",
+            mean=gain,
+            values=[
+                Value(f"{document.name} of {document.tokens} tokens", document.gain, document.tokens)
+                for document in documents
+            ],
+            unit="nats",
+            at=scores.window,
+            digits=4,
+            dataset=data,
+            hub_name="gain from distant context",
+        )
+        key_tokens = sum(document.key_tokens for document in documents)
+        whose = "own key tokens"
+        if scores.options.key_tokens:
+            whose = f"key tokens of {Path(scores.evaluator).name}"
+        yield proportion(whose, key_tokens / tokens, tokens, at=scores.window)
+        with_key_tokens = [document for document in documents if document.loss is not None]
+        if not with_key_tokens:
+            return
+        weights = [document.key_tokens for document in with_key_tokens]
+        for at, losses in (
+            (scores.window, [document.loss or 0.0 for document in with_key_tokens]),
+            (scores.short_window, [document.near_loss or 0.0 for document in with_key_tokens]),
+        ):
+            values = [
+                Value(f"{document.name}, {tokens} key tokens of {scores.evaluator}", math.exp(loss), tokens)
+                for document, tokens, loss in zip(with_key_tokens, weights, losses, strict=True)
+            ]
+            yield Metric(
+                label=f"LongPPL, {whose}",
+                value=math.exp(fmean(losses, weights)),
+                higher_is_better=False,
+                at=at,
+                digits=3,
+                values=values,
+                is_ratio=True,
+                dataset=data,
+                hub_name="LongPPL",
+            )
+
+    def panels(self, scores: Mapping[str, ContextScores]) -> Iterator[Panel]:
+        """Yield the gain by distance of all models, and a text with the key tokens of the last one."""
+        curves = {label: [(part.first, part.gain) for part in result.by_distance] for label, result in scores.items()}
+        yield partial(draw_curves, curves, xlabel="tokens before, in the window", ylabel="gain (nats a token)")
+        *_, (label, last) = scores.items()
+        yield partial(draw_marked_text, last.excerpt, f"what distant context explains to {label}")
+
+
+@torch.no_grad()
+def context_losses(
+    model: Any,
+    ids: Sequence[int],
+    *,
+    short_window: int,
+    stride: int,
+    bos: int | None,
+    tokens_at_once: int = 1,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return the losses in nats of the tokens of a window from `short_window` on: (tokens - short_window) each.
+
+    The first are those with all tokens of the window before them; the second those with `short_window` to
+    `short_window + stride - 1` tokens before them. With `bos`, that token takes the place of the first token of each
+    context. Tokens before `short_window + stride` have the same context twice, and gain nothing.
+    """
+    row = list(ids)
+    if bos is not None:
+        row[0] = bos
+    far = token_losses(model, pad_rows(model, [row]), range(short_window, len(ids)))[0].double()
+    near = far.clone()
+    sweep = Sweep((short_window + stride,), stride)
+    for pieces in sweep.passes(len(ids), tokens_at_once):
+        if pieces[0].start:
+            for _, tokens, losses in scored_losses(model, ids, pieces, bos=bos):
+                near[tokens.start - short_window : tokens.stop - short_window] = losses
+    return far, near
+
+
+def read_key_tokens(file: str) -> ContextScores:
+    """Return the scores in a file, which hold key tokens; raise ModelError if it has none."""
+    remedy = "give what `pi-lora eval context EVALUATOR --json FILE` wrote of one model"
+    return read_json(Path(file), ContextScores, remedy)
+
+
+def _spans_for(document: TokenizedDocument, given: ContextScores) -> list[Span]:
+    """Return the key tokens that are given for a document."""
+    digest = digest_of_text(document)
+    for other in given.per_document:
+        if other.sha256 == digest:
+            return other.spans
+    raise DataError(
+        f"--key-tokens: {given.options.key_tokens or given.evaluator} was not measured on {document.name}; "
+        "measure both on the same documents"
+    )
+
+
+def digest_of_text(document: TokenizedDocument) -> str:
+    """Return the digest of a text, the same for every tokenizer."""
+    return hashlib.sha256(document.text.encode()).hexdigest()
+
+
+def _scored_spans(model: LoadedModel, document: TokenizedDocument, *, window: int, short_window: int) -> list[Span]:
+    """Return the characters that the scored tokens of a document stand for, without the spaces around them."""
+    spans = token_spans(model.tokenizer, document.text)
+    scored = []
+    for start in range(0, len(document.ids) - window + 1, window):
+        for first, last in spans[start + short_window : start + window]:
+            text = document.text[first:last]
+            if word := text.strip():
+                first += text.index(word)
+                last = first + len(word)
+            scored.append((first, last))
+    return scored
+
+
+def _document_scores(
+    document: TokenizedDocument, spans: Sequence[Span], losses: torch.Tensor, key_spans: Sequence[Span] | None
+) -> DocumentContext:
+    """Return the scores of a document from the `losses` (windows, 2, scored tokens) and the `spans` of its tokens; the
+    key tokens are those within the spans that are given, or else those that gain most.
+    """
+    far, near = losses.transpose(0, 1).flatten(1)
+    gain = near - far
+    if key_spans is None:
+        is_key = (gain > LEAST_GAIN) & (far < MOST_LOSS)
+    else:
+        is_key = torch.tensor([_is_within(span, key_spans) for span in spans])
+    keys = is_key.nonzero().flatten().tolist()
+    return DocumentContext(
+        name=document.name,
+        sha256=digest_of_text(document),
+        tokens=len(spans),
+        gain=gain.mean().item(),
+        key_tokens=len(keys),
+        loss=far[keys].mean().item() if keys else None,
+        near_loss=near[keys].mean().item() if keys else None,
+        spans=[spans[index] for index in keys],
+    )
+
+
+def _is_within(span: Span, spans: Sequence[Span]) -> bool:
+    """Whether the characters of a token lie in one of the spans, which are in order."""
+    first, last = span
+    index = bisect_right(spans, first, key=itemgetter(0)) - 1
+    return index >= 0 and first < last <= spans[index][1]
+
+
+def _by_distance(gains: torch.Tensor, short_window: int) -> list[GainByDistance]:
+    """Return the mean of the gains (windows, scored tokens) by the number of tokens before a token."""
+    scored = gains.shape[1]
+    bounds = [scored * index // BINS for index in range(BINS + 1)]
+    bins = []
+    for first, last in pairwise(sorted(set(bounds))):
+        some = gains[:, first:last]
+        bins.append(
+            GainByDistance(
+                first=short_window + first,
+                last=short_window + last,
+                gain=some.mean().item(),
+                tokens=some.numel(),
+            )
+        )
+    return bins
+
+
+def _excerpt(
+    model: LoadedModel,
+    documents: Sequence[TokenizedDocument],
+    windows: Sequence[tuple[int, int]],
+    gains: torch.Tensor,
+    short_window: int,
+) -> list[tuple[str, float]]:
+    """Return the tokens and the gains of the passage of `EXCERPT_TOKENS` tokens whose sum of gains is greatest."""
+    tokens = min(EXCERPT_TOKENS, gains.shape[1])
+    sums = gains.clamp(min=0, max=LEAST_GAIN).unfold(1, tokens, 1).sum(dim=2)
+    row, first = divmod(int(sums.argmax()), sums.shape[1])
+    number, start = windows[row]
+    document = documents[number]
+    start += short_window + first
+    spans = token_spans(model.tokenizer, document.text)[start : start + tokens]
+    pieces = [document.text[begin:end] for begin, end in spans]
+    return list(zip(pieces, gains[row, first : first + tokens].tolist(), strict=True))
