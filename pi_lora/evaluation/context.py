@@ -65,17 +65,18 @@ class GainByDistance(Result):
 
 
 class DocumentContext(Result):
-    """One document: the mean gain of the scored tokens in nats, and the key tokens as spans of characters. Their mean
-    losses in nats, with the whole window and with the near context, are None without a key token.
+    """One document: the mean loss of the scored tokens with the whole window, and their mean gain, in nats; the same of
+    the key tokens, None without one, and these as spans of characters.
     """
 
     name: str
     sha256: str
     tokens: int
+    loss: float
     gain: float
     key_tokens: int
-    loss: float | None
-    near_loss: float | None
+    key_loss: float | None
+    key_gain: float | None
     spans: list[Span]
 
 
@@ -196,25 +197,27 @@ class Context(Measurement[ContextOptions, ContextScores]):
         if scores.options.key_tokens:
             whose = f"key tokens of {Path(scores.evaluator).name}"
         yield proportion(whose, key_tokens / tokens, tokens, at=scores.window)
-        with_key_tokens = [document for document in documents if document.loss is not None]
-        if not with_key_tokens:
+        names = []
+        weights = []
+        far_losses = []
+        near_losses = []
+        for document in documents:
+            if document.key_loss is not None and document.key_gain is not None:
+                names.append(f"{document.name}, {document.key_tokens} key tokens of {scores.evaluator}")
+                weights.append(document.key_tokens)
+                far_losses.append(document.key_loss)
+                near_losses.append(document.key_loss + document.key_gain)
+        if not names:
             return
-        weights = [document.key_tokens for document in with_key_tokens]
-        for at, losses in (
-            (scores.window, [document.loss or 0.0 for document in with_key_tokens]),
-            (scores.short_window, [document.near_loss or 0.0 for document in with_key_tokens]),
-        ):
-            values = [
-                Value(f"{document.name}, {tokens} key tokens of {scores.evaluator}", math.exp(loss), tokens)
-                for document, tokens, loss in zip(with_key_tokens, weights, losses, strict=True)
-            ]
+        for at, losses in ((scores.window, far_losses), (scores.short_window, near_losses)):
+            perplexities = [math.exp(loss) for loss in losses]
             yield Metric(
                 label=f"LongPPL, {whose}",
                 value=math.exp(fmean(losses, weights)),
                 higher_is_better=False,
                 at=at,
                 digits=3,
-                values=values,
+                values=[Value(*value) for value in zip(names, perplexities, weights, strict=True)],
                 is_ratio=True,
                 dataset=data,
                 hub_name="LongPPL",
@@ -311,10 +314,11 @@ def _document_scores(
         name=document.name,
         sha256=digest_of_text(document),
         tokens=len(spans),
+        loss=far.mean().item(),
         gain=gain.mean().item(),
         key_tokens=len(keys),
-        loss=far[keys].mean().item() if keys else None,
-        near_loss=near[keys].mean().item() if keys else None,
+        key_loss=far[keys].mean().item() if keys else None,
+        key_gain=gain[keys].mean().item() if keys else None,
         spans=[spans[index] for index in keys],
     )
 

@@ -117,9 +117,8 @@ def test_scores_hold_gains_key_tokens_and_a_passage(loaded: LoadedModel, folder:
     assert all(word == word.strip() and word for word in marked)
     # They are in the parts that come again, far behind.
     assert all(text.find(word) < first for word, (first, _) in zip(marked, document.spans, strict=True))
-    assert document.loss is not None
-    assert document.near_loss is not None
-    assert document.near_loss - document.loss > 2
+    assert document.key_gain is not None
+    assert document.key_gain > 2
     assert sum(part.tokens for part in scores.by_distance) == 4 * (WINDOW - SHORT)
     assert (scores.by_distance[0].first, scores.by_distance[-1].last) == (SHORT, WINDOW)
     weighted = sum(part.gain * part.tokens for part in scores.by_distance)
@@ -143,7 +142,7 @@ def test_metrics_are_gain_share_and_longppl_twice(loaded: LoadedModel, folder: P
     keys = sum(document.key_tokens for document in documents)
     assert gain.value == pytest.approx(sum(document.gain * document.tokens for document in documents) / tokens)
     assert share.value == pytest.approx(100 * keys / tokens)
-    mean = sum((document.loss or 0) * document.key_tokens for document in documents) / keys
+    mean = sum((document.key_loss or 0) * document.key_tokens for document in documents) / keys
     assert far.value == pytest.approx(math.exp(mean))
     assert near.value > 2 * far.value
     assert not far.higher_is_better
@@ -163,7 +162,7 @@ def test_key_tokens_of_another_model_are_the_same_characters(loaded: LoadedModel
     on_same = measured(other, folder, key_tokens=str(file))
     assert on_same.evaluator == "builtin:tiny"
     assert [each.spans for each in on_same.per_document] == [each.spans for each in own.per_document]
-    assert on_same.per_document[0].loss != own.per_document[0].loss
+    assert on_same.per_document[0].key_loss != own.per_document[0].key_loss
     with_more = [*own.per_document[0].spans, (0, 1)]
     assert len(with_more) > own.per_document[0].key_tokens
 
