@@ -98,6 +98,7 @@ def resolve_training(
     enable_expandable_segments()
     # Ctrl-C ends at once until all libraries are imported: some turn it into an error of their own.
     with ui.working(LIBRARIES):
+        from pi_lora.data.selection import scoring_lines
         from pi_lora.evaluation.probe import better_scaling
         from pi_lora.models.resolve import resolve_for_training
         from pi_lora.preflight import check, plan_or_refuse
@@ -112,6 +113,7 @@ def resolve_training(
         job = TrainingJob(resolved, source, output, resume)
         lines = plan_or_refuse(job.source.base.name, job.plan, force=force or resume)
         lines += better_scaling(source.base, resolved.context.target, resolved.scaling)
+        lines += scoring_lines(resolved.data)
     for line in lines:
         ui.show(line)
     return job

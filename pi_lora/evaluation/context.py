@@ -106,7 +106,7 @@ class Context(Measurement[ContextOptions, ContextScores]):
         """Fill in text, documents, windows and stride, alike for all models."""
         data = default_text(options.data, models)
         window = options.window or max(model.window for model in models)
-        short_window = options.short_window or min(SHORT_WINDOW, window // 2)
+        short_window = options.short_window or near_context(window)
         default = {
             "data": data,
             "window": window,
@@ -226,6 +226,11 @@ class Context(Measurement[ContextOptions, ContextScores]):
         yield partial(draw_curves, curves, xlabel="tokens before, in the window", ylabel="gain (nats a token)")
         *_, (label, last) = scores.items()
         yield partial(draw_marked_text, last.excerpt, f"what distant context explains to {label}")
+
+
+def near_context(window: int) -> int:
+    """Return the tokens of the near context in a window by default."""
+    return min(SHORT_WINDOW, window // 2)
 
 
 @torch.no_grad()

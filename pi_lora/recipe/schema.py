@@ -94,6 +94,17 @@ class Tuning(Section):
         return self.modules_to_save != "nothing"
 
 
+class Selection(Section):
+    """Which documents of a source train, chosen by a score of each document."""
+
+    by: Literal["gain", "gzip"]
+    """gain: highest mean gain in nats from distant context (LongFilter). gzip: middle compression ratio (Olmo 3)."""
+    keep: Annotated[float, Field(gt=0, lt=1)]
+    """Share of the documents to train on, at least one document."""
+    windows: PositiveInt = 2
+    """Windows of L' tokens that are scored for the gain, from the start of a document."""
+
+
 class Source(Section):
     """A source of training documents, or a list of several."""
 
@@ -113,11 +124,18 @@ class Source(Section):
     """Stream a hub data set instead of downloading it completely."""
     hold_out: Annotated[float | None, Field(gt=0, lt=1)] = None
     """Share of the documents or examples, or of a single text, kept out of training to measure on."""
+    select: Selection | None = None
+    """Train on some of the documents, chosen by a score."""
 
     @property
     def has_chats(self) -> bool:
         """Whether the rows are chats."""
         return self.column in CHAT_COLUMNS
+
+    @property
+    def has_documents(self) -> bool:
+        """Whether it has documents that are read more than once: no chats, no stream, nothing that is built in."""
+        return not (self.has_chats or self.streaming or self.name.startswith("builtin:"))
 
 
 class Data(Section):
@@ -191,6 +209,8 @@ class Data(Section):
             yield "positions: pose: is for packed text; examples need contiguous"
         if any(source.hold_out and source.has_chats for source in self.source):
             yield "source: hold_out is for text and examples; hold chats out in a file of their own"
+        if any(source.select and (self.has_examples or not source.has_documents) for source in self.source):
+            yield "source: select is for files and downloaded data sets of packed text; leave it out of other sources"
         if self.keep_short and not self.has_chats:
             yield "keep_short: takes its sequences from chats; add a source with column: messages"
         if self.has_examples and any(source.weight != 1.0 for source in self.source):

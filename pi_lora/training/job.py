@@ -48,6 +48,7 @@ from pi_lora.training.callbacks import (
     redirect_library_logs,
     stop_after_step,
 )
+from pi_lora.training.selection import Gains
 from pi_lora.training.trainer import Trainer
 from pi_lora.types import Json, Progress, silent
 
@@ -211,7 +212,9 @@ class TrainingJob:
 
 
 def pack_data(recipe: Recipe, source: ModelSource, progress: Progress = silent) -> TrainingData:
-    """Return the packed sequences or the examples of `recipe` for a model; made once, then read from the cache."""
+    """Return the packed sequences or the examples of `recipe` for a model; made once, then read from the cache. The
+    model is loaded only to score documents that the recipe selects by gain.
+    """
     return training_data(
         data=recipe.data,
         training=recipe.training,
@@ -219,6 +222,7 @@ def pack_data(recipe: Recipe, source: ModelSource, progress: Progress = silent) 
         original=source.original,
         target=recipe.context.target,
         progress=progress,
+        gains=Gains(recipe, source),
     )
 
 
