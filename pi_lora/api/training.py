@@ -98,7 +98,6 @@ def resolve_training(
     enable_expandable_segments()
     # Ctrl-C ends at once until all libraries are imported: some turn it into an error of their own.
     with ui.working(LIBRARIES):
-        from pi_lora.data.selection import scoring_lines
         from pi_lora.evaluation.probe import better_scaling
         from pi_lora.models.resolve import resolve_for_training
         from pi_lora.preflight import check, plan_or_refuse
@@ -113,7 +112,8 @@ def resolve_training(
         job = TrainingJob(resolved, source, output, resume)
         lines = plan_or_refuse(job.source.base.name, job.plan, force=force or resume)
         lines += better_scaling(source.base, resolved.context.target, resolved.scaling)
-        lines += scoring_lines(resolved.data)
+        if any(text.select and text.select.by == "gain" for text in resolved.data.source):
+            lines.append("data: the base scores the documents before they are packed, if their scores are not cached")
     for line in lines:
         ui.show(line)
     return job

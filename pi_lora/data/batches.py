@@ -23,7 +23,7 @@ from pi_lora.data.selection import Scorer, selected
 from pi_lora.data.sources import find_table, format_counts
 from pi_lora.data.tokens import in_batches, padding_id, tokenizer_identity
 from pi_lora.errors import DataError
-from pi_lora.recipe.schema import Data, Training
+from pi_lora.recipe.schema import Data, Selection, Training
 from pi_lora.storage import cache_folder, digest_of, make_once
 from pi_lora.types import Json, Progress, silent
 
@@ -63,11 +63,11 @@ def training_data(
     target: int,
     *,
     progress: Progress = silent,
-    gains: Scorer | None = None,
+    gains: Callable[[Selection], Scorer] | None = None,
 ) -> TrainingData:
     """Return the rows that a recipe trains on, from the cache if they are there. Otherwise `progress` is told the
     numbers of rows made and needed, and the messages count rows cut or left out. `gains` scores the documents of
-    sources with `select: by: gain`.
+    sources that select them by gain.
 
     Sequences have `target` (L') tokens, under PoSE (`positions: pose`) `sequence_tokens`, by default `original` (L).
     Examples have at most `target` tokens. Raise DataError if a source cannot be read or holds too little text for the

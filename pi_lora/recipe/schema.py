@@ -132,11 +132,6 @@ class Source(Section):
         """Whether the rows are chats."""
         return self.column in CHAT_COLUMNS
 
-    @property
-    def has_documents(self) -> bool:
-        """Whether it has documents that are read more than once: no chats, no stream, nothing that is built in."""
-        return not (self.has_chats or self.streaming or self.name.startswith("builtin:"))
-
 
 class Data(Section):
     """The training data: documents packed into sequences of L' tokens, or examples of a task, one per row."""
@@ -209,8 +204,10 @@ class Data(Section):
             yield "positions: pose: is for packed text; examples need contiguous"
         if any(source.hold_out and source.has_chats for source in self.source):
             yield "source: hold_out is for text and examples; hold chats out in a file of their own"
-        if any(source.select and (self.has_examples or not source.has_documents) for source in self.source):
-            yield "source: select is for files and downloaded data sets of packed text; leave it out of other sources"
+        for source in self.source:
+            other = self.has_examples or source.has_chats or source.streaming or source.name.startswith("builtin:")
+            if source.select and other:
+                yield f"source: {source.name}: select is for packed text in files or downloaded data sets; leave it out"
         if self.keep_short and not self.has_chats:
             yield "keep_short: takes its sequences from chats; add a source with column: messages"
         if self.has_examples and any(source.weight != 1.0 for source in self.source):

@@ -1,14 +1,16 @@
 """The story of a training: a recipe, a model and data become a run."""
 
+import gc
 import shlex
 import shutil
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, partial
 from pathlib import Path
 from typing import Any
 
+import torch
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict
 from transformers import GenerationConfig, set_seed
 
@@ -215,15 +217,19 @@ def pack_data(recipe: Recipe, source: ModelSource, progress: Progress = silent) 
     """Return the packed sequences or the examples of `recipe` for a model; made once, then read from the cache. The
     model is loaded only to score documents that the recipe selects by gain.
     """
-    return training_data(
+    data = training_data(
         data=recipe.data,
         training=recipe.training,
         tokenizer=source.tokenizer,
         original=source.original,
         target=recipe.context.target,
         progress=progress,
-        gains=Gains(recipe, source),
+        gains=partial(Gains, recipe, source),
     )
+    # A model that scored has references to itself, and the training needs its memory.
+    gc.collect()
+    torch.cuda.empty_cache()
+    return data
 
 
 def load_for_tuning(recipe: Recipe, source: ModelSource) -> Any:
