@@ -112,6 +112,8 @@ def resolve_training(
         job = TrainingJob(resolved, source, output, resume)
         lines = plan_or_refuse(job.source.base.name, job.plan, force=force or resume)
         lines += better_scaling(source.base, resolved.context.target, resolved.scaling)
+        if any(text.select and text.select.by == "gain" for text in resolved.data.source):
+            lines.append("data: the base scores the documents before they are packed, if their scores are not cached")
     for line in lines:
         ui.show(line)
     return job

@@ -19,10 +19,11 @@ from transformers.trainer_pt_utils import LengthGroupedSampler
 from pi_lora.data.chats import NO_CHATS_WARNING
 from pi_lora.data.examples import NO_EXAMPLE
 from pi_lora.data.packing import Row, Stream, training_rows
+from pi_lora.data.selection import Scorer, selected
 from pi_lora.data.sources import find_table, format_counts
 from pi_lora.data.tokens import in_batches, padding_id, tokenizer_identity
 from pi_lora.errors import DataError
-from pi_lora.recipe.schema import Data, Training
+from pi_lora.recipe.schema import Data, Selection, Training
 from pi_lora.storage import cache_folder, digest_of, make_once
 from pi_lora.types import Json, Progress, silent
 
@@ -55,10 +56,18 @@ class TrainingData:
 
 
 def training_data(
-    data: Data, training: Training, tokenizer: Any, original: int, target: int, progress: Progress = silent
+    data: Data,
+    training: Training,
+    tokenizer: Any,
+    original: int,
+    target: int,
+    *,
+    progress: Progress = silent,
+    gains: Callable[[Selection], Scorer] | None = None,
 ) -> TrainingData:
     """Return the rows that a recipe trains on, from the cache if they are there. Otherwise `progress` is told the
-    numbers of rows made and needed, and the messages count rows cut or left out.
+    numbers of rows made and needed, and the messages count rows cut or left out. `gains` scores the documents of
+    sources that select them by gain.
 
     Sequences have `target` (L') tokens, under PoSE (`positions: pose`) `sequence_tokens`, by default `original` (L).
     Examples have at most `target` tokens. Raise DataError if a source cannot be read or holds too little text for the
@@ -68,13 +77,12 @@ def training_data(
     number = 0 if data.has_examples else training.steps * training.global_batch_size
     length = data.tokens_per_sequence(original, target)
     counts = Counter[str]()
-    streams = [
-        Stream(table=find_table(source), data=data, tokenizer=tokenizer, length=length, counts=counts)
-        for source in data.source
-    ]
+    notes: list[str] = []
+    tables = [selected(find_table(source), gains, notes, progress) for source in data.source]
+    streams = [Stream(table=table, data=data, tokenizer=tokenizer, length=length, counts=counts) for table in tables]
     made_from = {
         "format": FORMAT,
-        "sources": [stream.source.model_dump() | stream.table.identity for stream in streams],
+        "sources": [table.source.model_dump(exclude={"select"}) | table.identity for table in tables],
         "data": data.model_dump(exclude={"source"}),
         "tokenizer": tokenizer_identity(tokenizer),
         "template": tokenizer.chat_template,
@@ -92,7 +100,7 @@ def training_data(
     if data.has_examples:
         _check_epochs(len(rows), data, training)
     longest = max(tokens)
-    messages = [f"{len(rows):,} sequences of at most {longest:,} tokens", *format_counts(counts)]
+    messages = [f"{len(rows):,} sequences of at most {longest:,} tokens", *format_counts(counts), *notes]
     if tokenizer.chat_template is not None and "loss_mask" not in columns:
         messages.append(NO_CHATS_WARNING)
     return TrainingData(rows, tokens, messages, padding_id(tokenizer))

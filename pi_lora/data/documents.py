@@ -39,6 +39,11 @@ class Document(NamedTuple):
     name: str
     text: str
 
+    @property
+    def digest(self) -> str:
+        """A SHA-256 of the text."""
+        return hashlib.sha256(self.text.encode()).hexdigest()
+
 
 def suffix_of(name: str) -> str:
     """Return the suffix of a file in lower case, without that of its compression.

@@ -9,7 +9,7 @@ import random
 import sysconfig
 import zipfile
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -54,7 +54,8 @@ SCROLLS = "tau/scrolls"
 class Table:
     """The rows of a source. `read` yields the texts in some columns of every row lazily, in a fixed order or shuffled
     by a seed. `identity` is JSON that changes with the rows, so that a cache of other rows is not used. `size` is the
-    size of the local files in bytes. `texts` are the names of the files if every file is a text.
+    size of the local files in bytes. `texts` are the names of the files if every file is a text. `choose` returns the
+    digests of the documents that train, or None for all of them.
     """
 
     source: Source
@@ -62,17 +63,19 @@ class Table:
     identity: Json
     size: int = 0
     texts: Sequence[str] = ()
+    choose: Callable[[], Collection[str] | None] = lambda: None
 
     def documents(self, seed: int | None = None, held_out: bool = False) -> Iterator[Document]:
         """Yield the texts of the column that are not blank, in the order of `read`: the training part, or the part
         `held_out`. Raise DataError if there is none.
         """
         empty = True
+        chosen = self.choose()
         for row_name, row in self.read([self.source.column], seed):
-            text = self._part(row_name, row[self.source.column], held_out)
-            if text.strip():
+            document = Document(row_name, self._part(row_name, row[self.source.column], held_out))
+            if document.text.strip() and (chosen is None or document.digest in chosen):
                 empty = False
-                yield Document(row_name, text)
+                yield document
         if empty:
             raise DataError(f"{self.source.name}: holds no text; name a source with text, or change its hold_out")
 

@@ -107,7 +107,7 @@ class Context(Measurement[ContextOptions, ContextScores]):
         """Fill in text, documents, windows and stride, alike for all models."""
         data = default_text(options.data, models)
         window = options.window or max(model.window for model in models)
-        short_window = options.short_window or min(SHORT_WINDOW, window // 2)
+        short_window = options.short_window or near_context(window)
         default = {
             "data": data,
             "window": window,
@@ -129,7 +129,6 @@ class Context(Measurement[ContextOptions, ContextScores]):
         stride = options.stride or short_window
         documents, too_short = choose_documents(model, options, window)
         bos = added_bos(model.tokenizer)
-        tokens_at_once = 1 if depends_on_length(model.source.config) else pass_tokens(model.module)
         windows = []
         for number, document in enumerate(documents):
             last_start = len(document.ids) - window
@@ -138,15 +137,7 @@ class Context(Measurement[ContextOptions, ContextScores]):
         def measure(index: int) -> list[list[float]]:
             number, start = windows[index]
             ids = documents[number].ids[start : start + window]
-            losses = context_losses(
-                model.module,
-                ids,
-                short_window=short_window,
-                stride=stride,
-                bos=bos,
-                tokens_at_once=tokens_at_once,
-            )
-            return [some.tolist() for some in losses]
+            return [losses.tolist() for losses in window_losses(model, ids, short_window, stride)]
 
         hashes = [hashlib.sha256(document.ids).hexdigest() for document in documents]
         decided_by = {"context": [window, short_window, stride], "texts": hashes, "bos": bos}
@@ -229,6 +220,25 @@ class Context(Measurement[ContextOptions, ContextScores]):
         yield partial(draw_curves, curves, xlabel="tokens before, in the window", ylabel="gain (nats a token)")
         *_, (label, last) = scores.items()
         yield partial(draw_marked_text, last.excerpt, f"what distant context explains to {label}")
+
+
+def near_context(window: int) -> int:
+    """Return the tokens of the near context in a window by default."""
+    return min(SHORT_WINDOW, window // 2)
+
+
+def window_losses(
+    model: LoadedModel, ids: Sequence[int], short_window: int, stride: int
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return the `context_losses` of a window of a document, with BOS if the tokenizer adds it."""
+    return context_losses(
+        model.module,
+        ids,
+        short_window=short_window,
+        stride=stride,
+        bos=added_bos(model.tokenizer),
+        tokens_at_once=1 if depends_on_length(model.source.config) else pass_tokens(model.module),
+    )
 
 
 @torch.no_grad()

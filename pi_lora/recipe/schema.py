@@ -94,6 +94,17 @@ class Tuning(Section):
         return self.modules_to_save != "nothing"
 
 
+class Selection(Section):
+    """Which documents of a source train, chosen by a score of each document."""
+
+    by: Literal["gain", "gzip"]
+    """gain: highest mean gain in nats from distant context (LongFilter). gzip: middle compression ratio (Olmo 3)."""
+    keep: Annotated[float, Field(gt=0, lt=1)]
+    """Share of the documents to train on, at least one document."""
+    windows: PositiveInt = 2
+    """Windows of L' tokens that are scored for the gain, from the start of a document."""
+
+
 class Source(Section):
     """A source of training documents, or a list of several."""
 
@@ -113,6 +124,8 @@ class Source(Section):
     """Stream a hub data set instead of downloading it completely."""
     hold_out: Annotated[float | None, Field(gt=0, lt=1)] = None
     """Share of the documents or examples, or of a single text, kept out of training to measure on."""
+    select: Selection | None = None
+    """Train on some of the documents, chosen by a score."""
 
     @property
     def has_chats(self) -> bool:
@@ -191,6 +204,10 @@ class Data(Section):
             yield "positions: pose: is for packed text; examples need contiguous"
         if any(source.hold_out and source.has_chats for source in self.source):
             yield "source: hold_out is for text and examples; hold chats out in a file of their own"
+        for source in self.source:
+            other = self.has_examples or source.has_chats or source.streaming or source.name.startswith("builtin:")
+            if source.select and other:
+                yield f"source: {source.name}: select is for packed text in files or downloaded data sets; leave it out"
         if self.keep_short and not self.has_chats:
             yield "keep_short: takes its sequences from chats; add a source with column: messages"
         if self.has_examples and any(source.weight != 1.0 for source in self.source):

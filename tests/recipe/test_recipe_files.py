@@ -212,6 +212,18 @@ def test_dump_then_load_is_the_same_recipe(
             ["data.positions=pose", "data.sequence_tokens=1025"],
             "data.sequence_tokens: 1025 is more than context.target",
         ),
+        *(
+            ([f"data.source={{name: {source}, select: {{by: gzip, keep: 0.5}}}}"], "select is for packed text in files")
+            for source in (
+                "builtin:stdlib",
+                "owner/books, streaming: true",
+                "chats.jsonl, column: messages",
+            )
+        ),
+        (
+            ["data.document=a", "data.summary=b", "data.source={name: books, select: {by: gain, keep: 0.5}}"],
+            "data: source: books: select is for packed text in files or downloaded data sets; leave it out",
+        ),
         (["data.keep_short=0.1"], "keep_short: takes its sequences from chats"),
         ([*CHATS, "data.source.hold_out=0.1"], "hold_out is for text"),
         ([*CHATS, "data.keep_short=0.1", "training.per_device_batch_size=2"], "set training.per_device_batch_size: 1"),
