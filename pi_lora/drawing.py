@@ -22,7 +22,7 @@ DOTS_PER_INCH = 120
 WIDTH = 5.0
 HEIGHT = 3.7
 # Characters of a line of text.
-TEXT_COLUMNS = 72
+TEXT_COLUMNS = 80
 
 # A function that draws on matplotlib axes.
 Panel = Callable[[Any], None]
@@ -104,15 +104,16 @@ def draw_marked_text(pieces: Sequence[tuple[str, float]], title: str, axes: Any)
 
     column = line = 0
     for piece, value in pieces:
-        words = piece.replace("\n", " ")
-        if column + len(words) > TEXT_COLUMNS:
-            column = 0
-            line += 1
-            words = words.lstrip()
         strength = min(1.0, max(0.0, value / 4))
-        axes.add_patch(Rectangle((column, line), len(words), 1, color=ORANGE, alpha=strength, linewidth=0))
-        for character in words:
-            axes.text(column + 0.5, line + 0.5, character, family="monospace", fontsize=7, ha="center", va="center")
+        for character in piece:
+            if character == "\n" or column == TEXT_COLUMNS:
+                column = 0
+                line += 1
+            if character.isspace():
+                column += character != "\n"
+                continue
+            axes.add_patch(Rectangle((column, line), 1, 1, color=ORANGE, alpha=strength, linewidth=0))
+            axes.text(column + 0.5, line + 0.5, character, family="monospace", fontsize=6, ha="center", va="center")
             column += 1
     axes.set(xlim=(0, TEXT_COLUMNS), ylim=(line + 1, 0), xticks=[], yticks=[])
     axes.set_title(title, fontsize=9)

@@ -160,7 +160,7 @@ class Context(Measurement[ContextOptions, ContextScores]):
             short_window=short_window,
             evaluator=given.evaluator if given else model.name,
             per_document=per_document,
-            by_distance=_by_distance(gains, short_window),
+            by_distance=_by_distance(gains[:, stride:], short_window + stride),
             excerpt=_excerpt(model, documents, windows, gains, short_window),
         )
 
@@ -219,7 +219,7 @@ class Context(Measurement[ContextOptions, ContextScores]):
         curves = {label: [(part.first, part.gain) for part in result.by_distance] for label, result in scores.items()}
         yield partial(draw_curves, curves, xlabel="tokens before, in the window", ylabel="gain (nats a token)")
         *_, (label, last) = scores.items()
-        yield partial(draw_marked_text, last.excerpt, f"what distant context explains to {label}")
+        yield partial(draw_marked_text, last.excerpt, f"what distant context explains: {label}")
 
 
 def near_context(window: int) -> int:
@@ -340,8 +340,8 @@ def _is_within(span: Span, spans: Sequence[Span]) -> bool:
     return index >= 0 and first < last <= spans[index][1]
 
 
-def _by_distance(gains: torch.Tensor, short_window: int) -> list[GainByDistance]:
-    """Return the mean of the gains (windows, scored tokens) by the number of tokens before a token."""
+def _by_distance(gains: torch.Tensor, least: int) -> list[GainByDistance]:
+    """Return the mean of the gains (windows, tokens) by the number of tokens before a token, from `least` on."""
     scored = gains.shape[1]
     bounds = [scored * index // BINS for index in range(BINS + 1)]
     bins = []
@@ -349,8 +349,8 @@ def _by_distance(gains: torch.Tensor, short_window: int) -> list[GainByDistance]
         some = gains[:, first:last]
         bins.append(
             GainByDistance(
-                first=short_window + first,
-                last=short_window + last,
+                first=least + first,
+                last=least + last,
                 gain=some.mean().item(),
                 tokens=some.numel(),
             )
