@@ -26,8 +26,8 @@ from pi_lora.recipe.schema import Data, Training
 from pi_lora.storage import cache_folder, digest_of, make_once
 from pi_lora.types import Json, Progress, silent
 
-# Raise it with every change to how rows or recall documents are made: older caches are not taken for new ones.
-FORMAT = 8
+# Raise it with every change to how rows or synthetic documents are made: older caches are not taken for new ones.
+FORMAT = 9
 # The label that the loss ignores (torch's `ignore_index`).
 IGNORED = -100
 
@@ -68,9 +68,11 @@ def training_data(
     number = 0 if data.has_examples else training.steps * training.global_batch_size
     length = data.tokens_per_sequence(original, target)
     counts = Counter[str]()
+    tables = [find_table(source) for source in data.source]
+    texts = [table for table in tables if table.source.has_text]
     streams = [
-        Stream(table=find_table(source), data=data, tokenizer=tokenizer, length=length, counts=counts)
-        for source in data.source
+        Stream(table=table, data=data, tokenizer=tokenizer, length=length, counts=counts, texts=texts)
+        for table in tables
     ]
     made_from = {
         "format": FORMAT,

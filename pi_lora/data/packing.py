@@ -2,25 +2,37 @@
 
 import itertools
 import random
+import textwrap
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any
 
+from pi_lora.data.aggregation import common_words_document, entities_document
 from pi_lora.data.chats import ChatTemplate
 from pi_lora.data.examples import Prompter
 from pi_lora.data.recall import recall_document
-from pi_lora.data.sources import RECALL, Table, format_counts
+from pi_lora.data.sources import Table, format_counts
 from pi_lora.data.tokens import Labelled, Tokens, added_bos, in_batches, padding_id, tokenized
 from pi_lora.errors import DataError
-from pi_lora.recipe.schema import Data, Source
+from pi_lora.recipe.schema import COMMON_WORDS, ENTITIES, RECALL, SYNTHETIC, Data, Source
 
 # Columns of lists: `input_ids`, `position_ids` of PoSE, `loss_mask`, `lengths` of sequences.
 Row = Mapping[str, Sequence[int]]
 # How many sequences of chats are filled at a time, and how many short chats are grouped by length.
 OPEN_SEQUENCES = 16
 GROUPED_CHATS = 256
+# Documents of a synthetic text, and how many of them may share a sequence, if each has `LEAST_SHARE` tokens.
+SYNTHETIC_DOCUMENTS = {
+    RECALL: (recall_document, (1,)),
+    COMMON_WORDS: (common_words_document, (1, 1, 2, 4)),
+    ENTITIES: (entities_document, (1, 1, 2, 4)),
+}
+LEAST_SHARE = 512
+# The width of lines in characters, and how many of all texts are kept in memory: a stream may have no end.
+LINE_WIDTH = 100
+MAX_LINES = 300_000
 
 
 def pose_positions(rng: random.Random, tokens: int, target: int, chunks: int) -> list[int]:
@@ -65,6 +77,13 @@ def wrapped(documents: Iterable[Tokens], length: int, bos: int | None = None) ->
         if len(sequence) < length:
             return
         yield sequence
+
+
+def lines_of(table: Table) -> Iterator[str]:
+    """Yield the lines of the training text that are not blank; a long line is wrapped."""
+    for document in table.documents():
+        for line in document.text.splitlines():
+            yield from textwrap.wrap(line, LINE_WIDTH, expand_tabs=False, replace_whitespace=False)
 
 
 def total_tokens(sequence: Iterable[Labelled]) -> int:
@@ -130,7 +149,7 @@ def columns(sequences: Sequence[Labelled]) -> dict[str, list[int]]:
 class Stream:
     """The rows of a source. A row is a packed sequence of `length` tokens (text, or whole chats), or an example of at
     most `length` tokens. With `short`, a row is a group of chats of at most `short` tokens. `counts` counts the texts
-    cut or left out.
+    cut or left out. Synthetic documents have lines of `texts`.
     """
 
     table: Table
@@ -139,6 +158,7 @@ class Stream:
     length: int
     counts: Counter[str]
     short: int = 0
+    texts: Sequence[Table] = ()
 
     @property
     def source(self) -> Source:
@@ -151,15 +171,15 @@ class Stream:
         return added_bos(self.tokenizer)
 
     def rows(self) -> Iterator[list[Labelled]]:
-        """Return the rows, until the source is used up; `builtin:recall` has no end."""
+        """Return the rows, until the source is used up; synthetic text has no end."""
         if self.data.has_examples:
             return self._examples()
         if self.short:
             return grouped(self._chats(self.short), self.length, random.Random(self.data.seed))
         if self.source.has_chats:
             return self._packed_chats()
-        if self.source.name == RECALL:
-            return self._unmasked(self._recall())
+        if self.source.name in SYNTHETIC:
+            return self._unmasked(self._synthetic())
         return self._unmasked(wrapped(self._documents(), self.length, self.bos))
 
     def encode(self, texts: Sequence[str]) -> list[Tokens]:
@@ -188,22 +208,26 @@ class Stream:
                     elif epoch == 0:
                         self.counts[f"documents of under {fewest_tokens} tokens left out"] += 1
 
-    def _recall(self) -> Iterator[list[int]]:
+    def _synthetic(self) -> Iterator[list[int]]:
         """Yield sequences that begin with a document, so that facts and their questions are in the same sequence."""
+        write, shares = SYNTHETIC_DOCUMENTS[self.source.name]
         frame = len(self.encode([""])[0])  # BOS and EOS
 
         def count(text: str) -> int:
             return len(self.encode([text])[0]) - frame
 
+        texts = self.texts or [self.table]
         lines: list[str] = []
-        for document in self.table.documents():
-            document_lines = document.text.splitlines()
-            lines += [line for line in document_lines if line.strip()]
+        for table in texts:
+            lines += itertools.islice(lines_of(table), MAX_LINES // len(texts))
         rng = random.Random(self.data.seed)
+        rng_of_shares = random.Random(self.data.seed)
         while True:
             ids: list[int] = []
+            documents = min(rng_of_shares.choice(shares), max(1, self.length // LEAST_SHARE))
+            budget = self.length // documents - frame
             while len(ids) < self.length:
-                text = recall_document(rng, self.length - frame, count, lines)
+                text = write(rng, budget, count, lines)
                 ids += self.encode([text])[0]
             yield ids[: self.length]
 

@@ -15,6 +15,11 @@ Scaling = Literal["pi", "yarn", "theta", "llama3", "dynamic", "direct", "keep"]
 
 # The column of chats in TRL and in ShareGPT.
 CHAT_COLUMNS = ("messages", "conversations")
+# Synthetic texts, made around lines of the other texts of a recipe.
+RECALL = "builtin:recall"
+COMMON_WORDS = "builtin:common_words"
+ENTITIES = "builtin:entities"
+SYNTHETIC = (RECALL, COMMON_WORDS, ENTITIES)
 
 
 def _as_sources(value: object) -> object:
@@ -98,7 +103,7 @@ class Source(Section):
     """A source of training documents, or a list of several."""
 
     name: Annotated[str, Field(min_length=1)]
-    """Hub id, file, folder, glob, builtin:stdlib or builtin:recall."""
+    """Hub id, file, folder, glob, builtin:stdlib, builtin:recall, builtin:common_words or builtin:entities."""
     weight: PositiveFloat = 1.0
     """Share of the training sequences, relative to the other sources."""
     column: str = "text"
@@ -118,6 +123,11 @@ class Source(Section):
     def has_chats(self) -> bool:
         """Whether the rows are chats."""
         return self.column in CHAT_COLUMNS
+
+    @property
+    def has_text(self) -> bool:
+        """Whether the rows are text that is not synthetic."""
+        return not self.has_chats and self.name not in SYNTHETIC
 
 
 class Data(Section):
