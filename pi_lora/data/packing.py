@@ -23,14 +23,10 @@ Row = Mapping[str, Sequence[int]]
 # How many sequences of chats are filled at a time, and how many short chats are grouped by length.
 OPEN_SEQUENCES = 16
 GROUPED_CHATS = 256
-# Documents of a synthetic text, and how many of them may share a sequence, if each has `LEAST_SHARE` tokens.
-SYNTHETIC_DOCUMENTS = {
-    RECALL: (recall_document, (1,)),
-    COMMON_WORDS: (common_words_document, (1, 1, 2, 4)),
-    ENTITIES: (entities_document, (1, 1, 2, 4)),
-}
-LEAST_SHARE = 512
-# The width of lines in characters, and how many of all texts are kept in memory: a stream may have no end.
+WRITERS = {RECALL: recall_document, COMMON_WORDS: common_words_document, ENTITIES: entities_document}
+# How many documents share a sequence, in turn. Documents of recall ask for facts at all distances.
+DOCUMENTS = {RECALL: (1,), COMMON_WORDS: (1, 2, 1, 4), ENTITIES: (1, 2, 1, 4)}
+# The width of lines in characters, and the most lines of a recipe between facts: a stream may have no end.
 LINE_WIDTH = 100
 MAX_LINES = 300_000
 
@@ -210,7 +206,7 @@ class Stream:
 
     def _synthetic(self) -> Iterator[list[int]]:
         """Yield sequences that begin with a document, so that facts and their questions are in the same sequence."""
-        write, shares = SYNTHETIC_DOCUMENTS[self.source.name]
+        write = WRITERS[self.source.name]
         frame = len(self.encode([""])[0])  # BOS and EOS
 
         def count(text: str) -> int:
@@ -221,10 +217,8 @@ class Stream:
         for table in texts:
             lines += itertools.islice(lines_of(table), MAX_LINES // len(texts))
         rng = random.Random(self.data.seed)
-        rng_of_shares = random.Random(self.data.seed)
-        while True:
+        for documents in itertools.cycle(DOCUMENTS[self.source.name]):
             ids: list[int] = []
-            documents = min(rng_of_shares.choice(shares), max(1, self.length // LEAST_SHARE))
             budget = self.length // documents - frame
             while len(ids) < self.length:
                 text = write(rng, budget, count, lines)
