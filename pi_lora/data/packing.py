@@ -4,7 +4,7 @@ import itertools
 import random
 import textwrap
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any
@@ -23,7 +23,11 @@ Row = Mapping[str, Sequence[int]]
 # How many sequences of chats are filled at a time, and how many short chats are grouped by length.
 OPEN_SEQUENCES = 16
 GROUPED_CHATS = 256
-WRITERS = {RECALL: recall_document, COMMON_WORDS: common_words_document, ENTITIES: entities_document}
+WRITERS: dict[str, Callable[..., str]] = {
+    RECALL: recall_document,
+    COMMON_WORDS: common_words_document,
+    ENTITIES: entities_document,
+}
 # How many documents share a sequence, in turn. Documents of recall ask for facts at all distances.
 DOCUMENTS = {RECALL: (1,), COMMON_WORDS: (1, 2, 1, 4), ENTITIES: (1, 2, 1, 4)}
 # The width of lines in characters, and the most lines of a recipe between facts: a stream may have no end.
