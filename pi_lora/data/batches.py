@@ -105,7 +105,7 @@ def _columns(data: Data) -> list[str]:
         "input_ids": True,
         "position_ids": data.positions == "pose",
         "loss_mask": data.has_chats or data.has_examples,
-        "lengths": data.has_chats,
+        "lengths": data.has_chats or data.keep_short,
     }
     return [column for column in is_needed if is_needed[column]]
 

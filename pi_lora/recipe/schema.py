@@ -159,7 +159,7 @@ class Data(Section):
     loss: Literal["completion", "all"] = "completion"
     """Tokens of examples and chats in the loss. completion: completions and assistant turns. all: prompts too."""
     keep_short: Annotated[float, Field(ge=0, lt=1)] = 0.0
-    """Share of the sequences that are short chats at their own lengths, against forgetting."""
+    """Share of the sequences that are short, against forgetting: chats at their own lengths, else text of L tokens."""
     epochs: PositiveInt = 1
     """Maximum number of times that a text is used."""
     special_tokens: bool = False
@@ -201,8 +201,9 @@ class Data(Section):
             yield "positions: pose: is for packed text; examples need contiguous"
         if any(source.hold_out and source.has_chats for source in self.source):
             yield "source: hold_out is for text and examples; hold chats out in a file of their own"
-        if self.keep_short and not self.has_chats:
-            yield "keep_short: takes its sequences from chats; add a source with column: messages"
+        is_synthetic = all(source.name in SYNTHETIC for source in self.source)
+        if self.keep_short and (self.has_examples or is_synthetic):
+            yield "keep_short: takes its sequences from chats or text; add a source of text, or leave it out"
         if self.has_examples and any(source.weight != 1.0 for source in self.source):
             yield "source: weight is for packed text; all examples are used equally often"
 
