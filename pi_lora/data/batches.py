@@ -27,8 +27,8 @@ from pi_lora.recipe.schema import Data, Selection, Training
 from pi_lora.storage import cache_folder, digest_of, make_once
 from pi_lora.types import Json, Progress, silent
 
-# Raise it with every change to how rows or recall documents are made: older caches are not taken for new ones.
-FORMAT = 8
+# Raise it with every change to how rows or synthetic documents are made: older caches are not taken for new ones.
+FORMAT = 9
 # The label that the loss ignores (torch's `ignore_index`).
 IGNORED = -100
 
@@ -79,7 +79,11 @@ def training_data(
     counts = Counter[str]()
     notes: list[str] = []
     tables = [selected(find_table(source), gains, notes, progress) for source in data.source]
-    streams = [Stream(table=table, data=data, tokenizer=tokenizer, length=length, counts=counts) for table in tables]
+    texts = [table for table in tables if table.source.has_text]
+    streams = [
+        Stream(table=table, data=data, tokenizer=tokenizer, length=length, counts=counts, texts=texts)
+        for table in tables
+    ]
     made_from = {
         "format": FORMAT,
         "sources": [table.source.model_dump(exclude={"select"}) | table.identity for table in tables],
@@ -111,7 +115,7 @@ def _columns(data: Data) -> list[str]:
         "input_ids": True,
         "position_ids": data.positions == "pose",
         "loss_mask": data.has_chats or data.has_examples,
-        "lengths": data.has_chats,
+        "lengths": data.has_chats or data.keep_short,
     }
     return [column for column in is_needed if is_needed[column]]
 

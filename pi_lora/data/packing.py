@@ -2,25 +2,35 @@
 
 import itertools
 import random
+import textwrap
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any
 
+from pi_lora.data.aggregation import common_words_document, entities_document
 from pi_lora.data.chats import ChatTemplate
 from pi_lora.data.examples import Prompter
 from pi_lora.data.recall import recall_document
-from pi_lora.data.sources import RECALL, Table, format_counts
+from pi_lora.data.sources import Table, format_counts
 from pi_lora.data.tokens import Labelled, Tokens, added_bos, in_batches, padding_id, tokenized
 from pi_lora.errors import DataError
-from pi_lora.recipe.schema import Data, Source
+from pi_lora.recipe.schema import COMMON_WORDS, ENTITIES, RECALL, SYNTHETIC, Data, Source
 
 # Columns of lists: `input_ids`, `position_ids` of PoSE, `loss_mask`, `lengths` of sequences.
 Row = Mapping[str, Sequence[int]]
-# How many sequences of chats are filled at a time, and how many short chats are grouped by length.
+# How many sequences of chats are filled at a time, and how many short texts are grouped by length.
 OPEN_SEQUENCES = 16
-GROUPED_CHATS = 256
+GROUPED_TEXTS = 256
+WRITERS: dict[str, Callable[..., str]] = {
+    RECALL: recall_document,
+    COMMON_WORDS: common_words_document,
+    ENTITIES: entities_document,
+}
+# The width of lines in characters, and the most lines of a recipe between facts: a stream may have no end.
+LINE_WIDTH = 100
+MAX_LINES = 300_000
 
 
 def pose_positions(rng: random.Random, tokens: int, target: int, chunks: int) -> list[int]:
@@ -67,6 +77,13 @@ def wrapped(documents: Iterable[Tokens], length: int, bos: int | None = None) ->
         yield sequence
 
 
+def lines_of(table: Table) -> Iterator[str]:
+    """Yield the lines of the training text that are not blank; a long line is wrapped."""
+    for document in table.documents():
+        for line in document.text.splitlines():
+            yield from textwrap.wrap(line, LINE_WIDTH, expand_tabs=False, replace_whitespace=False)
+
+
 def total_tokens(sequence: Iterable[Labelled]) -> int:
     """Return the number of tokens of the texts in a sequence."""
     return sum(len(text.ids) for text in sequence)
@@ -91,24 +108,24 @@ def packed(chats: Iterable[Labelled], length: int) -> Iterator[list[Labelled]]:
     yield from sequences
 
 
-def grouped(chats: Iterator[Labelled], room: int, rng: random.Random) -> Iterator[list[Labelled]]:
-    """Group chats of similar lengths that take at most `room` tokens when they are padded to the longest of a group;
+def grouped(texts: Iterator[Labelled], room: int, rng: random.Random) -> Iterator[list[Labelled]]:
+    """Group texts of similar lengths that take at most `room` tokens when they are padded to the longest of a group;
     the groups are in random order, since a run may take a few of them.
 
-    >>> chats = iter([Labelled([0] * n, []) for n in (5, 2, 3)])
-    >>> [[len(chat.ids) for chat in group] for group in grouped(chats, 6, random.Random(1))]
+    >>> texts = iter([Labelled([0] * n, []) for n in (5, 2, 3)])
+    >>> [[len(text.ids) for text in group] for group in grouped(texts, 6, random.Random(1))]
     [[5], [2, 3]]
     """
-    while batch := list(itertools.islice(chats, GROUPED_CHATS)):
-        batch.sort(key=lambda chat: len(chat.ids))
+    while batch := list(itertools.islice(texts, GROUPED_TEXTS)):
+        batch.sort(key=lambda text: len(text.ids))
         group: list[Labelled] = []
         groups = [group]
-        for chat in batch:
-            padded = (len(group) + 1) * len(chat.ids)
+        for text in batch:
+            padded = (len(group) + 1) * len(text.ids)
             if group and padded > room:
                 group = []
                 groups.append(group)
-            group.append(chat)
+            group.append(text)
         rng.shuffle(groups)
         yield from groups
 
@@ -129,8 +146,8 @@ def columns(sequences: Sequence[Labelled]) -> dict[str, list[int]]:
 @dataclass
 class Stream:
     """The rows of a source. A row is a packed sequence of `length` tokens (text, or whole chats), or an example of at
-    most `length` tokens. With `short`, a row is a group of chats of at most `short` tokens. `counts` counts the texts
-    cut or left out.
+    most `length` tokens. With `short`, a row is a group of chats of at most `short` tokens, or of sequences of `short`
+    tokens of text. `counts` counts the texts cut or left out. Synthetic documents have lines of `texts`.
     """
 
     table: Table
@@ -139,6 +156,7 @@ class Stream:
     length: int
     counts: Counter[str]
     short: int = 0
+    texts: Sequence[Table] = ()
 
     @property
     def source(self) -> Source:
@@ -151,15 +169,15 @@ class Stream:
         return added_bos(self.tokenizer)
 
     def rows(self) -> Iterator[list[Labelled]]:
-        """Return the rows, until the source is used up; `builtin:recall` has no end."""
+        """Return the rows, until the source is used up; synthetic text has no end."""
         if self.data.has_examples:
             return self._examples()
         if self.short:
-            return grouped(self._chats(self.short), self.length, random.Random(self.data.seed))
+            return grouped(self._short_texts(), self.length, random.Random(self.data.seed))
         if self.source.has_chats:
             return self._packed_chats()
-        if self.source.name == RECALL:
-            return self._unmasked(self._recall())
+        if self.source.name in SYNTHETIC:
+            return self._unmasked(self._synthetic())
         return self._unmasked(wrapped(self._documents(), self.length, self.bos))
 
     def encode(self, texts: Sequence[str]) -> list[Tokens]:
@@ -173,7 +191,13 @@ class Stream:
 
     def _unmasked(self, sequences: Iterable[list[int]]) -> Iterator[list[Labelled]]:
         for ids in sequences:
-            yield [Labelled(ids, [True] * self.length)]
+            yield [Labelled(ids, [True] * len(ids))]
+
+    def _short_texts(self) -> Iterator[Labelled]:
+        if self.source.has_chats:
+            return self._chats(self.short)
+        sequences = wrapped(self._documents(), self.short, self.bos)
+        return itertools.chain.from_iterable(self._unmasked(sequences))
 
     def _documents(self) -> Iterator[Tokens]:
         fewest_tokens = self.data.min_document_tokens
@@ -188,22 +212,26 @@ class Stream:
                     elif epoch == 0:
                         self.counts[f"documents of under {fewest_tokens} tokens left out"] += 1
 
-    def _recall(self) -> Iterator[list[int]]:
+    def _synthetic(self) -> Iterator[list[int]]:
         """Yield sequences that begin with a document, so that facts and their questions are in the same sequence."""
+        write = WRITERS[self.source.name]
         frame = len(self.encode([""])[0])  # BOS and EOS
 
         def count(text: str) -> int:
             return len(self.encode([text])[0]) - frame
 
+        texts = self.texts or [self.table]
         lines: list[str] = []
-        for document in self.table.documents():
-            document_lines = document.text.splitlines()
-            lines += [line for line in document_lines if line.strip()]
+        for table in texts:
+            lines += itertools.islice(lines_of(table), MAX_LINES // len(texts))
         rng = random.Random(self.data.seed)
-        while True:
+        # Recall asks for facts at all distances; for the others a sequence is one document, two or four, in turn.
+        documents_by_turn = (1,) if self.source.name == RECALL else (1, 2, 1, 4)
+        for documents in itertools.cycle(documents_by_turn):
             ids: list[int] = []
+            budget = self.length // documents - frame
             while len(ids) < self.length:
-                text = recall_document(rng, self.length - frame, count, lines)
+                text = write(rng, budget, count, lines)
                 ids += self.encode([text])[0]
             yield ids[: self.length]
 
@@ -247,8 +275,8 @@ class Stream:
 
 def training_rows(streams: Sequence[Stream], original: int, target: int, number: int) -> Iterator[Row]:
     """Yield all examples of the streams of a recipe, or `number` sequences drawn by weight and seed, with positions for
-    PoSE. Short chats have at most `original` (L) tokens. Raise DataError if a source has too little text for its share:
-    going on without it would train on another mixture than the recipe names.
+    PoSE. Short sequences have at most `original` (L) tokens. Raise DataError if a source has too little text for its
+    share: going on without it would train on another mixture than the recipe names.
     """
     data = streams[0].data
     length = streams[0].length
@@ -257,7 +285,7 @@ def training_rows(streams: Sequence[Stream], original: int, target: int, number:
         for stream in streams:
             yield from map(columns, stream.rows())
         return
-    drawn, weights = _with_short_chats(streams, original)
+    drawn, weights = _with_short_texts(streams, original)
     indices = range(len(drawn))
     order = random.Random(data.seed).choices(indices, weights, k=number)
     rows = [stream.rows() for stream in drawn]
@@ -269,7 +297,7 @@ def training_rows(streams: Sequence[Stream], original: int, target: int, number:
             drawn_before = order[:done].count(index)
             needed = order.count(index)
             raise _too_little_text(stream, drawn_before, needed)
-        # Positions are drawn for short chats too: the order of the draws is part of the format of the cache.
+        # Positions are drawn for short texts too: the order of the draws is part of the format of the cache.
         positions: list[int] = []
         if data.positions == "pose":
             positions = pose_positions(rng, length, target, data.chunks)
@@ -282,21 +310,22 @@ def training_rows(streams: Sequence[Stream], original: int, target: int, number:
             yield row | {"lengths": [length], "position_ids": positions}
 
 
-def _with_short_chats(streams: Sequence[Stream], original: int) -> tuple[list[Stream], list[float]]:
-    """Return the streams to draw from and their weights, with a stream of short chats for every source of chats if
-    `keep_short`: a chat is used at its own length and in a long sequence.
+def _with_short_texts(streams: Sequence[Stream], original: int) -> tuple[list[Stream], list[float]]:
+    """Return the streams to draw from and their weights, with a stream of short texts for every source of chats, or of
+    text if there are no chats, if `keep_short`: a text is used in short sequences and in a long one.
     """
     data = streams[0].data
     drawn = list(streams)
     weights = [stream.source.weight for stream in streams]
     if data.keep_short:
         chats = [stream for stream in streams if stream.source.has_chats]
+        kept = chats or [stream for stream in streams if stream.source.has_text]
         longest = min(original, streams[0].length)
-        drawn += [replace(stream, short=longest, counts=Counter()) for stream in chats]
-        weight_of_chats = sum(stream.source.weight for stream in chats)
+        drawn += [replace(stream, short=longest, counts=Counter()) for stream in kept]
+        weight_of_kept = sum(stream.source.weight for stream in kept)
         ratio = data.keep_short / (1 - data.keep_short)
-        share = ratio * sum(weights) / weight_of_chats
-        weights += [stream.source.weight * share for stream in chats]
+        share = ratio * sum(weights) / weight_of_kept
+        weights += [stream.source.weight * share for stream in kept]
     return drawn, weights
 
 

@@ -42,6 +42,12 @@ def sentences(rng: random.Random, number: int) -> str:
     return " ".join(drawn)
 
 
+def text_lines(rng: random.Random, lines: Sequence[str]) -> Callable[[], str]:
+    """Return a function that gives the next line of `lines`, from a random one on."""
+    numbers = itertools.count(rng.randrange(len(lines)) + 1)
+    return lambda: lines[next(numbers) % len(lines)]
+
+
 def filler(rng: random.Random, lines: Sequence[str]) -> Callable[[], str]:
     """Draw the kind of filler text between facts, and return a function that gives the next line of filler. The
     kinds are one refrain, new sentences, and real text (`lines`).
@@ -51,15 +57,10 @@ def filler(rng: random.Random, lines: Sequence[str]) -> Callable[[], str]:
         kinds = ["refrain", "refrain", "sentences", "lines", "lines"]
     kind = rng.choice(kinds)
     refrain = sentences(rng, rng.randint(2, 6))
-    first = 0
+    fillers = {"refrain": lambda: refrain, "sentences": lambda: sentences(rng, 3)}
     if lines:
-        first = rng.randrange(len(lines)) + 1
-    numbers = itertools.count(first)
-    if kind == "refrain":
-        return lambda: refrain
-    if kind == "sentences":
-        return lambda: sentences(rng, 3)
-    return lambda: lines[next(numbers) % len(lines)]
+        fillers["lines"] = text_lines(rng, lines)
+    return fillers[kind]
 
 
 class Page:

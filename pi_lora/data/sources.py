@@ -30,11 +30,11 @@ from pi_lora.data.documents import (
 from pi_lora.errors import DataError
 from pi_lora.hub import commit_of, download_file, gated, hub_errors
 from pi_lora.recipe.evaluation import TextOptions
-from pi_lora.recipe.schema import CHAT_COLUMNS, Source
+from pi_lora.recipe.schema import CHAT_COLUMNS, SYNTHETIC, Source
 from pi_lora.types import Json
 
 STDLIB = "builtin:stdlib"
-RECALL = "builtin:recall"
+BUILTIN_TEXTS = (STDLIB, *SYNTHETIC)
 # Tests and vendored packages are not in every installation; code page tables and the compiled help are hardly text.
 SKIPPED_FOLDERS = frozenset(
     {"site-packages", "dist-packages", "test", "tests", "idle_test", "encodings", "pydoc_data", "__pycache__"}
@@ -262,14 +262,14 @@ def hub_file(source: Source, file: str, member: str = "") -> Table:
 
 
 def find_table(source: Source) -> Table:
-    """Return the rows of `source`; for `builtin:recall`, the text between the facts. Raise DataError if they cannot be
-    found.
+    """Return the rows of `source`; of a synthetic text, the standard library, whose lines it has in a recipe without
+    other text. Raise DataError if they cannot be found.
     """
     name = source.name
-    if name in (STDLIB, RECALL):
+    if name in BUILTIN_TEXTS:
         return standard_library(source)
     if name.startswith("builtin:"):
-        raise DataError(f"{name}: no such built-in text; choose {STDLIB} or {RECALL}")
+        raise DataError(f"{name}: no such built-in text; choose from {', '.join(BUILTIN_TEXTS)}")
     if name == SCROLLS:
         archive = f"{source.subset}.zip"
         member = f"{source.subset}/{source.split}.jsonl"
@@ -285,7 +285,7 @@ def share_to_hold_out(source: Source, target: int) -> float | None:
     documents, between a fiftieth and a fifth, and a hundredth of `COUNTED_ROWS` or more on the hub; none for text that
     is built in. Of few rows it is enough for one of them.
     """
-    if source.name in (STDLIB, RECALL):
+    if source.name in BUILTIN_TEXTS:
         return None
     table = find_table(source.changed(streaming=True))
     hashes: list[float] = []
@@ -331,8 +331,8 @@ def evaluation_documents(options: TextOptions) -> Iterator[Document]:
     Raise DataError if there are none, or while reading.
     """
     name = options.data or STDLIB
-    if name == RECALL:
-        raise DataError(f"{RECALL}: is for training; measure recall with `pi-lora eval passkey`")
+    if name in SYNTHETIC:
+        raise DataError(f"{name}: is for training; measure recall with `pi-lora eval passkey` or `pi-lora eval ruler`")
     if name in PINNED:
         source, file = PINNED[name]
         return hub_file(source, file).documents()

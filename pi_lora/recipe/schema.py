@@ -15,6 +15,11 @@ Scaling = Literal["pi", "yarn", "theta", "llama3", "dynamic", "direct", "keep"]
 
 # The column of chats in TRL and in ShareGPT.
 CHAT_COLUMNS = ("messages", "conversations")
+# Synthetic texts, made around lines of the other texts of a recipe.
+RECALL = "builtin:recall"
+COMMON_WORDS = "builtin:common_words"
+ENTITIES = "builtin:entities"
+SYNTHETIC = (RECALL, COMMON_WORDS, ENTITIES)
 
 
 def _as_sources(value: object) -> object:
@@ -109,7 +114,7 @@ class Source(Section):
     """A source of training documents, or a list of several."""
 
     name: Annotated[str, Field(min_length=1)]
-    """Hub id, file, folder, glob, builtin:stdlib or builtin:recall."""
+    """Hub id, file, folder, glob, builtin:stdlib, builtin:recall, builtin:common_words or builtin:entities."""
     weight: PositiveFloat = 1.0
     """Share of the training sequences, relative to the other sources."""
     column: str = "text"
@@ -131,6 +136,11 @@ class Source(Section):
     def has_chats(self) -> bool:
         """Whether the rows are chats."""
         return self.column in CHAT_COLUMNS
+
+    @property
+    def has_text(self) -> bool:
+        """Whether the rows are text that is not synthetic."""
+        return not self.has_chats and self.name not in SYNTHETIC
 
 
 class Data(Section):
@@ -162,7 +172,7 @@ class Data(Section):
     loss: Literal["completion", "all"] = "completion"
     """Tokens of examples and chats in the loss. completion: completions and assistant turns. all: prompts too."""
     keep_short: Annotated[float, Field(ge=0, lt=1)] = 0.0
-    """Share of the sequences that are short chats at their own lengths, against forgetting."""
+    """Share of the sequences that are short, against forgetting: chats at their own lengths, else text of L tokens."""
     epochs: PositiveInt = 1
     """Maximum number of times that a text is used."""
     special_tokens: bool = False
@@ -208,8 +218,9 @@ class Data(Section):
             other = self.has_examples or source.has_chats or source.streaming or source.name.startswith("builtin:")
             if source.select and other:
                 yield f"source: {source.name}: select is for packed text in files or downloaded data sets; leave it out"
-        if self.keep_short and not self.has_chats:
-            yield "keep_short: takes its sequences from chats; add a source with column: messages"
+        is_synthetic = all(source.name in SYNTHETIC for source in self.source)
+        if self.keep_short and (self.has_examples or is_synthetic):
+            yield "keep_short: takes its sequences from chats or text; add a source of text, or leave it out"
         if self.has_examples and any(source.weight != 1.0 for source in self.source):
             yield "source: weight is for packed text; all examples are used equally often"
 

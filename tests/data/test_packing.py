@@ -15,16 +15,16 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from pi_lora.data.batches import TrainingData, training_data
+from pi_lora.data.batches import TrainingData, collate, training_data
 from pi_lora.data.packing import OPEN_SEQUENCES, grouped, packed, pose_positions, wrapped
 from pi_lora.data.recall import WORDS
-from pi_lora.data.sources import RECALL, STDLIB
+from pi_lora.data.sources import STDLIB
 from pi_lora.data.tokens import Labelled
 from pi_lora.errors import DataError
 from pi_lora.models.files import BUILTIN_FOLDER
 from pi_lora.models.tokenizer import load_tokenizer
 from pi_lora.recipe.files import load_recipe
-from pi_lora.recipe.schema import Data, Training
+from pi_lora.recipe.schema import RECALL, SYNTHETIC, Data, Training
 from pi_lora.storage import cache_folder
 
 RECIPES = Path(__file__).parents[2] / "recipes"
@@ -107,6 +107,51 @@ def test_pose_sequences_have_at_most_the_original_window(tokenizer: Any, keys: d
     assert not positions[:, 0].any()
     plain = sequences(tokenizer, length, 40, source=source)
     assert [row["input_ids"].tolist() for row in found] == plain
+
+
+@pytest.mark.parametrize("positions", ["contiguous", "pose"])
+def test_short_sequences_of_text_have_the_original_window_and_positions_from_0(tokenizer: Any, positions: str) -> None:
+    source = [{"name": STDLIB, "weight": 0.5}, {"name": RECALL, "weight": 0.5}]
+    found = prepared(tokenizer, 256, 200, source=source, keep_short=0.25, positions=positions)
+    length = 64 if positions == "pose" else 256
+    short = []
+    for row in found.rows:
+        batch = collate([row])
+        ids = batch["input_ids"]
+        assert batch["attention_mask"].all()
+        assert torch.equal(batch["labels"], ids)
+        assert (ids[:, 0] == tokenizer.bos_token_id).all()
+        plain = torch.arange(ids.shape[1]).expand_as(ids)
+        is_short = ids.shape == (length // 64, 64) and torch.equal(batch.get("position_ids", plain), plain)
+        assert is_short or ids.shape == (1, length)
+        if is_short:
+            short += ids.tolist()
+    assert len(short) / (length // 64) / 200 == pytest.approx(0.25, abs=0.08)
+    assert len({tuple(ids) for ids in short}) == len(short)
+    # None is of recall; positions of PoSE may happen to be contiguous.
+    of_text = [ids for ids in short if re.search(r"\d+  # ", tokenizer.decode(ids))]
+    assert len(of_text) > 0.95 * len(short)
+
+
+@pytest.mark.parametrize("name", SYNTHETIC)
+def test_synthetic_documents_have_the_other_text_of_the_recipe(
+    tmp_path: Path, tokenizer: Any, books: Path, name: str
+) -> None:
+    # A long line is wrapped.
+    foxes = tmp_path / "foxes.jsonl"
+    foxes.write_text(json.dumps({"text": "The quick brown fox jumps over the lazy dog. " * 400}) + "\n")
+    patterns = {"library": r"= \d+  # ", str(books): r"word\d+ word\d+", str(foxes): "brown fox"}
+    for others in ([], [str(books)], [str(books), str(foxes)]):
+        sources = [{"name": other, "weight": 0.001} for other in others] + [{"name": name, "weight": 1000}]
+        found = sequences(tokenizer, 1024, 40, source=sources)
+        text = tokenizer.decode([token for ids in found for token in ids])
+        assert {kind for kind in patterns if re.search(patterns[kind], text)} == set(others or ["library"])
+
+
+@pytest.mark.parametrize("name", SYNTHETIC)
+def test_synthetic_documents_fill_a_sequence_or_a_part_of_one(tokenizer: Any, name: str) -> None:
+    ends = [ids.count(tokenizer.eos_token_id) for ids in sequences(tokenizer, 2048, 20, source=name)]
+    assert (max(ends) >= 4) == (name != RECALL)
 
 
 def test_short_documents_are_left_out_and_counted(tokenizer: Any, books: Path) -> None:

@@ -22,7 +22,6 @@ from pi_lora.data import sources
 from pi_lora.data.documents import NamedJson
 from pi_lora.data.examples import data_problems
 from pi_lora.data.sources import (
-    RECALL,
     STDLIB,
     evaluation_documents,
     find_table,
@@ -36,7 +35,7 @@ from pi_lora.data.sources import (
 )
 from pi_lora.errors import DataError
 from pi_lora.recipe.evaluation import PerplexityOptions
-from pi_lora.recipe.schema import Data, Source
+from pi_lora.recipe.schema import SYNTHETIC, Data, Source
 
 ROWS = 200
 CARD = """---
@@ -386,8 +385,9 @@ def test_splits_of_the_standard_library_are_disjoint_and_complete() -> None:
     assert not [name for name in library if "site-packages" in name or "/test/" in name]
     assert 300 < 0.8 * len(library) < len(train) < 0.95 * len(library)
     assert {document.name for document in evaluation_documents(PerplexityOptions(split="validation"))} == validation
-    with pytest.raises(DataError, match=r"^builtin:recall: is for training"):
-        evaluation_documents(PerplexityOptions(data=RECALL))
+    for name in SYNTHETIC:
+        with pytest.raises(DataError, match=f"^{name}: is for training"):
+            evaluation_documents(PerplexityOptions(data=name))
     # By the name alone. The settings of the demo were chosen by these, and by none of those.
     assert {split_of(f"{name}.py") for name in ("bz2", "calendar", "chunk")} == {"validation"}
     assert {split_of(f"{name}.py") for name in ("enum", "html/parser", "json/encoder")} == {"test"}

@@ -224,7 +224,8 @@ def test_dump_then_load_is_the_same_recipe(
             ["data.document=a", "data.summary=b", "data.source={name: books, select: {by: gain, keep: 0.5}}"],
             "data: source: books: select is for packed text in files or downloaded data sets; leave it out",
         ),
-        (["data.keep_short=0.1"], "keep_short: takes its sequences from chats"),
+        (["data.source=builtin:recall", "data.keep_short=0.1"], "keep_short: takes its sequences from chats or text"),
+        (["data.document=a", "data.summary=b", "data.keep_short=0.1"], "keep_short: takes its sequences from chats or"),
         ([*CHATS, "data.source.hold_out=0.1"], "hold_out is for text"),
         ([*CHATS, "data.keep_short=0.1", "training.per_device_batch_size=2"], "set training.per_device_batch_size: 1"),
         (["tuning.method=full", "model.dtype=bfloat16"], "model.dtype: bfloat16 weights would round"),
@@ -248,7 +249,9 @@ def test_lengths_may_be_written_with_a_suffix(tmp_path: Path, written: str, toke
 
 
 def test_all_conflicts_in_a_section_are_reported_together(tmp_path: Path) -> None:
-    path = write(tmp_path, GOOD.replace("source: builtin:stdlib", "source: x, sequence_tokens: 8, keep_short: 0.1"))
+    path = write(
+        tmp_path, GOOD.replace("source: builtin:stdlib", "source: builtin:recall, sequence_tokens: 8, keep_short: 0.1")
+    )
     [line] = problems(path)
     assert "sequence_tokens" in line
     assert "keep_short" in line.partition("; ")[2]
