@@ -184,7 +184,8 @@ def prepare(
     permissions: Permissions = NO_PERMISSIONS,
     progress: Progress | bool | UI = True,
 ) -> list[str]:
-    """Tokenize and pack the training data of a recipe into the cache, and return what was made and left out.
+    """Tokenize and pack the training data of a recipe into the cache, and return what was made and left out. Documents
+    that the recipe selects by gain are scored first, by the base.
 
     Args:
         recipe: A recipe file, or the name of one that comes with pi-lora.

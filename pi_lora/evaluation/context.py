@@ -253,21 +253,37 @@ def context_losses(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Return the losses in nats of the tokens of a window from `short_window` on: (tokens - short_window) each.
 
-    The first are those with all tokens of the window before them; the second those with `short_window` to
-    `short_window + stride - 1` tokens before them. With `bos`, that token takes the place of the first token of each
-    context. Tokens before `short_window + stride` have the same context twice, and gain nothing.
+    The first are those with all tokens of the window before them, the second those of `near_losses`.
     """
     row = list(ids)
     if bos is not None:
         row[0] = bos
     far = token_losses(model, pad_rows(model, [row]), range(short_window, len(ids)))[0].double()
-    near = far.clone()
-    sweep = Sweep((short_window + stride,), stride)
-    for pieces in sweep.passes(len(ids), tokens_at_once):
+    near = near_losses(model, ids, short_window=short_window, stride=stride, bos=bos, tokens_at_once=tokens_at_once)
+    # Equal contexts would differ by rounding alone.
+    return far, torch.where(near.isnan(), far, near)
+
+
+@torch.no_grad()
+def near_losses(
+    model: Any,
+    ids: Sequence[int],
+    *,
+    short_window: int,
+    stride: int,
+    bos: int | None,
+    tokens_at_once: int = 1,
+) -> torch.Tensor:
+    """Return the losses in nats of the tokens of a window from `short_window` on, with `short_window` to
+    `short_window + stride - 1` tokens before them: (tokens - short_window). With `bos`, that token takes the place of
+    the first token of each context. The first `stride` tokens, whose context is all that the window has, are NaN.
+    """
+    near = torch.full((len(ids) - short_window,), torch.nan, dtype=torch.double)
+    for pieces in Sweep((short_window + stride,), stride).passes(len(ids), tokens_at_once):
         if pieces[0].start:
             for _, tokens, losses in scored_losses(model, ids, pieces, bos=bos):
                 near[tokens.start - short_window : tokens.stop - short_window] = losses
-    return far, near
+    return near
 
 
 def read_key_tokens(file: str) -> ContextScores:
