@@ -18,11 +18,11 @@ NAMED = 3
 
 
 class Scorer(Protocol):
-    """Scores documents by a model. `identity` is JSON that decides the score of a text."""
+    """Scores documents by a model."""
 
     @property
-    def identity(self) -> Json:
-        """The model, and how it scores."""
+    def decided_by(self) -> Json:
+        """JSON that decides the score of a text: the model, and how it scores."""
 
     def score(self, document: Document) -> float | None:
         """Return the score of a document; None if it is too short."""
@@ -40,7 +40,7 @@ def selected(table: Table, gains: Callable[[Selection], Scorer] | None, notes: l
     if select.by == "gain":
         assert gains, "a model scores the gain"
         scorer = gains(select)
-        identity |= scorer.identity
+        identity |= scorer.decided_by
         score = scorer.score
 
     @cache

@@ -32,7 +32,7 @@ class Gains:
     select: Selection
 
     @cached_property
-    def identity(self) -> Json:
+    def decided_by(self) -> Json:
         """JSON that decides the gain of a text. The device does not: one machine reads what another one scored."""
         return {
             "weights": self.source.base.weights_digest,
@@ -44,7 +44,7 @@ class Gains:
 
     @cached_property
     def _folder(self) -> Path:
-        return cache_folder() / "gains" / digest_of(self.identity)
+        return cache_folder() / "gains" / digest_of(self.decided_by)
 
     @cached_property
     def _gains(self) -> dict[str | int, float | None]:

@@ -6,7 +6,8 @@ import json
 import random
 import re
 import sysconfig
-from collections.abc import Iterable
+from collections import Counter
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -15,16 +16,17 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from pi_lora.data import packing
 from pi_lora.data.batches import TrainingData, collate, training_data
 from pi_lora.data.packing import OPEN_SEQUENCES, grouped, packed, pose_positions, wrapped
 from pi_lora.data.recall import WORDS
-from pi_lora.data.sources import STDLIB
+from pi_lora.data.sources import STDLIB, Table, find_table
 from pi_lora.data.tokens import Labelled
 from pi_lora.errors import DataError
 from pi_lora.models.files import BUILTIN_FOLDER
 from pi_lora.models.tokenizer import load_tokenizer
 from pi_lora.recipe.files import load_recipe
-from pi_lora.recipe.schema import RECALL, SYNTHETIC, Data, Training
+from pi_lora.recipe.schema import RECALL, SYNTHETIC, Data, Source, Training
 from pi_lora.storage import cache_folder
 
 RECIPES = Path(__file__).parents[2] / "recipes"
@@ -146,6 +148,32 @@ def test_synthetic_documents_have_the_other_text_of_the_recipe(
         found = sequences(tokenizer, 1024, 40, source=sources)
         text = tokenizer.decode([token for ids in found for token in ids])
         assert {kind for kind in patterns if re.search(patterns[kind], text)} == set(others or ["library"])
+
+
+def test_synthetic_documents_take_the_first_lines_of_texts_without_an_end(
+    tokenizer: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(packing, "MAX_LINES", 100)
+    read = Counter[str]()
+
+    def endless(name: str) -> Table:
+        def rows(columns: Sequence[str], seed: int | None) -> Iterator[tuple[str, dict[str, Any]]]:
+            for number in range(1000):
+                read[name] += 1
+                yield name, {"text": f"{name} {number}\n\n"}
+
+        return Table(Source(name=name), rows, {})
+
+    stream = packing.Stream(
+        table=find_table(Source(name=RECALL)),
+        data=Data(source=RECALL),
+        tokenizer=tokenizer,
+        length=256,
+        counts=Counter(),
+        texts=[endless("a"), endless("b")],
+    )
+    next(stream.rows())
+    assert read == {"a": 50, "b": 50}
 
 
 @pytest.mark.parametrize("name", SYNTHETIC)
