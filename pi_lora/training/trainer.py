@@ -186,7 +186,9 @@ class Trainer(SFTTrainer):
         """Compute the loss of the model, from all logits, or that of TRL, in chunks; or LongCE."""
         if self.training.loss == "key_tokens":
             tokens = options.get("num_items_in_batch") or inputs["labels"][:, 1:].numel()
-            return key_token_loss(model, inputs["input_ids"], bos=self.bos) / tokens
+            # Only the whole model is under accelerate's autocast, not the decoder alone.
+            with self.accelerator.autocast():
+                return key_token_loss(model, inputs["input_ids"], bos=self.bos) / tokens
         if self.loss_kernel == "plain":
             return PlainTrainer.compute_loss(self, model, {**inputs, "use_cache": False}, *others, **options)
         return super().compute_loss(model, inputs, *others, **options)
