@@ -198,6 +198,6 @@ def read_adapter_settings(folder: Path) -> AdapterSettings:
     if settings.peft_type != "LORA":
         raise ModelError(
             f"{file}: peft_type {settings.peft_type}: only LoRA adapters can be loaded and merged; "
-            "load it with PEFT and write it as LoRA with peft.save_as_lora(FOLDER, model, rank=1.0)"
+            "PEFT writes most others as LoRA: peft.save_as_lora(FOLDER, model, rank=1.0)"
         )
     return settings

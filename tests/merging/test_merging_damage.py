@@ -99,7 +99,7 @@ DAMAGE: dict[str, tuple[Callable[[Path], object], str]] = {
     ),
     "adapter of another kind": (
         lambda at: edit_json(at / "run" / "adapter_config.json", peft_type="LOHA"),
-        r"adapter_config\.json: peft_type LOHA: only LoRA adapters can be loaded and merged; load it with PEFT",
+        r"adapter_config\.json: peft_type LOHA: only LoRA adapters can be loaded and merged; PEFT writes",
     ),
     "adapter with another update than B A": (
         lambda at: edit_json(at / "run" / "adapter_config.json", arrow_config={"top_k": 1}, init_lora_weights="pissa"),

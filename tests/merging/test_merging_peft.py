@@ -129,7 +129,7 @@ def test_other_adapters_are_merged_once_peft_has_written_them_as_lora(kind: type
             weight.add_(torch.randn_like(weight) * 0.3)
     logits = adapted.eval()(IDS).logits
     adapted.save_pretrained(run, save_embedding_layers=False)
-    with pytest.raises(ModelError, match=r"only LoRA .* with peft\.save_as_lora\(FOLDER, model, rank=1\.0\)$"):
+    with pytest.raises(ModelError, match=r"only LoRA .* as LoRA: peft\.save_as_lora\(FOLDER, model, rank=1\.0\)$"):
         merge(run, tmp_path / "merged", base=str(base))
     save_as_lora(run, adapted, rank=1.0)
     merged = AutoModelForCausalLM.from_pretrained(
