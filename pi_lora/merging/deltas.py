@@ -207,11 +207,15 @@ def read_adapter(folder: Path, model: PreTrainedModel, originals: Mapping[str, S
     for module, tokens in settings.trainable_token_indices.items():
         for name, rows in saved.items():
             original = originals.get(name)
-            is_trained = rows.name.endswith(module + TRAINED_ROWS) and len(tokens) == rows.shape[0]
             # Rows that are left out here are refused for their shape.
-            if original and is_trained and max(tokens) < original.shape[0]:
-                whole = replace(rows, shape=original.shape)
-                changes[name] = WithTrainedRows(**vars(whole), original=original, tokens=tokens)
+            if (
+                original
+                and rows.name.endswith(module + TRAINED_ROWS)
+                and len(tokens) == rows.shape[0]
+                and max(tokens) < original.shape[0]
+            ):
+                whole = vars(replace(rows, shape=original.shape))
+                changes[name] = WithTrainedRows(**whole, original=original, tokens=tokens)
     return changes
 
 
