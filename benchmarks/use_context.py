@@ -180,7 +180,6 @@ class Experiment:
         yield self.training("whole", whole, MIXTURE)
         yield self.training(CONTROL, control, MIXTURE)
         yield self.training("chosen", whole, AGGREGATION, select=SELECT)
-        yield self.training("weighted", whole, MIXTURE, training__loss="key_tokens")
         for text in ("novels", "mathematics"):
             yield self.context("evaluator", [self.setting.evaluator], text)
         models = {
@@ -189,7 +188,6 @@ class Experiment:
             CONTROL: self.tuned(CONTROL),
             "released": [RELEASED],
             "chosen": self.tuned("chosen"),
-            "weighted": self.tuned("weighted"),
             "base": [self.setting.base],
         }
         yield from self.tests(models)

@@ -35,9 +35,10 @@ FAILING = (429, 500, 502, 503, 504)
 
 
 class _Hub(HfApi):
-    """A client that knows whether the hub answered."""
+    """A client that knows whether the hub answered, and whether this command reads the cache since it did not."""
 
     answers = True
+    fell_back = False
 
     def repo_info(self, *args: Any, **options: Any) -> Any:
         """Ask for the commit of a name, as `resolve_revision` does."""
@@ -54,10 +55,18 @@ def commit_of(name: str, revision: str = "main", kind: Kind = "model") -> str:
     with hub_errors(name, kind, revision):
         commit = hub.resolve_revision(name, repo_type=kind, revision=revision).resolved
     if not hub.answers:
-        # Every later request would wait for half a minute.
+        # Every later request of this command would wait for half a minute.
         constants.HF_HUB_OFFLINE = True
+        _Hub.fell_back = True
         LOGGER.warning("%s does not answer; the cache is read instead", constants.ENDPOINT)
     return commit
+
+
+def ask_again() -> None:
+    """Let the next command ask the hub again if the last one fell back to the cache, as in a notebook."""
+    if _Hub.fell_back:
+        constants.HF_HUB_OFFLINE = False
+        _Hub.fell_back = False
 
 
 def download_folder(name: str, commit: str, patterns: Sequence[str]) -> Path:
@@ -110,13 +119,13 @@ def _problem(name: str, kind: Kind, revision: str, error: BaseException) -> str:
     if not isinstance(cause, HTTPError | ConnectionError | LocalEntryNotFoundError | RevisionResolutionError):
         return f"{name}: the hub cannot serve it ({first_line(error)}); check the name, and subset and split of data"
     reason = f"{constants.ENDPOINT} does not answer ({first_line(cause)}); check the network"
+    no_folder = ""
     if constants.HF_HUB_OFFLINE:
         reason = "HF_HUB_OFFLINE=1 is set, or the hub did not answer"
+        no_folder = "no such folder, and "
     if kind == "push":
         return f"{name}: {reason}"
-    if constants.HF_HUB_OFFLINE:
-        reason = f"no such folder, and {reason}"
-    return f"{name}: {reason}; in the cache: {', '.join(_cached_files(name, kind)) or 'nothing of it'}"
+    return f"{name}: {no_folder}{reason}; in the cache: {', '.join(_cached_files(name, kind)) or 'nothing of it'}"
 
 
 def gated(name: str, kind: Kind) -> str:

@@ -289,8 +289,7 @@ def resume_command(output: Path) -> str:
 
 
 def check_tuned(run: Run) -> None:
-    """Raise ModelError if a folder is not that of a finished run, with its recipe."""
-    check_finished(run.path)
+    """Raise ModelError if a folder is not that of a run, with its recipe."""
     if not run.has_recipe:
         raise ModelError(f"{run.path}: holds no {RECIPE_FILE}; name a run folder that pi-lora train made")
 

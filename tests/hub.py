@@ -363,6 +363,7 @@ def hub(hub_server: Hub, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Hub
     }
     for name, setting in settings.items():
         monkeypatch.setattr(constants, name, setting)
+    monkeypatch.setattr("pi_lora.hub._Hub.fell_back", False)
     monkeypatch.setattr(datasets.config, "HF_ENDPOINT", hub_server.url)
     monkeypatch.setattr(datasets.config, "HF_HUB_OFFLINE", False)
     monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", tmp_path / "datasets")

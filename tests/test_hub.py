@@ -8,6 +8,7 @@ import shutil
 import subprocess
 import sys
 import time
+from collections.abc import Callable
 from pathlib import Path
 
 import pyarrow as pa
@@ -17,7 +18,7 @@ import torch
 from conftest import run_captured, small_recipe, train
 from hub import OTHER_TOKEN, TOKEN, Fault, Hub
 from huggingface_hub import constants
-from models.test_composite import save_composite
+from models.test_composite import other_tensors, save_composite, tuned
 from safetensors.torch import load_file, save_file
 from transformers import AutoConfig, AutoModelForCausalLM
 
@@ -25,6 +26,7 @@ from pi_lora import api
 from pi_lora.data import sources
 from pi_lora.data.sources import evaluation_documents, find_table, held_out_text
 from pi_lora.errors import DataError, ModelError, RecipeError
+from pi_lora.models.files import PROCESSOR_FILES
 from pi_lora.models.resolve import resolve_model
 from pi_lora.preflight import check
 from pi_lora.recipe.evaluation import PerplexityOptions
@@ -244,6 +246,26 @@ def test_a_hub_that_answers_again_is_asked_again(hub: Hub, model: str) -> None:
     assert resolve_model("me/tiny").base.commit == model
 
 
+def test_a_command_asks_again_a_hub_that_did_not_answer_the_last_one(
+    hub: Hub, model: str, lora_run: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As in a notebook that goes on when the network is back."""
+    monkeypatch.setenv("HF_TOKEN", TOKEN)
+    api.resolve("me/tiny")
+    newest = hub.add(MODEL, hub.files(MODEL) | {"LICENSE": b""})
+    commands: tuple[Callable[[], object], ...] = (
+        lambda: api.load("me/tiny"),
+        lambda: api.push(lora_run, "me/run"),
+        lambda: api.resolve("me/tiny"),
+    )
+    for command in commands:
+        hub.faults = [Fault(".")]
+        assert api.resolve("me/tiny").base.commit in (model, newest)
+        hub.faults = []
+        command()
+    assert api.resolve("me/tiny").base.commit == newest
+
+
 def test_what_is_cached_is_named_where_the_hub_does_not_answer(hub: Hub, model: str) -> None:
     resolve_model("me/tiny")
     hub.faults = [Fault(".")]
@@ -277,7 +299,8 @@ def test_everything_cached_is_read_without_the_hub(
     assert torch.equal(logits("me/tiny"), before)
     measured = [each.text for each in evaluation_documents(PerplexityOptions.model_validate(held_out_text(books)))]
     assert sorted(trained + measured) == sorted(rows)
-    assert len(hub.log) == (0 if offline else 1)
+    # Once for the checks, and once for the logits.
+    assert len(hub.log) == (0 if offline else 2)
     monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
     # The commit is known, but what was streamed is not in the cache.
     (Path(constants.HF_HUB_CACHE) / "datasets--me--streamed" / "refs").mkdir(parents=True)
@@ -328,6 +351,42 @@ def test_a_run_is_pushed_and_pulled(
     assert torch.equal(logits("me/run"), logits(str(run)))
     merged = api.merge("me/run", output=tmp_path / "merged").folder
     assert torch.allclose(logits(str(merged)), logits("me/run"), atol=1e-4)
+
+
+def test_a_composite_is_pushed_whole_and_pulled(hub: Hub, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    base = save_composite("gemma3", tmp_path / "base")
+    folder = api.merge(tuned(base, tmp_path / "run"), output=tmp_path / "merged").folder
+    assert str(tmp_path) in (folder / "merge.json").read_text()
+    monkeypatch.setenv("HF_TOKEN", TOKEN)
+    api.push(folder, "me/whole")
+    pushed = hub.files("models/me/whole")
+    assert pushed.keys() == {str(file.relative_to(folder)) for file in folder.rglob("*") if file.is_file()}
+    assert {*PROCESSOR_FILES, "model.safetensors", "tokenizer.json"} <= pushed.keys()
+    assert [name for name, content in pushed.items() if str(tmp_path).encode() in content] == []
+    for name in PROCESSOR_FILES:
+        assert pushed[name] == (base / name).read_bytes()
+    assert pushed["model.safetensors"] == (folder / "model.safetensors").read_bytes()
+    assert other_tensors(folder).keys() == other_tensors(base).keys()
+    config = json.loads(pushed["config.json"])
+    assert config["vision_config"] == json.loads((base / "config.json").read_text())["vision_config"]
+    assert torch.equal(logits("me/whole"), logits(str(folder)))
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["report", "acme/nope"], "acme/nope: no such folder, and no such model on the hub; check the name, or log in"),
+        (["eval", "all", "acme/nope"], "acme/nope: no such folder, and no such model on the hub; check the name, or"),
+        (["eval", "all", "../acme/nope"], "../acme/nope: no such model; give a model folder, a hub id or"),
+        (["push", "acme/nope", "me/run"], "acme/nope: no such folder; name that of a run or model"),
+    ],
+)
+def test_commands_say_of_a_run_that_there_is_none(
+    hub: Hub, words: list[str], message: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    status, _, errors = run_captured(capsys, monkeypatch, *words)
+    assert status == 2
+    assert errors.splitlines()[-1].startswith(message)
 
 
 def test_an_upload_without_the_hub_says_nothing_of_folders_and_caches(

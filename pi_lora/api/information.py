@@ -99,15 +99,16 @@ def write_report(run: AnyModel, *, html: bool = False) -> list[Path]:
     """Write the model card of a run into its folder, with pictures of its scores and its loss; return the files.
 
     Args:
-        run: The folder of a run that was measured, or what `train` returns.
+        run: The folder of a run that was measured, a hub id, whose folder is in the cache, or what `train` returns.
         html: Also write one HTML page that needs no other file.
 
     Raises:
-        ModelError: The folder is no run that was measured, or pi-lora did not write the card that is there.
+        ModelError: There is no such run, it was not measured, or pi-lora did not write the card that is there.
     """
+    from pi_lora.models.resolve import run_folder
     from pi_lora.report import card
 
-    return card.write_report(path_of(name_of(run)), html=html)
+    return card.write_report(run_folder(name_of(run)), html=html)
 
 
 def push(run: AnyModel, repo: str, *, private: bool = False, progress: Progress | bool | UI = False) -> str:

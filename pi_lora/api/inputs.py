@@ -47,10 +47,12 @@ def resolve(
         ModelError: The model is missing, incomplete or not the one that a run was tuned from.
         ScalingError: The model cannot be extended.
     """
+    from pi_lora.hub import ask_again
     from pi_lora.models.resolve import resolve_model
     from pi_lora.models.source import ModelSource
 
     if isinstance(model, str | os.PathLike):
+        ask_again()
         return resolve_model(name_of(model), extension, permissions=permissions, revision=revision, base=base)
     source = model if isinstance(model, ModelSource) else model.source
     refuse_options(model, base=base, revision=None if revision == "main" else revision)
@@ -101,9 +103,12 @@ def refuse_options(model: "ModelSource | LoadedModel", **options: object) -> Non
 
 
 def ui_of(progress: Progress | bool | UI) -> UI:
-    """Return the functions that show a user what happens."""
+    """Return the functions that show a user what happens; a command begins with it."""
     if isinstance(progress, UI):
         return progress
+    from pi_lora.hub import ask_again
+
+    ask_again()
     if progress is True:
         from pi_lora.terminal import progress_bar
 

@@ -253,37 +253,20 @@ def context_losses(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Return the losses in nats of the tokens of a window from `short_window` on: (tokens - short_window) each.
 
-    The first are those with all tokens of the window before them, the second those of `near_losses`.
+    The first are those with all tokens of the window before them, the second those with `short_window` to
+    `short_window + stride - 1` tokens before them. With `bos`, that token takes the place of the first token of each
+    context. The first `stride` tokens have the same context twice, and gain nothing.
     """
     row = list(ids)
     if bos is not None:
         row[0] = bos
     far = token_losses(model, pad_rows(model, [row]), range(short_window, len(ids)))[0].double()
-    near = near_losses(model, ids, short_window=short_window, stride=stride, bos=bos, tokens_at_once=tokens_at_once)
-    # Equal contexts would differ by rounding alone.
-    return far, torch.where(near.isnan(), far, near)
-
-
-@torch.no_grad()
-def near_losses(
-    model: Any,
-    ids: Sequence[int],
-    *,
-    short_window: int,
-    stride: int,
-    bos: int | None,
-    tokens_at_once: int = 1,
-) -> torch.Tensor:
-    """Return the losses in nats of the tokens of a window from `short_window` on, with `short_window` to
-    `short_window + stride - 1` tokens before them: (tokens - short_window). With `bos`, that token takes the place of
-    the first token of each context. The first `stride` tokens, whose context is all that the window has, are NaN.
-    """
-    near = torch.full((len(ids) - short_window,), torch.nan, dtype=torch.double)
+    near = far.clone()
     for pieces in Sweep((short_window + stride,), stride).passes(len(ids), tokens_at_once):
         if pieces[0].start:
             for _, tokens, losses in scored_losses(model, ids, pieces, bos=bos):
                 near[tokens.start - short_window : tokens.stop - short_window] = losses
-    return near
+    return far, near
 
 
 def read_key_tokens(file: str) -> ContextScores:
@@ -294,19 +277,13 @@ def read_key_tokens(file: str) -> ContextScores:
 
 def _spans_for(document: TokenizedDocument, given: ContextScores) -> list[Span]:
     """Return the key tokens that are given for a document."""
-    digest = digest_of_text(document)
     for other in given.per_document:
-        if other.sha256 == digest:
+        if other.sha256 == document.digest:
             return other.spans
     raise DataError(
         f"--key-tokens: {given.options.key_tokens or given.evaluator} was not measured on {document.name}; "
         "measure both on the same documents"
     )
-
-
-def digest_of_text(document: TokenizedDocument) -> str:
-    """Return the digest of a text, the same for every tokenizer."""
-    return hashlib.sha256(document.text.encode()).hexdigest()
 
 
 def _scored_spans(model: LoadedModel, document: TokenizedDocument, *, window: int, short_window: int) -> list[Span]:
@@ -338,7 +315,7 @@ def _document_scores(
     keys = is_key.nonzero().flatten().tolist()
     return DocumentContext(
         name=document.name,
-        sha256=digest_of_text(document),
+        sha256=document.digest,
         tokens=len(spans),
         loss=far.mean().item(),
         gain=gain.mean().item(),

@@ -23,11 +23,12 @@ DEFAULTS: dict[str, dict[str, int]] = {
 
 
 class TokenizedDocument(NamedTuple):
-    """The name of a document, the token ids that are measured, and the whole text."""
+    """The name of a document, the token ids that are measured, the whole text, and a digest of it."""
 
     name: str
     ids: "array[int]"
     text: str
+    digest: str
 
 
 def default_text(data: str | None, models: Sequence[ModelSource]) -> str:
@@ -58,7 +59,7 @@ def choose_documents(model: LoadedModel, options: TextOptions, longest: int) -> 
         lengths.append(len(ids))
         if len(ids) >= needed:
             measured = array("i", ids[: options.truncate])
-            chosen.append(TokenizedDocument(document.name, measured, document.text))
+            chosen.append(TokenizedDocument(document.name, measured, document.text, document.digest))
         if len(chosen) == options.documents:
             break
     if not chosen:

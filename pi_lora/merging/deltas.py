@@ -17,10 +17,12 @@ from pi_lora.models.files import ADAPTER_WEIGHTS_FILE, AdapterSettings, read_ada
 from pi_lora.models.weights import COMPUTED, StoredTensor, finite, keep, read_header, spans
 
 PEFT_PREFIX = "base_model.model."
+# The end of the name of the rows that PEFT saves of an embedding or a head.
+TRAINED_ROWS = ".token_adapter.trainable_tokens_delta"
 # Initializations that do not change the base; PiSSA, OLoRA, CorDA and LoftQ subtract theirs from it.
 UNCHANGED_BASE_INITIALIZATIONS = (True, False, "gaussian", "orthogonal", "eva")
 # Kinds of LoRA whose update is not a single matrix product, or depends on the input.
-UNMERGEABLE_SETTINGS = ("alora_invocation_tokens", "arrow_config", "trainable_token_indices")
+UNMERGEABLE_SETTINGS = ("alora_invocation_tokens", "arrow_config")
 
 
 @dataclass(frozen=True)
@@ -100,6 +102,22 @@ class Stack:
 
 
 @dataclass(frozen=True)
+class WithTrainedRows(StoredTensor):
+    """An embedding or a head, `original`, with the stored rows in place of those of `tokens`; it is read in float32."""
+
+    original: StoredTensor
+    tokens: list[int]
+
+    def rows(self, start: int, stop: int) -> torch.Tensor:
+        """Read rows `start` to `stop` (exclusive)."""
+        block = self.original.rows(start, stop).float()
+        for number, token in enumerate(self.tokens):
+            if start <= token < stop:
+                block[token - start] = super().rows(number, number + 1)
+        return block
+
+
+@dataclass(frozen=True)
 class Difference:
     """The change of a tensor that was trained in full, to be added to the tensor of a sibling.
 
@@ -151,9 +169,10 @@ class OutputTensor:
             yield cast
 
 
-def read_adapter(folder: Path, model: PreTrainedModel) -> dict[str, Change]:
+def read_adapter(folder: Path, model: PreTrainedModel, originals: Mapping[str, StoredTensor]) -> dict[str, Change]:
     """Return the changes of the adapter in `folder` by the name of the weight in `model`, those of experts by the names
-    of the matrices that the weight stacks; only headers are read.
+    of the matrices that the weight stacks; only headers are read. `originals` are the tensors that the run was tuned
+    on.
 
     Raise ModelError if the adapter is missing, damaged, incomplete, or of a kind that cannot be merged.
     """
@@ -179,8 +198,25 @@ def read_adapter(folder: Path, model: PreTrainedModel) -> dict[str, Change]:
                 raise ModelError(f"{folder}: lacks {module}.lora_magnitude_vector; tune or download it again")
             changes |= _low_rank_changes(layout, parameter or name, a, b, scaling=scaling, magnitude=magnitude)
     # A trained bias is saved under the layer that PEFT has wrapped.
-    others = {tensor.name.removeprefix(PEFT_PREFIX).replace(".base_layer.", "."): tensor for tensor in parts.values()}
-    return changes | _by_name_in(model, others)
+    others = {
+        tensor.name.removeprefix(PEFT_PREFIX).replace(".base_layer.", ".").replace(TRAINED_ROWS, ".weight"): tensor
+        for tensor in parts.values()
+    }
+    saved = _by_name_in(model, others)
+    changes |= saved
+    for module, tokens in settings.trainable_token_indices.items():
+        for name, rows in saved.items():
+            original = originals.get(name)
+            # Rows that are left out here are refused for their shape.
+            if (
+                original
+                and rows.name.endswith(module + TRAINED_ROWS)
+                and len(tokens) == rows.shape[0]
+                and max(tokens) < original.shape[0]
+            ):
+                whole = vars(replace(rows, shape=original.shape))
+                changes[name] = WithTrainedRows(**whole, original=original, tokens=tokens)
+    return changes
 
 
 def _low_rank_changes(
@@ -245,13 +281,13 @@ def match_tensors(
     Raises:
         ModelError: Changes do not fit the base; the message names all of them.
     """
-    changes = read_adapter(run, model)
     tied = model.all_tied_weights_keys
     stored = _by_name_in(model, base)
-    _stack_experts(changes, stored, Layout(model))
     stored_before = _by_name_in(model, before or {})
     tied_sources = {name: stored[twin] for name, twin in tied.items() if twin in stored}
     sources = {**tied_sources, **stored}
+    changes = read_adapter(run, model, stored_before or sources)
+    _stack_experts(changes, stored, Layout(model))
     problems = [
         f"{name} {list(change.shape)}"
         for name, change in changes.items()
@@ -304,8 +340,10 @@ def _diverged(change: Change | None, twin_change: Change | None) -> bool:
     """Whether two tied weights differ, or their changes by tuning.
 
     PEFT trains a copy of embeddings in `modules_to_save`, from which a tied head diverges unless `ensure_weight_tying`
-    was set. With `ensure_weight_tying`, PEFT saves the one tensor under both names.
+    was set. With `ensure_weight_tying`, PEFT saves the one tensor under both names. It saves trained rows once.
     """
+    if change is None and isinstance(twin_change, WithTrainedRows):
+        return False
     if isinstance(change, StoredTensor) and isinstance(twin_change, StoredTensor):
         return change is not twin_change and not change.equals(twin_change)
     return change is not twin_change

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Annotated
 
 from huggingface_hub import ModelCard
-from pydantic import AfterValidator, BaseModel, ConfigDict, Field
+from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field
 from yaml import YAMLError
 
 from pi_lora.errors import ModelError, first_line
@@ -148,6 +148,11 @@ def save_config(config: Config, folder: Path) -> None:
     write_json(folder / CONFIG_FILE, whole_config(with_legacy_rope_keys(config)), sort_keys=True)
 
 
+def _by_module(tokens: object) -> object:
+    """Return tokens by the end of the name of a module; PEFT means the embedding if it has a list."""
+    return {"": tokens} if isinstance(tokens, list) else tokens or {}
+
+
 class AdapterSettings(BaseModel):
     """The settings of an adapter that are used here; there are others, and PEFT reads the file again.
 
@@ -166,6 +171,7 @@ class AdapterSettings(BaseModel):
     init_lora_weights: bool | str | None = True
     modules_to_save: list[str] | None = None
     target_parameters: list[str] | None = None
+    trainable_token_indices: Annotated[dict[str, list[int]], BeforeValidator(_by_module)] = {}
     alpha_pattern: dict[str, float] | None = None
 
     def scaling(self, module: str, rank: int) -> float:
@@ -190,5 +196,8 @@ def read_adapter_settings(folder: Path) -> AdapterSettings:
     file = folder / ADAPTER_CONFIG_FILE
     settings = read_json(file, AdapterSettings, "tune or download it again")
     if settings.peft_type != "LORA":
-        raise ModelError(f"{file}: peft_type {settings.peft_type}: only LoRA adapters can be loaded and merged")
+        raise ModelError(
+            f"{file}: peft_type {settings.peft_type}: only LoRA adapters can be loaded and merged; "
+            "PEFT writes most others as LoRA: peft.save_as_lora(FOLDER, model, rank=1.0)"
+        )
     return settings

@@ -15,7 +15,6 @@ from pi_lora.models.files import (
     CONFIG_FILE,
     SETTINGS_FILE,
     find_file,
-    is_local,
     model_folder,
     read_adapter_settings,
     read_config,
@@ -132,9 +131,10 @@ def require_adapter(name: str, adapter: Path | None) -> Path:
 
 
 def run_folder(name: str) -> Path:
-    """Return the folder of a run; of a hub id the one in the cache, with its scores."""
-    if is_local(name):
-        return Path(name)
+    """Return the folder of a run; of a hub id the one in the cache, with its scores. Raise ModelError if there is
+    none.
+    """
+    check_finished(Path(name))
     folder, _ = model_folder(name)
     return folder if (folder / RECIPE_FILE).is_file() else Path(name)
 

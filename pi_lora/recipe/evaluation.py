@@ -79,13 +79,11 @@ class ContextOptions(TextOptions):
     window: Tokens | None = None
     """Tokens of the whole context: consecutive windows of a document. By default L'."""
     short_window: Tokens | None = None
-    """Tokens of context that is near: the same tokens are predicted from the last of this many tokens up to `stride`
-    more. By default 4096, or half the window if that is less."""
+    """Tokens of the near context at least; at most `stride` more. By default 4096, or half the window if less."""
     stride: Tokens | None = None
     """Tokens that are predicted from the same near context. By default a quarter of `short_window`."""
     key_tokens: str | None = None
-    """Scores of another model on the same documents, as --json writes them: LongPPL counts the key tokens in there. By
-    default the key tokens of the model itself."""
+    """Scores of another model on these documents, whose key tokens LongPPL counts. By default the model's own."""
 
     def conflicts(self) -> Iterator[str]:
         """Yield a short window or a truncation that does not fit the window."""

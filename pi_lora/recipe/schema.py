@@ -236,9 +236,6 @@ class Training(Section):
     """Sequences per optimizer step, over all processes."""
     per_device_batch_size: PositiveInt = 1
     """Sequences per forward pass of a process."""
-    loss: Literal["tokens", "key_tokens"] = "tokens"
-    """Loss to minimize. tokens: the mean over all tokens. key_tokens: LongCE, which weights tokens by what they gain
-    from distant context."""
     schedule: Literal[
         "constant",
         "linear",
@@ -432,9 +429,6 @@ class Recipe(Section):
             )
         if data.keep_short and batch_size > 1:
             yield "data.keep_short: its sequences have other lengths; set training.per_device_batch_size: 1"
-        whole = data.positions == "contiguous" and not (data.has_examples or data.has_chats or data.keep_short)
-        if self.training.loss == "key_tokens" and not (whole and hardware.processes == 1):
-            yield "training.loss: key_tokens is for whole sequences of text and one process; leave it out"
         target = self.context.target
         if data.sequence_tokens is not None and data.sequence_tokens > target:
             yield f"data.sequence_tokens: {data.sequence_tokens} is more than context.target, {target}; lower it"

@@ -62,6 +62,8 @@ def push(folder: Path, repo: str, *, private: bool = False, progress: Progress =
     Raise ModelError if the folder is unfinished, lacks a file or has links to files elsewhere, or if the hub refuses.
     """
     check_finished(folder)
+    if not folder.is_dir():
+        raise ModelError(f"{folder}: no such folder; name that of a run or model")
     names = _names_to_upload(folder.resolve())
     refresh_scores(MeasuredRun(folder))
     operations = [CommitOperationAdd(name, _content(folder, name)) for name in names]

@@ -18,7 +18,6 @@ from trl import SFTConfig, SFTTrainer
 from trl.models import enable_selective_activation_checkpointing
 
 from pi_lora.data.batches import LengthGroups, TrainingData, collate
-from pi_lora.data.tokens import added_bos
 from pi_lora.errors import ModelError
 from pi_lora.models import adapter as adapters
 from pi_lora.models import device as devices
@@ -28,7 +27,6 @@ from pi_lora.models.loaded import LoadedModel
 from pi_lora.planning.memory import LossKernel
 from pi_lora.recipe.schema import Recipe
 from pi_lora.run import CHECKPOINTS, Run
-from pi_lora.training.key_tokens import key_token_loss
 
 
 def trainer_arguments(recipe: Recipe, run: Run, name: str, *, balances_experts: bool = False) -> SFTConfig:
@@ -121,7 +119,6 @@ class Trainer(SFTTrainer):
         self.training = recipe.training
         self.loss_kernel = loss_kernel
         self.record_loss = record_loss
-        self.bos = added_bos(model.tokenizer)
         tuned = model.module
         # Under autocast the casts of PEFT only change dropout, which depends on the dtype.
         self.cast_by_autocast = devices.computes_in(recipe) != "float32" and not recipe.tuning.dropout
@@ -183,12 +180,7 @@ class Trainer(SFTTrainer):
         return self.groups or super()._get_train_sampler(train_dataset)
 
     def compute_loss(self, model: Any, inputs: dict[str, Any], *others: Any, **options: Any) -> Any:
-        """Compute the loss of the model, from all logits, or that of TRL, in chunks; or LongCE."""
-        if self.training.loss == "key_tokens":
-            tokens = options.get("num_items_in_batch") or inputs["labels"][:, 1:].numel()
-            # Only the whole model is under accelerate's autocast, not the decoder alone.
-            with self.accelerator.autocast():
-                return key_token_loss(model, inputs["input_ids"], bos=self.bos) / tokens
+        """Compute the loss of the model, from all logits, or that of TRL, in chunks."""
         if self.loss_kernel == "plain":
             return PlainTrainer.compute_loss(self, model, {**inputs, "use_cache": False}, *others, **options)
         return super().compute_loss(model, inputs, *others, **options)

@@ -68,7 +68,7 @@ def test_dynamic_scaling_computes_every_window_on_its_own(small_model: Any, tmp_
     unread = copy.deepcopy(model.module)
     (tmp_path / "text.txt").write_text("the road is long and the night is dark " * 20)
     options = PerplexityOptions(data=str(tmp_path), windows=(64, 100, 128), stride=24, truncate=170)
-    [(_, document, _)], _ = choose_documents(model, options, 128)
+    [(_, document, *_)], _ = choose_documents(model, options, 128)
     scores = Perplexity().run(model, options, Session())
     assert scores.by_position
     assert sum(each.tokens for each in scores.by_position.bins) == 127
@@ -150,7 +150,7 @@ def test_the_option_says_which_windows_begin_with_bos(
     model = load(str(small_model))
     (tmp_path / "text.txt").write_text("the road is long and the night is dark " * 20)
     options = PerplexityOptions(data=str(tmp_path), windows=(64, 128), stride=24, bos=bos)
-    [(_, document, _)], _ = choose_documents(model, options, 128)
+    [(_, document, *_)], _ = choose_documents(model, options, 128)
     first = model.tokenizer.bos_token_id
     scores = Perplexity().run(model, options, Session())
     assert scores.bos == f"each {bos}"
@@ -186,7 +186,7 @@ def test_lm_eval_finds_the_same_likelihood(
     (tmp_path / "text.txt").write_text("the road is long and the night is dark " * 20)
     windows = {"windows": (scored + 1,), "stride": scored, "truncate": 1 + 3 * scored}
     options = PerplexityOptions(data=str(tmp_path), bos=bos, **windows)
-    [(_, document, _)], _ = choose_documents(model, options, scored + 1)
+    [(_, document, *_)], _ = choose_documents(model, options, scored + 1)
     [score] = Perplexity().run(model, options, Session()).windows
     tokens = list(document[1:])
     judge = HFLM(

@@ -99,7 +99,7 @@ DAMAGE: dict[str, tuple[Callable[[Path], object], str]] = {
     ),
     "adapter of another kind": (
         lambda at: edit_json(at / "run" / "adapter_config.json", peft_type="LOHA"),
-        r"adapter_config\.json: peft_type LOHA: only LoRA adapters can be loaded and merged",
+        r"adapter_config\.json: peft_type LOHA: only LoRA adapters can be loaded and merged; PEFT writes",
     ),
     "adapter with another update than B A": (
         lambda at: edit_json(at / "run" / "adapter_config.json", arrow_config={"top_k": 1}, init_lora_weights="pissa"),
@@ -109,9 +109,17 @@ DAMAGE: dict[str, tuple[Callable[[Path], object], str]] = {
         lambda at: edit_json(at / "run" / "adapter_config.json", use_dora=True),
         r"run: lacks .*_proj\.lora_magnitude_vector; tune or download it again",
     ),
-    "rows of embeddings": (
-        lambda at: edit_json(at / "run" / "adapter_config.json", trainable_token_indices=[3]),
-        r"run: trainable_token_indices: cannot be merged",
+    "rows of no known tokens": (
+        lambda at: save_rows(at / "run"),
+        r"which has no model\.embed_tokens\.weight \[2, 32\]$",
+    ),
+    "rows of other tokens": (
+        lambda at: save_rows(at / "run", [1, 1024]),
+        r"which has no model\.embed_tokens\.weight \[2, 32\]$",
+    ),
+    "fewer rows than tokens": (
+        lambda at: save_rows(at / "run", [1, 2, 3]),
+        r"which has no model\.embed_tokens\.weight \[2, 32\]$",
     ),
     "adapter of embeddings": (
         lambda at: edit(
@@ -122,6 +130,12 @@ DAMAGE: dict[str, tuple[Callable[[Path], object], str]] = {
     ),
     "another vocabulary": (lambda at: edit_json(at / "base" / "config.json", vocab_size=999), "vocab_size 999 instead"),
 }
+
+
+def save_rows(run: Path, tokens: list[int] | None = None) -> None:
+    name = "base_model.model.model.embed_tokens.token_adapter.trainable_tokens_delta"
+    edit(run / ADAPTER, lambda each: each.update({name: torch.zeros(2, 32)}))
+    edit_json(run / "adapter_config.json", trainable_token_indices=tokens)
 
 
 def rename_layers(tensors: dict[str, torch.Tensor]) -> None:

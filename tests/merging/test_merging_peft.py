@@ -9,13 +9,15 @@ from typing import Any
 import pytest
 import torch
 from conftest import small_recipe, train
-from random_runs import save_base, save_run, stored, tuned
+from peft import LoHaConfig, LoKrConfig, get_peft_model, save_as_lora
+from random_runs import save_base, save_run, stored, stretched, tuned
 from safetensors.torch import save_file
 from small_configs import ALL, ATTENTION, MIXTRAL, NEOX, NORMS, SIZES, TIED, UNTIED
 from transformers import AutoModelForCausalLM, Phi3Config, PreTrainedConfig
 
 from pi_lora.api import merge
 from pi_lora.errors import ModelError
+from pi_lora.models.adapter import without_known_warnings
 
 IDS = torch.randint(2, 1024, (2, 100), generator=torch.Generator().manual_seed(5))
 EXACT_TIES = {"ensure_weight_tying": True}
@@ -35,6 +37,13 @@ CASES: dict[str, tuple[PreTrainedConfig, dict[str, Any]]] = {
     "head": (UNTIED, {"r": 4, "target_modules": [*ATTENTION, "lm_head"]}),
     "tied": (TIED, {"r": 4, "target_modules": ALL}),
     "tied, trained": (TIED, {"r": 4, "target_modules": ALL, "modules_to_save": ["embed_tokens", *NORMS], **EXACT_TIES}),
+    "rows": (UNTIED, {"r": 4, "target_modules": ATTENTION, "trainable_token_indices": [1023, 3]}),
+    "rows of both": (
+        UNTIED,
+        {"r": 4, "target_modules": ATTENTION, "trainable_token_indices": {"embed_tokens": [3], "lm_head": [9, 1, 5]}},
+    ),
+    "tied, rows": (TIED, {"r": 4, "target_modules": ATTENTION, "trainable_token_indices": [1023, 3]}),
+    "rows of gpt-neox": (NEOX, {"r": 4, "target_modules": ALL, "trainable_token_indices": {"embed_in": [3, 1]}}),
     "biases": (NEOX, {"r": 4, "target_modules": ALL, "bias": "all"}),
     "gpt-neox": (NEOX, {"r": 4, "target_modules": ALL, "modules_to_save": ["embed_in", "final_layer_norm"]}),
     "phi-3": (Phi3Config(**SIZES), {"r": 4, "target_modules": ALL}),
@@ -72,8 +81,10 @@ def test_a_streamed_merge_equals_pefts(case: str, tmp_path: Path) -> None:
     [
         {"target_modules": ATTENTION, "modules_to_save": ["embed_tokens"]},
         {"target_modules": [*ATTENTION, "lm_head"]},
+        {"target_modules": ATTENTION, "trainable_token_indices": {"embed_tokens": [3, 9], "lm_head": [1000]}},
+        {"target_modules": ATTENTION, "trainable_token_indices": {"lm_head": [3]}},
     ],
-    ids=["embeddings trained", "lora on the head"],
+    ids=["embeddings trained", "lora on the head", "other rows", "rows of the head"],
 )
 def test_a_tied_head_that_diverged_is_untied(settings: dict[str, Any], tmp_path: Path) -> None:
     """PEFT's own merging adds both changes to the one tensor, and the model is another."""
@@ -86,6 +97,46 @@ def test_a_tied_head_that_diverged_is_untied(settings: dict[str, Any], tmp_path:
     assert not torch.equal(merged.lm_head.weight, merged.model.embed_tokens.weight)
     torch.testing.assert_close(merged(IDS).logits, logits, rtol=1e-5, atol=1e-5)
     assert "they diverged" in (folder / "README.md").read_text()
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_trained_rows_are_rounded_once_and_other_rows_are_those_of_the_base(
+    dtype: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    tokens = [1023, 3, 500]
+    base = save_base(TIED, tmp_path / "base", torch.bfloat16)
+    run = save_run(base, tmp_path / "run", r=4, target_modules=ATTENTION, trainable_token_indices=tokens)
+    monkeypatch.setattr("pi_lora.models.weights.BLOCK", 5000)
+    merged = merge(run, tmp_path / "merged", dtype=dtype, check="logits")
+    expected = stored(base)[EMBEDDING].to(getattr(torch, dtype))
+    [name] = [name for name in stored(run) if "trainable_tokens" in name]
+    expected[tokens] = stored(run)[name].to(expected.dtype)
+    assert torch.equal(stored(merged.folder)[EMBEDDING], expected)
+    assert HEAD not in stored(merged.folder)
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("kind", [LoHaConfig, LoKrConfig])
+def test_other_adapters_are_merged_once_peft_has_written_them_as_lora(kind: type[Any], tmp_path: Path) -> None:
+    base = save_base(UNTIED, tmp_path / "base")
+    run = save_run(base, tmp_path / "run", r=4, target_modules=ATTENTION)
+    with without_known_warnings():
+        adapted = get_peft_model(stretched(base, run), kind(task_type="CAUSAL_LM", r=4, target_modules=ALL))
+    torch.manual_seed(1)
+    for weight in adapted.parameters():
+        if weight.requires_grad:
+            weight.add_(torch.randn_like(weight) * 0.3)
+    logits = adapted.eval()(IDS).logits
+    adapted.save_pretrained(run, save_embedding_layers=False)
+    with pytest.raises(ModelError, match=r"only LoRA .* as LoRA: peft\.save_as_lora\(FOLDER, model, rank=1\.0\)$"):
+        merge(run, tmp_path / "merged", base=str(base))
+    save_as_lora(run, adapted, rank=1.0)
+    merged = AutoModelForCausalLM.from_pretrained(
+        merge(run, tmp_path / "merged", base=str(base), check="logits").folder
+    )
+    torch.testing.assert_close(merged(IDS).logits, logits, rtol=1e-3, atol=1e-4)
+    assert (stretched(base, run)(IDS).logits - logits).abs().max() > 0.1
 
 
 @pytest.mark.skipif(importlib.util.find_spec("bitsandbytes") is None, reason="bitsandbytes is not installed")
@@ -106,7 +157,9 @@ def sibling_of(base: Path, folder: Path) -> Path:
 
 
 @KNOWN
-@pytest.mark.parametrize("case", ["lora", "embeddings and norms", "tied, trained", "tied, diverged"])
+@pytest.mark.parametrize(
+    "case", ["lora", "embeddings and norms", "tied, trained", "tied, diverged", "rows of both", "tied, rows"]
+)
 def test_merging_into_a_sibling_adds_the_same_difference(case: str, tmp_path: Path) -> None:
     diverged = (TIED, {"r": 4, "target_modules": ATTENTION, "modules_to_save": ["embed_tokens", "lm_head"]})
     config, settings = CASES.get(case, diverged)

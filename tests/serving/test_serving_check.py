@@ -422,6 +422,20 @@ def test_a_near_tie_is_no_proof_that_a_server_is_unscaled(margin: float, verdict
     assert _judge(reference, prompt, Completion(" 25473", 900, [-1.0] * 4), 0.1).verdict == "right"
 
 
+@pytest.mark.parametrize(
+    ("margin", "equal", "verdict"), [(0.1, 2, "unclear"), (0.1, 3, "different"), (9.0, 2, "different")]
+)
+def test_few_tokens_before_a_near_tie_do_not_prove_another_model(margin: float, equal: int, verdict: str) -> None:
+    """In bfloat16, a right server of a mixture of experts gave one token by 0.11 nats another log probability."""
+    margins = [9.0] * 4
+    margins[equal] = margin
+    right = Answer(text=" 25473", ends=[1, 2, 4, 6], logprobs=[-1.0] * 4, margins=margins)
+    prompt = Prompt(characters=0, code_starts=[0], tokens=100, answers={"right": right})
+    reference = Reference(model="m", original=256, target=1024, own_text="", prompts=[prompt])
+    text = right.text[: right.ends[equal - 1]] + "9999"
+    assert _judge(reference, prompt, Completion(text, 100, [-1.2] * 4), 0.1).verdict == verdict
+
+
 def test_no_code_holds_the_digits_that_identify_another() -> None:
     assert len(NAMES) == len(CODES) == 4
     assert all(code[:2] not in other for code in CODES for other in CODES if code != other)
