@@ -125,6 +125,20 @@ FIGURES: dict[str, Figure] = {
         data="the novels; the short benchmarks in `short/`",
         hours="16; continues",
     ),
+    "use_context": Figure(
+        claim="[the use of 16k tokens](../docs/results.md#does-it-use-the-context) after tuning on whole sequences",
+        commands=(FETCH, FETCH_GEMMA, "benchmarks/use_context.py smollm2"),
+        result="`use_context/`",
+        data="the novels; ten long LaTeX files in `math/`",
+        hours="0.2 of an H200; continues",
+    ),
+    "gemma3_64k": Figure(
+        claim="[Gemma 3 270M from 32k to 64k](../docs/results.md#gemma-3-270m-from-32k-to-64k), probe to merge",
+        commands=(FETCH_GEMMA, "benchmarks/use_context.py gemma3"),
+        result="`gemma3_64k/`",
+        data="the novels",
+        hours="0.2 of an H200; continues",
+    ),
     "chats": Figure(
         claim="[what chats in the mixture keep](../docs/results.md#what-chats-in-the-mixture-keep) "
         "of an instruct model",

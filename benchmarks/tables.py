@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import record  # first: it finds scripts/
+import tables_context
 import tables_gpu
 import tables_smollm2
 from figures import index
@@ -243,7 +244,10 @@ BLOCKS: list[tuple[Path, str, str, Callable[[Result], Iterable[str]]]] = [
     (DOCS / "experiments.md", "rates", "methods", rates),
     (DOCS / "engines.md", "engines", "engines", engines),
     (DOCS / "merging.md", "merge", "merge", merge),
-    (record.ROOT / "README.md", "smollm2", "smollm2_16k/machines", tables_smollm2.readme),
+    (DOCS / "results.md", "use_context", "use_context/machines", tables_context.smollm2),
+    (DOCS / "results.md", "gemma3_64k", "gemma3_64k/machines", tables_context.gemma3),
+    (DOCS / "experiments.md", "whole_sequences", "use_context/machines", tables_context.validation),
+    (record.ROOT / "README.md", "use_context", "use_context/machines", tables_context.readme),
 ]
 
 

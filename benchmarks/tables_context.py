@@ -1,0 +1,163 @@
+"""The tables of the use of context, from the results of use_context.py: of the rows that are measured."""
+
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from statistics import fmean
+from typing import Any
+
+import record
+from pages import machines_of, table
+from tables_smollm2 import in_percent, percent
+
+from pi_lora.evaluation.intervals import of_means
+
+CONTROL = "control"
+SMOLLM2 = {
+    "base": "base",
+    "untuned": "YaRN, untuned",
+    "released": "released: YaRN, PoSE sequences of 1,024",
+    "whole": "YaRN, whole sequences",
+    "whole seed 1": "the same, seed 1",
+    "whole seed 2": "the same, seed 2",
+    "chosen": "documents by gain, aggregation tasks",
+    "weighted": "LongCE (left out of the package)",
+    CONTROL: "control: whole sequences of 8,192",
+    f"{CONTROL} seed 1": "the same, seed 1",
+    f"{CONTROL} seed 2": "the same, seed 2",
+    "evaluator": "Gemma 3 270M, the evaluator",
+}
+IN_README = ("base", "untuned", "released", "whole", CONTROL)
+GEMMA3 = {
+    "base": "base",
+    "evaluator": "PI, untuned",
+    "yarn": "YaRN, untuned",
+    "theta": "theta, untuned",
+    "tuned": "YaRN, 20 steps of the recipe of `new`",
+}
+
+Result = Mapping[str, Any]
+
+
+def documents_of(results: str, row: str, text: str) -> Sequence[Result]:
+    """The scores of the documents of a row."""
+    name = f"{results}/context-{row}-{text}".replace(" ", "-")
+    documents: Sequence[Result] = record.read(name)["per_document"]
+    return documents
+
+
+def mean(documents: Sequence[Result], field: str, weight: str) -> float:
+    """The mean of a field in nats, weighted by the number of tokens."""
+    measured = [document for document in documents if document[weight]]
+    return fmean((document[field] for document in measured), [document[weight] for document in measured])
+
+
+def perplexities(documents: Sequence[Result]) -> list[str]:
+    """Perplexity with the near context and with the whole window, and LongPPL with both."""
+    cells = []
+    for loss, gain, weight, style in (("loss", "gain", "tokens", ".2f"), ("key_loss", "key_gain", "key_tokens", ".1f")):
+        far = mean(documents, loss, weight)
+        near = far + mean(documents, gain, weight)
+        cells += [format(math.exp(near), style), format(math.exp(far), style)]
+    return cells
+
+
+def beside_control(documents: Sequence[Result], control: Sequence[Result]) -> str:
+    """The change from the perplexity of the control with the near context to that with the whole window."""
+    pairs = [
+        (before["loss"] + before["gain"], after["loss"], after["tokens"])
+        for before, after in zip(control, documents, strict=True)
+    ]
+    tokens = sum(weight for *_, weight in pairs)
+    change = sum((after - before) * weight for before, after, weight in pairs) / tokens
+    bounds = [in_percent(bound) for bound in of_means([pairs]) or ()]
+    return f"{in_percent(change)} % ({' to '.join(bounds)})"
+
+
+def key_gain(documents: Sequence[Result]) -> str:
+    """The gain of key tokens in nats, with the interval over documents."""
+    pairs = [(0.0, each["key_gain"], each["key_tokens"]) for each in documents if each["key_tokens"]]
+    bounds = [f"{bound:.1f}" for bound in of_means([pairs]) or ()]
+    return f"{mean(documents, 'key_gain', 'key_tokens'):.1f} ({' to '.join(bounds)})"
+
+
+def passkeys(row: str) -> str:
+    """The passkeys that a model retrieves in 16,384 tokens."""
+    scores = record.read(f"use_context/passkey-{row}".replace(" ", "-"))
+    if not scores:
+        return ""
+    outcomes = [outcome for depth in scores["depths"] for outcome in depth["outcomes"]]
+    share = sum(outcomes) / len(outcomes)
+    return f"{sum(outcomes)} of {len(outcomes)} {percent(share, len(outcomes))}"
+
+
+def readme(machines: Result) -> Iterator[str]:
+    """Five rows for the README, and where they were measured."""
+    rows = []
+    for row in IN_README:
+        documents = documents_of("use_context", row, "novels")
+        rows.append((SMOLLM2[row], *perplexities(documents), passkeys(row)))
+    head = ("model", "perplexity, near context", "16k", "LongPPL, near context", "16k", "passkeys at 16k")
+    yield from table(head, rows)
+    yield ""
+    yield from machines_of(machines)
+
+
+def smollm2(machines: Result) -> Iterator[str]:
+    """All rows on novels and on mathematics."""
+    for text in ("novels", "mathematics"):
+        control = documents_of("use_context", CONTROL, text)
+        rows = []
+        for row, label in SMOLLM2.items():
+            documents = documents_of("use_context", row, text)
+            beside = "" if row == "evaluator" else beside_control(documents, control)
+            found = (passkeys(row),) if text == "novels" else ()
+            rows.append((label, *perplexities(documents), key_gain(documents), beside, *found))
+        head = (
+            text,
+            "perplexity, near",
+            "16k",
+            "LongPPL, near",
+            "16k",
+            "gain of key tokens, nats",
+            "16k beside the control, near",
+            *(("passkeys",) if text == "novels" else ()),
+        )
+        yield from table(head, rows)
+        tokens = sum(document["tokens"] for document in control)
+        keys = sum(document["key_tokens"] for document in control)
+        amounts = f"{len(control)} documents, {tokens:,} scored tokens, {keys} key tokens"
+        yield f"\n{amounts}; 95 % intervals over documents.\n"
+    yield from machines_of(machines)
+
+
+def gemma3(machines: Result) -> Iterator[str]:
+    """The rows of Gemma 3, and the table of `pi-lora compare`."""
+    rows = []
+    for row, label in GEMMA3.items():
+        documents = documents_of("gemma3_64k", row, "novels")
+        rows.append((label, *perplexities(documents)))
+    keys = sum(document["key_tokens"] for document in documents)
+    head = ("Gemma 3 270M", "perplexity, near", "64k", "LongPPL, near", "64k")
+    yield from table(head, rows)
+    yield f"\n{len(documents)} novels, 65,536 tokens of each; {keys} key tokens of untuned PI.\n"
+    rows = []
+    for change in record.read("gemma3_64k/compare")["rows"]:
+        interval = " to ".join(f"{bound:+.1f}" for bound in change["interval"] or ())
+        rows.append(
+            (change["measurement"], f"{change['base']:,.2f}", f"{change['run']:,.2f}", change["verdict"], interval)
+        )
+    yield from table(("`pi-lora compare`", "base", "run", "verdict", "95 % interval"), rows)
+    yield f"\n{record.read('gemma3_64k/compare')['settings']['perplexity']}.\n"
+    yield from machines_of(machines)
+
+
+def validation(machines: Result) -> Iterator[str]:
+    """Perplexity of the validation novels, a rate a column."""
+    rows = []
+    for name in ("whole", CONTROL):
+        cells = []
+        for rate in ("1e-3", "2e-3", "4e-3", "8e-3"):
+            scores = record.read(f"use_context/perplexity-validation-{name}_{rate}")
+            cells.append(f"{scores['windows'][-1]['perplexity']:.2f}" if scores else "")
+        rows.append((name, *cells))
+    yield from table(("26 steps at", "1e-3", "2e-3", "4e-3", "8e-3"), rows)
