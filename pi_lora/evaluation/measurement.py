@@ -117,15 +117,18 @@ class Metric:
 
 def proportion(label: str, mean: float, samples: int, **fields: Any) -> Metric:
     """Return a share of `samples` as a metric in percent with its Wilson interval, and the other `fields` of the
-    metric. A thousand samples or more get a digit after the point. For values between 0 and 1, or from several groups,
-    the interval is conservative.
+    metric. A thousand samples or more get a digit after the point, a hundred thousand get four. For values between 0
+    and 1, or from several groups, the interval is conservative.
     """
     low, high = wilson(mean, samples)
+    digits = 0
+    if samples >= 1000:
+        digits = 4 if samples >= 100_000 else 1
     return Metric(
         label=label,
         value=100 * mean,
         unit="%",
-        digits=1 if samples >= 1000 else 0,
+        digits=digits,
         interval=(100 * low, 100 * high),
         **fields,
     )

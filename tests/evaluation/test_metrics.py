@@ -1,5 +1,6 @@
 """What tables, cards and the hub are told of each measurement, and what is drawn, on made-up scores."""
 
+import math
 from typing import Any
 
 import pytest
@@ -32,6 +33,40 @@ PERPLEXITY: dict[str, Any] = {
             {"first": 512, "last": 1024, "loss": 2.0, "tokens": 512},
         ],
     },
+}
+CONTEXT: dict[str, Any] = {
+    "options": {"data": "novels", "window": 1024, "short_window": 256, "stride": 64, "key_tokens": "e.json"},
+    "window": 1024,
+    "documents": 2,
+    "documents_too_short": 1,
+    "short_window": 256,
+    "evaluator": "models/other",
+    "per_document": [
+        {
+            "name": "a.txt",
+            "sha256": "",
+            "tokens": 300_000,
+            "loss": 3.0,
+            "gain": 0.03,
+            "key_tokens": 10,
+            "key_loss": 0.0,
+            "key_gain": 2.0,
+            "spans": [],
+        },
+        {
+            "name": "b.txt",
+            "sha256": "",
+            "tokens": 100_000,
+            "loss": 3.0,
+            "gain": -0.01,
+            "key_tokens": 0,
+            "key_loss": None,
+            "key_gain": None,
+            "spans": [],
+        },
+    ],
+    "by_distance": [{"from": 320, "to": 1024, "gain": 0.02, "tokens": 704}],
+    "excerpt": [("a", 3.0), (" word", -0.5)],
 }
 DEPTHS = [
     {"k": 512, "success_rate": 1.0, "trials": 2, "outcomes": [True, True]},
@@ -147,6 +182,33 @@ EXPECTED: dict[str, tuple[dict[str, Any], list[Row]]] = {
             ("effective length (85.6%, 2 of 13 tasks)", "0 tokens", "RULER", "effective length", []),
         ],
     ),
+    "context": (
+        CONTEXT,
+        [
+            (
+                "gain from distant context at 1,024",
+                "0.0200 nats (-0.1707 to 0.2107)",
+                "novels",
+                "gain from distant context",
+                [("a.txt of 300000 tokens", 0.03, 300_000, ""), ("b.txt of 100000 tokens", -0.01, 100_000, "")],
+            ),
+            ("key tokens of other at 1,024", "0.0025 % (0.0014 to 0.0046)", "", "", []),
+            (
+                "LongPPL, key tokens of other at 1,024",
+                "1.000",
+                "novels",
+                "LongPPL",
+                [("a.txt, 10 key tokens of models/other", 1.0, 10, "")],
+            ),
+            (
+                "LongPPL, key tokens of other at 256",
+                "7.389",
+                "novels",
+                "LongPPL",
+                [("a.txt, 10 key tokens of models/other", math.exp(2), 10, "")],
+            ),
+        ],
+    ),
     "chat": (
         CHAT,
         [
@@ -201,7 +263,7 @@ EXPECTED: dict[str, tuple[dict[str, Any], list[Row]]] = {
         ],
     ),
 }
-LOWER_IS_BETTER = {"perplexity", "KL divergence"}
+LOWER_IS_BETTER = {"LongPPL", "perplexity", "KL divergence"}
 
 
 def made(name: str) -> Any:
@@ -223,7 +285,7 @@ def test_metrics_are_named_rounded_and_weighted_alike_everywhere(name: str) -> N
     assert [row_of(metric) for metric in metrics] == EXPECTED[name][1]
     for metric in metrics:
         assert metric.higher_is_better == (metric.hub_name not in LOWER_IS_BETTER)
-        assert metric.is_ratio == (metric.hub_name == "perplexity")
+        assert metric.is_ratio == (metric.hub_name in ("perplexity", "LongPPL"))
 
 
 @pytest.mark.parametrize(
@@ -231,7 +293,7 @@ def test_metrics_are_named_rounded_and_weighted_alike_everywhere(name: str) -> N
     [
         (
             "perplexity",
-            "data novels, windows 64/1024, stride 32, split test, column text, BOS in each window, n = 2, n = 1",
+            "data novels, split test, column text, windows 64/1024, stride 32, BOS in each window, n = 2, n = 1",
         ),
         ("passkey", "targets 512/1024, depths 32, trials 10, seed 3, n = 4"),
         ("benchmarks", "n = 4"),
@@ -265,6 +327,15 @@ def test_perplexity_is_drawn_by_window_and_loss_by_position() -> None:
     assert [tick.get_text() for tick in windows.axes[0].get_xticklabels()] == ["64", "1,024"]
     without = made("perplexity").model_copy(update={"by_position": None})
     assert len(drawn("perplexity", run=made("perplexity"), base=without)) == 1
+
+
+def test_context_is_drawn_by_distance_and_as_a_marked_text() -> None:
+    distances, text = drawn("context", run=made("context"))
+    assert curves(distances) == [("run", [320], [0.02])]
+    [axes] = text.axes
+    assert "".join(each.get_text() for each in axes.texts) == "aword"
+    marked = [(patch.get_x(), patch.get_alpha()) for patch in axes.patches]
+    assert marked[:2] == [(0, 0.75), (2, 0.0)]
 
 
 def test_passkeys_are_drawn_by_distance_and_by_length() -> None:
