@@ -61,7 +61,7 @@ def merge(
         from pi_lora.run import check_output, staged
         from pi_lora.serving.commands import serving_lines
         from pi_lora.serving.reference import REFERENCE_FILE
-        from pi_lora.storage import check_can_make, write_json, write_whole
+        from pi_lora.storage import write_json, write_whole
 
     name = name_of(run)
     folder = path_of(output) if output else Path("models") / Path(name).resolve().name
@@ -69,7 +69,6 @@ def merge(
         raise ModelError(f"{name}: --sibling: name the sibling of its base with --base")
     source = resolve(run, base=base, permissions=permissions)
     check_output(folder)
-    check_can_make(folder)
     with ui.progress("merging bytes") as written:
         planned = plan_merge(source, dtype=dtype_of(dtype), sibling=sibling)
         with staged(folder) as staging:
