@@ -17,6 +17,8 @@ import tarfile
 import tempfile
 import time
 import venv
+from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -29,7 +31,7 @@ from pi_lora.models.resolve import resolve_model
 from pi_lora.scaling.config import Method
 from pi_lora.serving.check import Server, check_server
 from pi_lora.serving.gguf import CONVERTER, export_gguf
-from pi_lora.serving.reference import ReferenceComputer
+from pi_lora.serving.reference import Reference, compute_answers, reference_of
 from pi_lora.storage import cache_folder
 
 PLACE = cache_folder() / "engines"
@@ -139,7 +141,9 @@ def download_llama_cpp(python: str, sources: Path) -> None:
             archive.extractall(sources, filter="data")
 
 
-def verdicts_of(command: list[str], reader: ReferenceComputer, served: str | None = None) -> dict[str, Any]:
+def verdicts_of(
+    command: list[str], reference: Reference, compute: Callable[[], None], served: str | None = None
+) -> dict[str, Any]:
     """The verdicts on the prompts of the server that `command` starts, or why the server says nothing."""
     port = free_port()
     deadline = time.monotonic() + SECONDS
@@ -165,7 +169,7 @@ def verdicts_of(command: list[str], reader: ReferenceComputer, served: str | Non
                 except PiLoraError:  # not yet
                     time.sleep(1)
                     continue
-                verdicts = check_server(server, reader.reference, compute=reader.compute, tolerance=TOLERANCE)
+                verdicts = check_server(server, reference, compute=compute, tolerance=TOLERANCE)
                 return {"verdicts": [verdict.model_dump() for verdict in verdicts]}
         finally:
             if process.poll() is None:
@@ -193,7 +197,9 @@ def main() -> None:
     for case in options.cases:
         model = model_of(case)
         run, base = CASES[case]
-        reader = ReferenceComputer(resolve_model(str(model)), dtype="float32")
+        source = resolve_model(str(model))
+        reference = reference_of(source)
+        compute = partial(compute_answers, reference, source, "float32")
         cases = read("engines").get("cases", {})
         rows = cases.get(case, {})
         for engine in options.engines:
@@ -209,10 +215,10 @@ def main() -> None:
             except (subprocess.CalledProcessError, PiLoraError) as error:
                 row = {"failed": f"cannot be prepared: {error}"}
             else:
-                words = {"model": model, "run": run, "base": base, "gguf": file, "window": reader.reference.target}
+                words = {"model": model, "run": run, "base": base, "gguf": file, "window": reference.target}
                 served = "long" if engine.endswith("_adapter") else None
                 arguments = [word.format(**words) for word in command]
-                row = verdicts_of([python, *arguments], reader, served)
+                row = verdicts_of([python, *arguments], reference, compute, served)
             write_row("engines", ("cases", case, engine), {"version": packages[0], **row})
             print(json.dumps(row), flush=True)
 

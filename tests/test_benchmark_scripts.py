@@ -36,7 +36,7 @@ from pages import block  # noqa: E402
 from pi_lora.cli import app  # noqa: E402
 from pi_lora.models.resolve import SHIPPED_CONFIGS, resolve_model  # noqa: E402
 from pi_lora.recipe.files import load_recipe  # noqa: E402
-from pi_lora.serving.reference import ReferenceComputer  # noqa: E402
+from pi_lora.serving.reference import reference_of  # noqa: E402
 
 HUB_IDS = [path.name.replace("--", "/") for path in sorted(SHIPPED_CONFIGS.iterdir())]
 SHAPES = [TINY, *(name for name in HUB_IDS if not name.startswith(("adapters/", "models/")))]
@@ -184,7 +184,9 @@ def test_pages_agree_with_the_results() -> None:
 
 def test_a_failed_engine_is_recorded_with_the_reason(full_run: Path) -> None:
     command = [sys.executable, "-c", "raise SystemExit('no such model')"]
-    assert engines.verdicts_of(command, ReferenceComputer(resolve_model(str(full_run)))) == {"failed": "no such model"}
+    assert engines.verdicts_of(command, reference_of(resolve_model(str(full_run))), lambda: None) == {
+        "failed": "no such model"
+    }
 
 
 def test_failed_engines_are_recorded_as_rows(full_run: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -193,7 +195,7 @@ def test_failed_engines_are_recorded_as_rows(full_run: Path, monkeypatch: pytest
     monkeypatch.setattr(engines, "model_of", lambda _case: full_run)
     monkeypatch.setattr(engines, "python_of", lambda _engine: sys.executable)
     monkeypatch.setattr(engines, "read", lambda _name: {})
-    monkeypatch.setattr(engines, "verdicts_of", lambda command, reader, _served: {"failed": f"{command[-1]} | it"})
+    monkeypatch.setattr(engines, "verdicts_of", lambda command, *_others: {"failed": f"{command[-1]} | it"})
     monkeypatch.setattr(engines, "write_row", lambda _name, path, row: rows.update({path[-1]: row}))
     engines.main()
     assert rows == {"mlx": {"version": "mlx-lm==0.32.2", "failed": f"{full_run} | it"}}

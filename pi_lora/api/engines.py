@@ -1,9 +1,10 @@
 """Models for other engines: merged, extended, exported, and compared with a running server."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
 from tempfile import TemporaryDirectory
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Literal
 
 from pi_lora.api.inputs import AnyModel, FilePath, dtype_of, name_of, optional_path, path_of, resolve, ui_of
 from pi_lora.errors import ModelError, PiLoraError
@@ -13,6 +14,7 @@ if TYPE_CHECKING:
     from pi_lora.merging.merging import Merged
     from pi_lora.scaling.config import Method
     from pi_lora.serving.check import Verdict
+    from pi_lora.serving.reference import Reference
 
 # Each function imports what it needs: a plan does without torch.
 
@@ -59,7 +61,7 @@ def merge(
         from pi_lora.run import check_output, staged
         from pi_lora.serving.commands import serving_lines
         from pi_lora.serving.reference import REFERENCE_FILE
-        from pi_lora.storage import check_can_make, write_json, write_whole
+        from pi_lora.storage import write_json, write_whole
 
     name = name_of(run)
     folder = path_of(output) if output else Path("models") / Path(name).resolve().name
@@ -67,7 +69,6 @@ def merge(
         raise ModelError(f"{name}: --sibling: name the sibling of its base with --base")
     source = resolve(run, base=base, permissions=permissions)
     check_output(folder)
-    check_can_make(folder)
     with ui.progress("merging bytes") as written:
         planned = plan_merge(source, dtype=dtype_of(dtype), sibling=sibling)
         with staged(folder) as staging:
@@ -241,8 +242,7 @@ def check_server(
         if reference:
             known = read_json(path_of(reference), Reference, "write it again with --write-reference")
         else:
-            computer = _reference_computer(model, text, dtype=dtype, base=base, permissions=permissions, progress=note)
-            known, compute = computer.reference, computer.compute
+            known, compute = _reference(model, text, dtype=dtype, base=base, permissions=permissions, progress=note)
         verdicts = list(check.check_server(server, known, compute=compute, tolerance=tolerance, progress=note))
     if file:
         right = all(verdict.verdict == RIGHT for verdict in verdicts)
@@ -278,17 +278,18 @@ def write_reference(
     """
     ui = ui_of(progress)
     with ui.working(LIBRARIES):
-        from pi_lora.storage import check_can_write
+        from pi_lora.storage import check_can_write, write_whole
 
     path = path_of(file)
     check_can_write(path)
     with ui.progress("computing answers") as note:
-        computer = _reference_computer(model, text, dtype=dtype, base=base, permissions=permissions, progress=note)
-        computer.write(path)
+        known, compute = _reference(model, text, dtype=dtype, base=base, permissions=permissions, progress=note)
+        compute()
+    write_whole(path, known.model_dump_json() + "\n")
     return path
 
 
-def _reference_computer(
+def _reference(
     model: AnyModel | None,
     text: FilePath | None,
     *,
@@ -296,13 +297,15 @@ def _reference_computer(
     base: str | None,
     permissions: Permissions,
     progress: Progress,
-) -> Any:
-    from pi_lora.serving.reference import ReferenceComputer
+) -> "tuple[Reference, Callable[[], None]]":
+    """Return the prompts for a model, and the function that computes their answers."""
+    from pi_lora.serving.reference import compute_answers, reference_of
 
     assert model is not None, "a model or a reference is given"
     words = path_of(text).read_text(encoding="utf-8") if text else ""
     source = resolve(model, base=base, permissions=permissions)
-    return ReferenceComputer(source, text=words, dtype=dtype_of(dtype), progress=progress)
+    reference = reference_of(source, words)
+    return reference, partial(compute_answers, reference, source, dtype_of(dtype), progress)
 
 
 def _show_commands(ui: UI, lines: Sequence[str]) -> None:

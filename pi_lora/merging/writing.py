@@ -10,7 +10,7 @@ import torch
 from transformers.utils import SAFE_WEIGHTS_INDEX_NAME, SAFE_WEIGHTS_NAME
 
 from pi_lora.merging.deltas import OutputTensor
-from pi_lora.models.weights import DTYPES, LENGTH_BYTES, METADATA, StoredTensor, keep, read_header
+from pi_lora.models.weights import DTYPE_NAMES, LENGTH_BYTES, METADATA, StoredTensor, keep, read_header
 from pi_lora.storage import write_json
 from pi_lora.types import Progress
 
@@ -18,7 +18,6 @@ from pi_lora.types import Progress
 NUM_THREADS = 2
 # More than the bytes of a block.
 RETAINED_BYTES = 2**23
-DTYPE_NAMES = {dtype: name for name, dtype in DTYPES.items()}
 
 
 def in_threads(

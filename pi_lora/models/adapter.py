@@ -25,7 +25,7 @@ from pi_lora.errors import ModelError, RecipeError, first_line
 from pi_lora.models import files
 from pi_lora.models.composite import adapter_renamings, other_parts
 from pi_lora.models.experts import Layout, linear_targets
-from pi_lora.models.weights import check_finite, read_tensors
+from pi_lora.models.weights import check_finite, read_header
 from pi_lora.recipe.schema import Tuning
 from pi_lora.storage import read_json, write_json
 from pi_lora.types import Json
@@ -77,11 +77,11 @@ def prepare_for_tuning(
 def check_shape(folder: Path, tuning: Tuning, base: PreTrainedModel) -> None:
     """Raise ModelError if `tuning` describes another adapter of `base`, on the meta device, than `folder` has."""
     settings = files.read_adapter_settings(folder)
-    _, entries = read_tensors(folder / files.ADAPTER_WEIGHTS_FILE)
-    stored_shapes = {name: entry.shape for name, entry in entries.items()}
+    stored = read_header(folder / files.ADAPTER_WEIGHTS_FILE)
+    stored_shapes = {name: tensor.shape for name, tensor in stored.items()}
     tuned = _prepare_on_meta(base, tuning)
     described_shapes = {
-        _saved_name(name): list(weight.shape)
+        _saved_name(name): tuple(weight.shape)
         for name, weight in tuned.named_parameters(remove_duplicate=False)
         if weight.requires_grad
     }
@@ -170,7 +170,7 @@ def save_adapter(model: PeftModel, folder: Path, weights: Mapping[str, torch.Ten
     """Write the adapter and check that the trained parameters were saved; `weights` are those gathered from FSDP."""
     # Trained embeddings are in modules_to_save; to decide whether to add them PEFT would ask the hub for the base.
     model.save_pretrained(folder, save_embedding_layers=False, state_dict=weights)
-    _, saved = read_tensors(folder / files.ADAPTER_WEIGHTS_FILE)
+    saved = read_header(folder / files.ADAPTER_WEIGHTS_FILE)
     trained = {_saved_name(name) for name, weight in model.named_parameters() if weight.requires_grad}
     missing = sorted(trained - saved.keys())
     if missing:
@@ -202,8 +202,7 @@ def save_full(model: PreTrainedModel, folder: Path, weights: Mapping[str, torch.
     model.save_pretrained(folder, state_dict=weights, save_original_format=True)
     saved = 0
     for file in folder.glob("*.safetensors"):
-        _, entries = read_tensors(file)
-        saved += sum(math.prod(entry.shape) for entry in entries.values())
+        saved += sum(math.prod(tensor.shape) for tensor in read_header(file).values())
     # Some routers have a bias that is a buffer.
     stored_names = model.state_dict().keys()
     buffers = sum(buffer.numel() for name, buffer in model.named_buffers() if name in stored_names)

@@ -256,7 +256,7 @@ def _resolve_base(name: str, revision: str | None, permissions: Permissions) -> 
             own["auto_map"] = {key: name_of(kind) for key, kind in code.items()}
         elif language:
             config_class = register(language, config_class)
-    if full_attention_rope(own).get("rope_type") == "linear":
+    if full_attention_rope(own)["rope_type"] == "linear":
         settings_file = find_file(folder, SETTINGS_FILE)
         settings = read_json(settings_file, Json, "download it again") if settings_file else {}
         own = normalize_max_positions(own, settings.get("model_max_length"))

@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, replace
 from functools import lru_cache
 from pathlib import Path
-from typing import Annotated, NamedTuple
+from typing import Annotated
 
 import numpy as np
 import torch
@@ -39,6 +39,7 @@ DTYPES = {
     "F8_E4M3": torch.float8_e4m3fn,
     "F8_E8M0": torch.float8_e8m0fnu,
 }
+DTYPE_NAMES = {dtype: name for name, dtype in DTYPES.items()}
 # Old checkpoints store the unscaled frequencies of their rope; every reader computes them from the config.
 COMPUTED = "rotary_emb.inv_freq"
 # Bytes read of each tensor for a digest, at the start, the middle and the end: other weights differ everywhere.
@@ -46,35 +47,6 @@ SAMPLE_BYTES = 4096
 # Of the format (https://huggingface.co/docs/safetensors): the bytes at the start with the length of the header, and the
 # entry of the header that is no tensor.
 LENGTH_BYTES, METADATA = 8, "__metadata__"
-
-
-class TensorEntry(NamedTuple):
-    """The entry of a tensor in the header of a safetensors file."""
-
-    dtype: str
-    shape: list[int]
-    data_offsets: list[int]
-
-
-def read_tensors(file: Path) -> tuple[int, dict[str, TensorEntry]]:
-    """Return the offset in bytes of the data of a safetensors file, and the entries of the header by name.
-
-    Raise ModelError if the file is damaged.
-    """
-    try:
-        # The library validates extents, gaps, overlaps and the length of the file.
-        with safe_open(file, framework="numpy"), file.open("rb") as content:
-            size = int.from_bytes(content.read(LENGTH_BYTES), "little")
-            header = json.loads(content.read(size))
-    except (OSError, SafetensorError) as error:
-        raise ModelError(
-            f"{file}: missing, damaged or not safetensors ({first_line(error)}); download it again"
-        ) from None
-    header.pop(METADATA, None)
-    entries = {}
-    for name, entry in header.items():
-        entries[name] = TensorEntry(entry["dtype"], entry["shape"], entry["data_offsets"])
-    return LENGTH_BYTES + size, entries
 
 
 @dataclass(frozen=True)
@@ -124,6 +96,18 @@ class StoredTensor:
         rows = self.shape[0] if self.shape else 1
         return self.rows(0, rows).view(self.shape)
 
+    def digest(self) -> str:
+        """Return a SHA-256 of sampled bytes."""
+        end = self.offset + self.size
+        middle = max(self.offset, (self.offset + end) // 2)
+        last = max(self.offset, end - SAMPLE_BYTES)
+        digest = hashlib.sha256()
+        with self.path.open("rb", buffering=0) as stream:
+            for start in sorted({self.offset, middle, last}):
+                stream.seek(start)
+                digest.update(stream.read(min(SAMPLE_BYTES, end - start)))
+        return digest.hexdigest()
+
 
 @lru_cache(maxsize=4)
 def keep(read: Callable[..., torch.Tensor], *arguments: int) -> torch.Tensor:
@@ -146,20 +130,29 @@ def spans(shape: tuple[int, ...]) -> Iterator[tuple[int, int]]:
 
 def read_header(path: Path) -> dict[str, StoredTensor]:
     """Return the tensors of a safetensors file by name; raise ModelError if it is damaged."""
-    start, entries = read_tensors(path)
-    other_dtypes = {entry.dtype for entry in entries.values()} - DTYPES.keys()
+    try:
+        # The library validates extents, gaps, overlaps and the length of the file.
+        with safe_open(path, framework="numpy"), path.open("rb") as content:
+            size = int.from_bytes(content.read(LENGTH_BYTES), "little")
+            header = json.loads(content.read(size))
+    except (OSError, SafetensorError) as error:
+        raise ModelError(
+            f"{path}: missing, damaged or not safetensors ({first_line(error)}); download it again"
+        ) from None
+    header.pop(METADATA, None)
+    other_dtypes = {entry["dtype"] for entry in header.values()} - DTYPES.keys()
     if other_dtypes:
         names = ", ".join(other_dtypes)
         raise ModelError(f"{path}: stores tensors as {names}, which cannot be merged; use the model itself")
     tensors = {}
-    for name, entry in entries.items():
-        first_byte, _ = entry.data_offsets
+    for name, entry in header.items():
+        first_byte, _ = entry["data_offsets"]
         tensors[name] = StoredTensor(
             name=name,
-            dtype=DTYPES[entry.dtype],
-            shape=tuple(entry.shape),
+            dtype=DTYPES[entry["dtype"]],
+            shape=tuple(entry["shape"]),
             path=path,
-            offset=start + first_byte,
+            offset=LENGTH_BYTES + size + first_byte,
         )
     return tensors
 
@@ -213,29 +206,10 @@ def weights_digest(model: str, find: Callable[[str], Path | None]) -> str:
 
     `find` returns the path of a file by name, or None. Raise ModelError if a file is missing or damaged.
     """
-    files = {tensor.path for tensor in read_weights(model, find).values()}
-    digests: dict[str, list[object]] = {}
-    for file in sorted(files):
-        digests |= _tensor_digests(file)
-    content = json.dumps(sorted(digests.items()))
-    return hashlib.sha256(content.encode()).hexdigest()
-
-
-def _tensor_digests(file: Path) -> dict[str, list[object]]:
-    """Return type, shape and a digest of sampled bytes of every tensor of a file, by name."""
-    start_of_data, entries = read_tensors(file)
-    digests: dict[str, list[object]] = {}
-    with file.open("rb", buffering=0) as stream:
-        for name, entry in entries.items():
-            first, last = (start_of_data + offset for offset in entry.data_offsets)
-            middle = max(first, (first + last) // 2)
-            end = max(first, last - SAMPLE_BYTES)
-            digest = hashlib.sha256()
-            for start in sorted({first, middle, end}):
-                stream.seek(start)
-                digest.update(stream.read(min(SAMPLE_BYTES, last - start)))
-            digests[name] = [entry.dtype, entry.shape, digest.hexdigest()]
-    return digests
+    digests = []
+    for name, tensor in sorted(read_weights(model, find).items()):
+        digests.append([name, [DTYPE_NAMES[tensor.dtype], tensor.shape, tensor.digest()]])
+    return hashlib.sha256(json.dumps(digests).encode()).hexdigest()
 
 
 def finite(values: torch.Tensor) -> bool:

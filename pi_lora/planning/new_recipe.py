@@ -245,7 +245,6 @@ def _with_size(plan: TrainingPlan) -> TrainingPlan:
 def _available_sequences(plan: TrainingPlan) -> float:
     """Return the most sequences that time and text allow."""
     sources = plan.recipe.data.source
-    sequence_tokens = plan.tokens_per_step // plan.recipe.training.global_batch_size
     num_sequences = math.inf
     for source in sources:
         # No size is known on the hub.
@@ -253,12 +252,12 @@ def _available_sequences(plan: TrainingPlan) -> float:
             training_bytes = find_table(source).size * (1 - (source.hold_out or 0))
             # A mixture of equal shares ends when one of the sources is used up.
             mixture_tokens = training_bytes / BYTES_PER_TOKEN * len(sources)
-            num_sequences = min(num_sequences, mixture_tokens / sequence_tokens)
+            num_sequences = min(num_sequences, mixture_tokens / plan.sequence_tokens)
     share = _share_of_max_hours(plan)
     if share:
         # A run that is longer than the compared one has to end in time.
         max_tokens = plan.tokens / min(share, 1.0)
-        num_sequences = min(num_sequences, max_tokens / sequence_tokens)
+        num_sequences = min(num_sequences, max_tokens / plan.sequence_tokens)
     return num_sequences
 
 

@@ -1,13 +1,14 @@
 """The plan of a training on one kind of device: memory, operations and hours, in numbers and in words."""
 
 from dataclasses import dataclass
+from functools import cached_property
 
 from pi_lora.errors import PiLoraError
 from pi_lora.models.shape import Shape
 from pi_lora.models.source import ModelSource
 from pi_lora.planning.flops import Flops, flops_of_training, trained_parameters
 from pi_lora.planning.gpus import CPU, GIB, Gpu
-from pi_lora.planning.memory import MARGIN, DeviceMemory, choose_loss, memory
+from pi_lora.planning.memory import MARGIN, DeviceMemory, LossKernel, choose_loss, memory
 from pi_lora.recipe.schema import Recipe
 from pi_lora.scaling.config import window_of
 from pi_lora.types import Json
@@ -36,28 +37,51 @@ class Target:
 
 @dataclass(frozen=True)
 class TrainingPlan:
-    """The plan of a recipe on one kind of device.
-
-    Attributes:
-        recipe: The recipe.
-        target: The model.
-        gpu: The kind of device.
-        trained: The number of trained parameters.
-        memory: The memory of one device.
-        tokens_per_step: The tokens of a global batch.
-        flops: The operations of the whole training.
-    """
+    """The plan of a recipe on one kind of device; `plan_recipe` makes it."""
 
     recipe: Recipe
     target: Target
     gpu: Gpu
-    trained: int
-    memory: DeviceMemory
-    tokens_per_step: int
-    flops: Flops
 
     def __str__(self) -> str:
         return "\n".join(self.lines())
+
+    @cached_property
+    def trained(self) -> int:
+        """The number of trained parameters."""
+        return trained_parameters(self.target.shape, self.recipe.tuning)
+
+    @cached_property
+    def loss_kernel(self) -> LossKernel:
+        """The loss that the training takes on this device."""
+        return choose_loss(self.target.shape, self.recipe, self.target.original, self.gpu)
+
+    @cached_property
+    def memory(self) -> DeviceMemory:
+        """The memory of one device."""
+        return memory(self.target.shape, self.recipe, self.target.original, self.gpu, loss_kernel=self.loss_kernel)
+
+    @property
+    def sequence_tokens(self) -> int:
+        """The tokens of a sequence."""
+        return self.recipe.data.tokens_per_sequence(self.target.original, self.recipe.context.target)
+
+    @property
+    def tokens_per_step(self) -> int:
+        """The tokens of a global batch."""
+        return self.recipe.training.global_batch_size * self.sequence_tokens
+
+    @cached_property
+    def flops(self) -> Flops:
+        """The operations of the whole training."""
+        return flops_of_training(
+            self.target.shape,
+            self.recipe.tuning,
+            self.recipe.training,
+            self.sequence_tokens,
+            plain_loss=self.loss_kernel == "plain",
+            attention=self.recipe.model.attention,
+        )
 
     @property
     def fits(self) -> bool:
@@ -171,28 +195,7 @@ def plan_recipe(recipe: Recipe, target: Target, gpu: Gpu) -> TrainingPlan:
     """Plan `recipe` for a model on `gpu`; raise PiLoraError if that is a CPU and the recipe asks for GPUs."""
     if gpu.name == CPU and recipe.hardware.gpus:
         raise PiLoraError("--gpu: cpu: the recipe asks for hardware.gpus; name a GPU, or set hardware.gpus=null")
-    shape = target.shape
-    tuning = recipe.tuning
-    tokens = recipe.data.tokens_per_sequence(target.original, recipe.context.target)
-    loss_kernel = choose_loss(shape, recipe, target.original, gpu)
-    needed_memory = memory(shape, recipe, target.original, gpu, loss_kernel=loss_kernel)
-    flops = flops_of_training(
-        shape,
-        tuning,
-        recipe.training,
-        tokens=tokens,
-        plain_loss=loss_kernel == "plain",
-        attention=recipe.model.attention,
-    )
-    return TrainingPlan(
-        recipe=recipe,
-        target=target,
-        gpu=gpu,
-        trained=trained_parameters(shape, tuning),
-        memory=needed_memory,
-        tokens_per_step=recipe.training.global_batch_size * tokens,
-        flops=flops,
-    )
+    return TrainingPlan(recipe, target, gpu)
 
 
 def hours_in_words(hours: float) -> str:

@@ -17,7 +17,7 @@ from huggingface_hub import ModelCard, ModelCardData
 from pi_lora.drawing import VERMILION, figure_of, save
 from pi_lora.errors import ModelError
 from pi_lora.evaluation.suite import MEASUREMENTS
-from pi_lora.models.files import CARD, model_folder, public_name, read_card
+from pi_lora.models.files import CARD, is_local, model_folder, public_name, read_card
 from pi_lora.recipe.schema import Recipe
 from pi_lora.report.scores import MeasuredRun, eval_results, literal, public_setting, scores_sections
 from pi_lora.run import check_tuned
@@ -123,9 +123,7 @@ def is_hub_id(name: str) -> bool:
     >>> is_hub_id("huggyllama/llama-7b"), is_hub_id("builtin:tiny"), is_hub_id("data/*.jsonl")
     (True, False, False)
     """
-    if public_name(name) != name or Path(name).exists():
-        return False
-    return re.fullmatch(r"\w[\w.-]*(/\w[\w.-]*)?", name) is not None
+    return not is_local(name) and re.fullmatch(r"\w[\w.-]*(/\w[\w.-]*)?", name) is not None
 
 
 def _metadata(run: MeasuredRun, full: bool, recipe: Recipe | None) -> ModelCardData:

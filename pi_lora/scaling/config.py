@@ -141,14 +141,14 @@ def _refused(config: Config, why: str) -> ScalingError:
 
 
 def full_attention_rope(config: Config) -> dict[str, Any]:
-    """Return the rope parameters of the layers that attend to the whole window."""
+    """Return the rope parameters of the layers that attend to the whole window, which always have a `rope_type`."""
     rope = read_rope(config)
-    if "rope_theta" in rope:
-        return rope
-    if not isinstance(rope.get(FULL_ATTENTION), Mapping):
-        named = ", ".join(sorted(layer_type for layer_type, parameters in rope.items() if parameters))
-        raise _refused(config, f"has ropes for {named}, none for {FULL_ATTENTION}; give a model that has one")
-    return dict(rope[FULL_ATTENTION])
+    if "rope_theta" not in rope:
+        if not isinstance(rope.get(FULL_ATTENTION), Mapping):
+            named = ", ".join(sorted(layer_type for layer_type, parameters in rope.items() if parameters))
+            raise _refused(config, f"has ropes for {named}, none for {FULL_ATTENTION}; give a model that has one")
+        rope = rope[FULL_ATTENTION]
+    return {"rope_type": "default", **rope}
 
 
 def with_full_rope(config: Config, rope: Config) -> dict[str, Any]:
@@ -162,7 +162,7 @@ def with_full_rope(config: Config, rope: Config) -> dict[str, Any]:
 def constant_longrope(rope: Config) -> float | None:
     """Return the divisor of all frequencies of a `longrope` written by `extend_config`; None for any other rope."""
     factors = {*rope.get("short_factor", []), *rope.get("long_factor", [])}
-    if rope.get("rope_type") == "longrope" and len(factors) == 1:
+    if rope["rope_type"] == "longrope" and len(factors) == 1:
         return float(factors.pop())
     return None
 
@@ -170,7 +170,7 @@ def constant_longrope(rope: Config) -> float | None:
 def depends_on_length(config: Config) -> bool:
     """Whether the length of an input changes the rotary frequencies, and so the states of the first tokens."""
     rope = full_attention_rope(config)
-    return rope.get("rope_type") in ("dynamic", "longrope") and constant_longrope(rope) is None
+    return rope["rope_type"] in ("dynamic", "longrope") and constant_longrope(rope) is None
 
 
 def method_of(config: Config) -> Method | None:
@@ -182,13 +182,13 @@ def method_of(config: Config) -> Method | None:
     """
     rope = full_attention_rope(config)
     if config.get(ORIGINAL_WINDOW):
-        return "pi" if rope.get("rope_type") == "longrope" else "theta"
+        return "pi" if rope["rope_type"] == "longrope" else "theta"
     if constant_longrope(rope) is not None:
         return "pi"
-    if rope.get("rope_type") == "proportional" and "factor" in rope:
+    if rope["rope_type"] == "proportional" and "factor" in rope:
         return "pi"
     methods: dict[str, Method] = {"linear": "pi", "dynamic": "dynamic", "yarn": "yarn", "llama3": "llama3"}
-    return methods.get(rope.get("rope_type", "default"))
+    return methods.get(rope["rope_type"])
 
 
 def scale_of(config: Config) -> float:
@@ -221,16 +221,16 @@ def window_of(config: Config) -> int:
     rope = full_attention_rope(config)
     window = int(config["max_position_embeddings"])
     # Some configs have the key of yarn without a number.
-    if rope.get("rope_type") == "yarn" and rope.get("original_max_position_embeddings"):
+    if rope["rope_type"] == "yarn" and rope.get("original_max_position_embeddings"):
         window = rope["original_max_position_embeddings"]
     return round(window * _window_factor(config, rope))
 
 
 def _window_factor(config: Config, rope: Config) -> float:
     """Return the factor by which engines multiply the window that a config with this rope declares."""
-    if rope.get("rope_type") == "linear" and config.get("model_type") in WINDOW_DECLARED:
+    if rope["rope_type"] == "linear" and config.get("model_type") in WINDOW_DECLARED:
         return 1.0
-    if rope.get("rope_type") in MULTIPLIES_WINDOW:
+    if rope["rope_type"] in MULTIPLIES_WINDOW:
         return float(rope.get("factor", 1))
     return 1.0
 
@@ -243,7 +243,7 @@ def normalize_max_positions(config: dict[str, Any], longest_input: float | None)
     """
     declared = config.get("max_position_embeddings")
     rope = full_attention_rope(config)
-    multiplies = rope.get("rope_type") == "linear" and config.get("model_type") not in WINDOW_DECLARED
+    multiplies = rope["rope_type"] == "linear" and config.get("model_type") not in WINDOW_DECLARED
     if not multiplies or declared is None or declared != longest_input:
         return config
     return {**config, "max_position_embeddings": round(declared / rope["factor"])}
@@ -276,7 +276,7 @@ def with_legacy_rope_keys(config: Config) -> dict[str, Any]:
 
 def _legacy_rope_scaling(rope: Config, model_type: str) -> dict[str, Any] | None:
     """Return the `rope_scaling` of transformers 4 for a rope; None for a default one with a single position."""
-    kind = rope.get("rope_type", "default")
+    kind = rope["rope_type"]
     if kind == "default" and "mrope_section" not in rope:
         return None
     if kind == "longrope":
@@ -333,7 +333,7 @@ def check_extendable(config: Config, extension: Extension) -> None:
     elif model_type in LOCAL_ROPE_ONLY:
         problem = f"model of type {model_type}: only its local-attention layers are rotary; nothing to interpolate"
     elif method not in suitable:
-        kind = full_attention_rope(config).get("rope_type", "default")
+        kind = full_attention_rope(config)["rope_type"]
         advice = f"use {' or '.join(suitable)}" if suitable else "start from an unextended base"
         problem = f"scaling: {method}: not possible for a {model_type} model with rope type {kind}; {advice}"
     elif reach is not None and reach < target:
@@ -346,7 +346,7 @@ def check_extendable(config: Config, extension: Extension) -> None:
 def methods_for(config: Config) -> tuple[Method, ...]:
     """Return the scalings that can extend a model, by its rope type."""
     rope = full_attention_rope(config)
-    kind = rope.get("rope_type", "default")
+    kind = rope["rope_type"]
     if kind == "default" and config.get("model_type") in LONGROPE_ONLY:
         kind = "linear"
     if constant_longrope(rope) is not None:
@@ -379,9 +379,9 @@ def local_window(config: Config) -> int | None:
 def is_extension_of(run: Config, base: Config) -> bool:
     """Return whether `run` can be an extension of `base`. If `base` is extended already, the rope types are equal."""
     before, after = full_attention_rope(base), full_attention_rope(run)
-    if before.get("rope_type", "default") == "default":
+    if before["rope_type"] == "default":
         return True
-    return before["rope_type"] == after.get("rope_type") and window_of(run) >= window_of(base)
+    return before["rope_type"] == after["rope_type"] and window_of(run) >= window_of(base)
 
 
 def ntk_theta(config: Config, scale: float) -> float:
@@ -394,7 +394,7 @@ def ntk_theta(config: Config, scale: float) -> float:
     204522
     """
     rope = full_attention_rope(config)
-    proportional = rope.get("rope_type") == "proportional"
+    proportional = rope["rope_type"] == "proportional"
     head = config.get("qk_rope_head_dim") or config.get("head_dim")
     head = int(head or config["hidden_size"] // config["num_attention_heads"])
     if proportional:
@@ -413,7 +413,6 @@ def ntk_theta(config: Config, scale: float) -> float:
 def _extended_rope(config: Config, extension: Extension) -> dict[str, Any]:
     """Return the rope of the full-attention layers after the extension."""
     rope = full_attention_rope(config)
-    rope.setdefault("rope_type", "default")
     scale = extension.scale_of(config)
     method = extension.scaling
     if method == "direct":

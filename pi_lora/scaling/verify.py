@@ -40,7 +40,7 @@ def check_scaling(plain: PreTrainedModel, config: Config, extension: Extension) 
         checked = replace(extension, scaling="pi")
     kind = type(plain.config)
     plain_frequencies = rotary_frequencies(plain)
-    extended_frequencies = _scaled_frequencies(plain, extend_config(config, checked))
+    extended_frequencies = rotary_frequencies(build_on_meta(kind, extend_config(config, checked)))
     if not plain_frequencies:
         raise ScalingError(f"model of type {kind.model_type}: is built without rotary embeddings; choose another")
     if not _follows(plain_frequencies, extended_frequencies, checked.scaling, scale=checked.scale_of(config)):
@@ -50,43 +50,21 @@ def check_scaling(plain: PreTrainedModel, config: Config, extension: Extension) 
         )
 
 
-def _scaled_frequencies(plain: PreTrainedModel, config: Config) -> dict[str, torch.Tensor]:
-    """Return the frequencies of the model of `config`, which is `plain` with another rope. Where every rotary module
-    reads the config of the model itself, those modules are enough; else the whole model is built.
-    """
-    kind = type(plain.config)
-    language = plain.config.get_text_config()
-    if any(module.config is not language for _, module in _rotary_modules(plain)):
-        return rotary_frequencies(build_on_meta(kind, config))
-    with _building(kind):
-        extended = config_of(kind, config)
-    return rotary_frequencies(plain, extended)
-
-
-def _rotary_modules(model: PreTrainedModel) -> list[tuple[str, Any]]:
-    """Return the modules with rotary frequencies, by name."""
-    modules = []
-    for name, module in model.named_modules():
-        if any(buffer.endswith("inv_freq") for buffer, _ in module.named_buffers(recurse=False)):
-            modules.append((name, module))
-    return modules
-
-
-def rotary_frequencies(model: PreTrainedModel, config: PreTrainedConfig | None = None) -> dict[str, torch.Tensor]:
-    """Return the frequencies (radians a token) of each rotary module of a model on the meta device, by name; under
-    another `config` of the same class, if one is given. The meta device leaves buffers without values, so the rotary
-    modules are built again by themselves. A `longrope` is asked about its longest input, for which its long factors
-    count.
+def rotary_frequencies(model: PreTrainedModel) -> dict[str, torch.Tensor]:
+    """Return the frequencies (radians a token) of each rotary module of a model on the meta device, by name. The meta
+    device leaves buffers without values, so the rotary modules are built again by themselves. A `longrope` is asked
+    about its longest input, for which its long factors count.
     """
     frequencies = {}
     with _building(type(model.config)):
-        for name, module in _rotary_modules(model):
-            used = config.get_text_config() if config else module.config
-            rotary = type(module)(config=used)
-            if getattr(rotary, "rope_type", None) == "longrope":
-                rotary(torch.zeros(1), torch.tensor([[used.max_position_embeddings - 1]]))
-            for buffer, values in rotary.named_buffers():
-                frequencies[f"{name}.{buffer}"] = values
+        for name, module in model.named_modules():
+            if any(buffer.endswith("inv_freq") for buffer, _ in module.named_buffers(recurse=False)):
+                kind: Any = type(module)
+                rotary = kind(config=module.config)
+                if getattr(rotary, "rope_type", None) == "longrope":
+                    rotary(torch.zeros(1), torch.tensor([[module.config.max_position_embeddings - 1]]))
+                for buffer, values in rotary.named_buffers():
+                    frequencies[f"{name}.{buffer}"] = values
     return frequencies
 
 

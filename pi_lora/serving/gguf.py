@@ -73,7 +73,7 @@ def _has_scaling(reader: Any, architecture: str, model: ModelSource) -> bool:
     rope = full_attention_rope(model.config)
     scaling_type = reader.get_field(f"{architecture}.rope.scaling.type")
     theta = reader.get_field(f"{architecture}.rope.freq_base")
-    if rope.get("rope_type") in ("linear", "yarn"):
+    if rope["rope_type"] in ("linear", "yarn"):
         return bool(scaling_type and scaling_type.contents() == rope["rope_type"])
     if method_of(model.config) == "theta":
         return bool(theta and math.isclose(theta.contents(), rope["rope_theta"], rel_tol=1e-3))

@@ -5,11 +5,9 @@ cannot answer as the model does.
 """
 
 import random
-from dataclasses import dataclass, replace
-from functools import cached_property
+from dataclasses import replace
 from itertools import takewhile
 from operator import eq
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -21,7 +19,6 @@ from pi_lora.evaluation.forward import keeps_all_tokens
 from pi_lora.models.loaded import LoadedModel, load_model
 from pi_lora.models.source import ModelSource
 from pi_lora.scaling.config import depends_on_length, full_attention_rope, with_full_rope, with_legacy_rope_keys
-from pi_lora.storage import write_whole
 from pi_lora.types import Progress, silent
 
 # The tokens of an answer: a code of five digits, and the text after it.
@@ -108,72 +105,60 @@ class Reference(BaseModel):
         return "".join(parts).strip()
 
 
-@dataclass
-class ReferenceComputer:
-    """Computes a reference from a model, on demand. The codes stand in `text`, or in made-up sentences."""
+def reference_of(model: ModelSource, text: str = "") -> Reference:
+    """Return the prompts for a model, without answers. The codes stand in `text`, or in made-up sentences."""
+    filler = text or sentences(random.Random(0), model.window)
+    encoded = model.tokenizer(filler, return_offsets_mapping=True, verbose=False)
+    starts = [start for start, _ in encoded["offset_mapping"]]
+    prompts = [_prompt(model, starts, model.window * 9 // 10, asked=asked) for asked in range(len(DEPTHS))]
+    prompts.append(_prompt(model, starts, model.original // 2, num_codes=1))
+    reference = Reference(
+        model=model.name,
+        original=model.original,
+        target=model.window,
+        own_text=text[: prompts[0].characters],
+        prompts=prompts,
+    )
+    for prompt in prompts:
+        prompt.tokens = _count(model, reference.text(prompt))
+    return reference
 
-    model: ModelSource
-    text: str = ""
-    dtype: str | None = None
-    progress: Progress = silent
 
-    @cached_property
-    def reference(self) -> Reference:
-        """The prompts, with their answers once these were computed."""
-        model = self.model
-        filler = self.text or sentences(random.Random(0), model.window)
-        encoded = model.tokenizer(filler, return_offsets_mapping=True, verbose=False)
-        starts = [start for start, _ in encoded["offset_mapping"]]
-        prompts = [
-            self._prompt(starts, model.window * 9 // 10, num_codes=len(DEPTHS), asked=asked)
-            for asked in range(len(DEPTHS))
-        ]
-        reference = Reference(
-            model=model.name,
-            original=model.original,
-            target=model.window,
-            own_text=self.text[: prompts[0].characters],
-            prompts=[*prompts, self._prompt(starts, model.original // 2, num_codes=1)],
-        )
+def _count(model: ModelSource, text: str) -> int:
+    return len(model.tokenizer(text, verbose=False)["input_ids"])
+
+
+def _prompt(
+    model: ModelSource, starts: list[int], tokens: int, *, num_codes: int = len(DEPTHS), asked: int = 0
+) -> Prompt:
+    """Return a prompt of about `tokens` tokens, whose text has tokens that start at the characters `starts`."""
+    statement_tokens = _count(model, STATEMENT.format(NAMES[0], CODES[0]))
+    question_tokens = _count(model, QUESTION.format(NAMES[0]))
+    text_tokens = max(0, tokens - num_codes * statement_tokens - question_tokens)
+    if len(starts) <= text_tokens:
+        raise DataError(f"--text: has fewer than {text_tokens:,} tokens; name a longer text")
+    code_starts = []
+    for index in range(num_codes):
+        # The middle of a statement stands at its depth.
+        text_before = tokens * DEPTHS[index] // 100 - round((index + 0.5) * statement_tokens)
+        code_starts.append(starts[min(max(0, text_before), text_tokens)])
+    return Prompt(characters=starts[text_tokens], code_starts=code_starts, asked=asked)
+
+
+def compute_answers(
+    reference: Reference, model: ModelSource, dtype: str | None = None, progress: Progress = silent
+) -> None:
+    """Answer all prompts of a reference in every reading."""
+    readings = {RIGHT: model}
+    without_scaling = unscaled(model)
+    # `theta` and `direct` have no scaling that an engine could ignore.
+    if without_scaling.config != model.config:
+        readings[UNSCALED] = without_scaling
+    for reading, source in readings.items():
+        reader = Reader(load_model(source, dtype))
         for prompt in reference.prompts:
-            prompt.tokens = self._count(reference.text(prompt))
-        return reference
-
-    def _count(self, text: str) -> int:
-        return len(self.model.tokenizer(text, verbose=False)["input_ids"])
-
-    def _prompt(self, starts: list[int], tokens: int, *, num_codes: int, asked: int = 0) -> Prompt:
-        """Return a prompt of about `tokens` tokens, whose text has tokens that start at the characters `starts`."""
-        statement_tokens = self._count(STATEMENT.format(NAMES[0], CODES[0]))
-        question_tokens = self._count(QUESTION.format(NAMES[0]))
-        text_tokens = max(0, tokens - num_codes * statement_tokens - question_tokens)
-        if len(starts) <= text_tokens:
-            raise DataError(f"--text: has fewer than {text_tokens:,} tokens; name a longer text")
-        code_starts = []
-        for index in range(num_codes):
-            # The middle of a statement stands at its depth.
-            text_before = tokens * DEPTHS[index] // 100 - round((index + 0.5) * statement_tokens)
-            code_starts.append(starts[min(max(0, text_before), text_tokens)])
-        return Prompt(characters=starts[text_tokens], code_starts=code_starts, asked=asked)
-
-    def compute(self) -> None:
-        """Answer all prompts in every reading."""
-        self._read(self.model, RIGHT)
-        without_scaling = unscaled(self.model)
-        # `theta` and `direct` have no scaling that an engine could ignore.
-        if without_scaling.config != self.model.config:
-            self._read(without_scaling, UNSCALED)
-
-    def write(self, file: Path) -> None:
-        """Compute all answers, and write the reference to a file of some kilobytes."""
-        self.compute()
-        write_whole(file, self.reference.model_dump_json() + "\n")
-
-    def _read(self, model: ModelSource, reading: str) -> None:
-        reader = Reader(load_model(model, self.dtype))
-        for prompt in self.reference.prompts:
-            self.progress(0, 0, f"computing {prompt.tokens:,} tokens here: {reading}")
-            prompt.answers[reading] = reader.answer(self.reference.text(prompt))
+            progress(0, 0, f"computing {prompt.tokens:,} tokens here: {reading}")
+            prompt.answers[reading] = reader.answer(reference.text(prompt))
 
 
 def unscaled(model: ModelSource) -> ModelSource:
@@ -221,7 +206,11 @@ class Reader:
         """Return the log probabilities after `ids`: (vocabulary)."""
         shared = len([*takewhile(bool, map(eq, self.ids, ids[:-1]))])
         if shared < len(self.ids):
-            shared = self._crop(shared)
+            if keeps_all_tokens(self.cache) and not depends_on_length(self.loaded.source.config):
+                self.cache.crop(shared - len(self.ids))
+            else:
+                self.cache = None
+                shared = 0
         output = self.loaded.module(
             torch.tensor([ids[shared:]], device=self.loaded.module.device),
             past_key_values=self.cache,
@@ -232,11 +221,3 @@ class Reader:
         self.cache = output.past_key_values
         logits: torch.Tensor = output.logits[0, -1]
         return logits.cpu().double().log_softmax(-1)
-
-    def _crop(self, shared: int) -> int:
-        """Reduce the cache to the first `shared` tokens, or to none if it cannot be cropped; return how many remain."""
-        if keeps_all_tokens(self.cache) and not depends_on_length(self.loaded.source.config):
-            self.cache.crop(shared - len(self.ids))
-            return shared
-        self.cache = None
-        return 0
