@@ -74,7 +74,7 @@ def test_a_dtype_may_be_short(small_model: Path) -> None:
 @pytest.mark.parametrize(
     ("measurement", "options", "message"),
     [
-        ("perplexitty", {}, "perplexitty: no such measurement; choose from perplexity, passkey"),
+        ("perplexitty", {}, "perplexitty: no such measurement; choose from perplexity, context"),
         ("passkey", {"depths": 0}, "depths: input should be greater than 0, not 0"),
         ("passkey", {"deaths": 1}, "deaths: extra inputs are not permitted, not 1"),
         ("perplexity", {"windows": [64], "stride": 65}, "stride: 65 is longer than the shortest window, 64; lower it"),

@@ -18,7 +18,7 @@ from transformers.integrations import TensorBoardCallback
 
 from pi_lora.errors import ModelError, RunExistsError
 from pi_lora.recipe.schema import Recipe
-from pi_lora.run import Run, check_tuned, staging_path
+from pi_lora.run import Run, check_finished, staging_path
 from pi_lora.training.callbacks import TrainingLog
 
 STEPS = 2
@@ -155,7 +155,7 @@ def test_resume_completes_a_trained_run_without_a_step_whatever_write_failed(
     with pytest.raises(
         ModelError, match=f"run: interrupted at step 2 of 2; resume it with pi-lora train {output} --resume"
     ):
-        check_tuned(Run(output))
+        check_finished(output)
     with pytest.raises(RunExistsError, match=f"; resume it with pi-lora train {output} --resume"):
         train(recipe, output)
     monkeypatch.setattr(TrainingLog, "on_step_end", lambda *_, **__: pytest.fail("a step is done again"))

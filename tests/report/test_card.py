@@ -162,7 +162,7 @@ TABLES = [
 |---|---|
 | k_max at 128 | 96 tokens |
 """,
-    """**perplexity**: data builtin:stdlib, windows 64/128, stride 32, documents 3, split test, column text
+    """**perplexity**: data builtin:stdlib, documents 3, split test, column text, windows 64/128, stride 32
 
 | metric | step 0 | step 10 |
 |---|---|---|
@@ -240,7 +240,7 @@ def test_the_card_holds_the_measured_scores(run: Path) -> None:
     files = write_report(run)
     assert {file.name for file in files} == {"perplexity.png", "passkey.png", "loss.png", "README.md"}
     text = (run / "README.md").read_text()
-    assert "**perplexity**: data builtin:stdlib, windows 64/128, stride 32, documents 3," in text
+    assert "**perplexity**: data builtin:stdlib, documents 3," in text
     assert "| metric | base | step 0 | tuned |\n|---|---|---|---|\n" in text
     assert "| perplexity at 64 | 8.500 | 40.000 | 9.000 |\n" in text
     assert "| perplexity at 128 | 60.250 | 45.500 | 7.125 |\n" in text
@@ -358,7 +358,7 @@ def test_scores_of_the_base_on_another_text_are_neither_listed_nor_drawn(
     assert (status, drawn) == (0, [["tuned"]])
     for name in ("README.md", "report.html"):
         text = (tmp_path / "mine" / name).read_text()
-        assert "data novels, windows 64/128, stride 32, documents 3" in text
+        assert "data novels, documents 3, split test, column text, windows 64/128, stride 32" in text
         assert "Not shown: base, measured with other data (data builtin:stdlib," in text
         assert "/home/me" not in text
     text = (tmp_path / "mine" / "README.md").read_text()

@@ -226,7 +226,7 @@ def test_compare_measures_missing_scores_on_a_named_text(
     status, out, err = run_captured(capsys, monkeypatch, "compare", str(small_model), "run", *words)
     assert status == 0, err
     assert "k_max at" in out
-    assert "data novel.txt, windows 128, " in " ".join(out.split())
+    assert "data novel.txt, split test, column text, windows 128, " in " ".join(out.split())
     assert "novel.txt" in json.loads(Path("compared.json").read_text())["settings"]["perplexity-text_novel_txt"]
     kept = {file.stem: json.loads(file.read_text()) for file in Path("run/scores").iterdir()}
     assert set(kept) == {"perplexity-text_novel_txt", "perplexity-text_novel_txt-base", "passkey", "passkey-base"}
