@@ -48,7 +48,7 @@ def evaluate(
 
     Args:
         model: The model, or what `load` returns.
-        measurement: `perplexity`, `passkey`, `benchmarks`, `ruler`, `summarization` or `chat`.
+        measurement: `perplexity`, `context`, `passkey`, `benchmarks`, `ruler`, `summarization` or `chat`.
         extension: How to extend a plain base, such as `Extension(target=16384)`.
         dtype: The dtype of the weights, as for `load`.
         base: Where the base of a run is now, if it moved.
