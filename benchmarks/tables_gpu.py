@@ -122,26 +122,6 @@ def by_kernel(row: Row) -> str:
     return "; ".join(cells)
 
 
-def measure(row: Row) -> str:
-    """The measurement of a row of the evaluation."""
-    if row["measure"] == "perplexity":
-        return f"perplexity at {row['tokens']:,}, stride {row['stride']}"
-    return f"{row['depths']} x {row['trials']} passkeys in {row['tokens']:,} tokens"
-
-
-def took(*names: str) -> Callable[[Row], str]:
-    """A cell: the first of these ways that was measured, in tokens a second or in seconds."""
-
-    def cell(row: Row) -> str:
-        unit = "tokens/s" if row["measure"] == "perplexity" else "s"
-        for name in names:
-            if name in row:
-                return f"{row[name]:,.1f} {unit}"
-        return ""
-
-    return cell
-
-
 def published(row: Row) -> str:
     """Unsloth's longest sequence on a card of as much memory."""
     tokens = UNSLOTH_LONGEST.get(round(row["cap"] or 0))
@@ -210,10 +190,6 @@ PARTS: dict[str, tuple[str, dict[str, Callable[[Row], object]]]] = {
             "a step": lambda row: f"{row['step_seconds'][-1]:.0f} s" if "step_seconds" in row else "out of memory",
             "Unsloth's published, 8B": published,
         },
-    ),
-    "evaluation": (
-        "Measuring",
-        {"": measure, "pi-lora": took("pi_lora"), "the neighbour's way": took("yarn", "longlora"), "peak": peak},
     ),
     "demo": (
         "The demo's recipe, start to finish",

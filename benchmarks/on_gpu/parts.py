@@ -19,7 +19,7 @@ from on_gpu.longest import CHANGES, CHANGES_ON_CPU, longest_that_fits, next_leng
 from on_gpu.setting import TINY, Changes, Setting, add_weights, config_folder, plan_of, write_recipe
 
 HERE = Path(__file__).parent
-PARTS = ("ceilings", "attention", "training", "neighbours", "levers", "evaluation", "demo", "longest")
+PARTS = ("ceilings", "attention", "training", "neighbours", "levers", "demo", "longest")
 METHODS = ("lora", "qlora", "full")
 ADAPTER_ALONE = {"tuning": {"modules_to_save": "nothing"}}
 LONG = 32768
@@ -48,8 +48,6 @@ def jobs(setting: Setting, part: str) -> Iterator[Job]:
     elif part == "attention":
         for shape in SHAPES:
             yield {**compared, "model": shape}
-    elif part == "evaluation":
-        yield from evaluation_jobs(setting.name == TINY)
     else:
         yield {"part": part}
 
@@ -64,21 +62,6 @@ def neighbours(compared: Job, tiny: bool) -> Iterator[Job]:
     for method in ("lora", "qlora"):
         for contender in contenders:
             yield {**compared, "method": method, "contender": contender}
-
-
-def evaluation_jobs(tiny: bool) -> Iterator[Job]:
-    """The jobs of `evaluation`: perplexity by window, a grid of passkeys, and a longer grid for its memory."""
-    windows: tuple[int, ...] = (8192, 32768)
-    grid = (16384, 32, 10, 2)
-    memory = (32768, 4, 1, 0)
-    if tiny:
-        windows = (64,)
-        grid = (256, 2, 1, 1)
-        memory = (512, 1, 1, 0)
-    for window in windows:
-        yield {"part": "evaluation", "measure": "perplexity", "tokens": window, "grid": ()}
-    for tokens, *rest in (grid, memory):
-        yield {"part": "evaluation", "measure": "passkey", "tokens": tokens, "grid": rest}
 
 
 def levers(tiny: bool) -> list[Changes]:
@@ -120,8 +103,6 @@ class Bench:
         if job["part"] == "attention":
             words = [HERE / "attention.py", job["model"], job["tokens"]]
             return answer([str(word) for word in words], seconds)
-        if job["part"] == "evaluation":
-            return self.evaluate(job, seconds)
         if job["part"] == "demo":
             return self.demo(seconds)
         return self.train(job, seconds)
@@ -131,14 +112,6 @@ class Bench:
         heads = self.setting.config["num_attention_heads"]
         head_dim = self.setting.config["hidden_size"] // heads
         words = [HERE / "ceilings.py", heads, head_dim, self.setting.compared]
-        return answer([str(word) for word in words], seconds)
-
-    def evaluate(self, job: Job, seconds: float) -> Row:
-        """The cost of one measurement."""
-        base = self.base(self.setting)
-        add_weights(base)
-        stride = 16 if self.setting.name == TINY else 256
-        words = [HERE / "evaluation.py", base, stride, job["measure"], job["tokens"], *job["grid"]]
         return answer([str(word) for word in words], seconds)
 
     def demo(self, seconds: float) -> Row:
