@@ -163,17 +163,10 @@ def test_every_method_that_is_compared_is_a_recipe(words: list[str]) -> None:
     assert load_recipe(compare_methods.ROOT / "recipes" / "demo.yaml", words).recipe.paper is None
 
 
-def test_the_commands_of_the_experiments_parse(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    monkeypatch.chdir(tmp_path)
-    words = [each for _, each in chats.commands()]
-    windows = [{"perplexity": 1.0}]
-    lengths = [{"tasks": {task: {"score": 1.0} for task in ("ruler_vt", "ruler_cwe", "ruler_fwe")}}]
-    for file, each in experiment.commands():
-        words.append(each)
-        file.parent.mkdir(parents=True, exist_ok=True)
-        file.write_text(json.dumps({"windows": windows, "lengths": lengths}))
-    for each in words:
-        app.parse_args(each, exit_on_error=False, print_error=False)
+@pytest.mark.parametrize("script", [chats, experiment])
+def test_the_commands_of_the_experiments_parse(script: ModuleType) -> None:
+    for _, words in script.commands():
+        app.parse_args(words, exit_on_error=False, print_error=False)
 
 
 def test_pages_agree_with_the_results() -> None:
