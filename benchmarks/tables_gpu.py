@@ -126,6 +126,14 @@ METHOD: dict[str, Callable[[Row], object]] = {
     "tokens/s": speed,
 }
 OWN = ("forward", "backward")
+COSTS: dict[str, Callable[[Row], object]] = {
+    "MFU": share(OWN, lambda row: DATA_SHEET),
+    "of the measured product": share(OWN, lambda row: row["product"]),
+    "with recomputation": share((*OWN, "recomputation"), lambda row: DATA_SHEET),
+    "peak": peak,
+    "planned": planned,
+    "off by": off_by,
+}
 PARTS: dict[str, tuple[str, dict[str, Callable[[Row], object]]]] = {
     "ceilings": (
         "The card's ceilings",
@@ -148,12 +156,7 @@ PARTS: dict[str, tuple[str, dict[str, Callable[[Row], object]]]] = {
         {
             **METHOD,
             "layers": lambda row: row["layers"],
-            "MFU": share(OWN, lambda row: DATA_SHEET),
-            "of the measured product": share(OWN, lambda row: row["product"]),
-            "with recomputation": share((*OWN, "recomputation"), lambda row: DATA_SHEET),
-            "peak": peak,
-            "planned": planned,
-            "off by": off_by,
+            **COSTS,
         },
     ),
     "neighbours": (
@@ -166,12 +169,7 @@ PARTS: dict[str, tuple[str, dict[str, Callable[[Row], object]]]] = {
             "change": change,
             "tokens/s": speed,
             "beside none": beside,
-            "MFU": share(OWN, lambda row: DATA_SHEET),
-            "of the measured product": share(OWN, lambda row: row["product"]),
-            "with recomputation": share((*OWN, "recomputation"), lambda row: DATA_SHEET),
-            "peak": peak,
-            "planned": planned,
-            "off by": off_by,
+            **COSTS,
         },
     ),
     "longest": (
