@@ -10,10 +10,9 @@ again until it prints no command.
 """
 
 import argparse
-import json
 import subprocess
 import sys
-from collections.abc import Generator, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 
 import record
@@ -30,31 +29,35 @@ TARGET = 16384
 STRIDE = 8192
 # With this stride a token beyond 8k has at least 6k of context in a window of 8k.
 SHORT_STRIDE = 2048
-VALIDATION = {"Kipling": "Kim", "Morris": "Water", "Stevenson": "Catriona"}
-TEST = {
-    "Chesterton": "Thursday",
-    "Conrad": "Almayer",
-    "Doyle": "Lost",
-    "Ford": "Soldier",
-    "Gaskell": "Ruth",
-    "Hardy": "Tess",
-    "James": "Ambassadors",
-    "Lawrence": "Peacock",
-    "Lee": "Albany",
-    "Lytton": "Novel",
-}
+# AUTHOR_TITLE by part.
+VALIDATION = "Kipling_Kim Morris_Water Stevenson_Catriona"
+TEST = (
+    "Chesterton_Thursday Conrad_Almayer Doyle_Lost Ford_Soldier Gaskell_Ruth Hardy_Tess James_Ambassadors "
+    "Lawrence_Peacock Lee_Albany Lytton_Novel"
+)
 TRAIN = (
     "Barclay_Ladies Barclay_Postern Bennet_Babylon Bennet_Helen Braddon_Audley Burnett_Garden Burnett_Princess "
     "Corelli_Innocent Corelli_Romance Galsworthy_Man Gissing_Unclassed Gissing_Women Haggard_Mines Haggard_Sheallan "
     "Meredith_Marriage Thackeray_Pendennis Thackeray_Virginians Ward_Ashe Ward_Harvest Wcollins_Basil Wcollins_Legacy"
 )
+PARTS = {"validation": VALIDATION, "test": TEST, "train": TRAIN}
 SCALINGS = ("pi", "yarn", "theta")
 CONTROL = "control"
-# Three rates are tried of every scaling, and further ones while the highest is the best.
-RATES = ("5e-4", "1e-3", "2e-3", "4e-3", "8e-3")
+# The rates that were tried of every scaling, and those that validation chose.
+RATES = {
+    "pi": ("5e-4", "1e-3", "2e-3", "4e-3", "8e-3"),
+    "yarn": ("5e-4", "1e-3", "2e-3"),
+    "theta": ("5e-4", "1e-3", "2e-3"),
+    CONTROL: ("5e-4", "1e-3", "2e-3"),
+}
+CHOSEN_RATES = {"pi": "4e-3", "yarn": "1e-3", "theta": "1e-3", CONTROL: "1e-3"}
+# The scaling that is best on the validation novels, untuned and tuned.
+BEST_UNTUNED = "untuned yarn"
+BEST = "tuned yarn"
 TRIAL_STEPS = 32
 STEPS = 104
-RULER_TASKS = 2
+# The two of the candidates that the base does best at 4k.
+RULER_TASKS = "niah_single_1,ruler_vt"
 RULER_CANDIDATES = "niah_single_1,niah_multikey_2,ruler_vt,ruler_cwe,ruler_fwe"
 QUESTIONS = ("boolq", "piqa", "winogrande")
 
@@ -62,31 +65,23 @@ Command = tuple[Path, list[str]]
 
 
 def split_books(books: Path) -> None:
-    """Write novels by author into train, validation and test; of a test novel the beginning and the second half."""
-    for book in sorted(books.glob("*.txt")):
-        author, title, _ = book.stem.split("_")
-        part = part_of(author, title)
-        if part is None:
-            continue
-        folder = BOOKS / part
-        folder.mkdir(parents=True, exist_ok=True)
-        text = book.read_text(encoding="utf-8")
-        (folder / book.name).write_text(text, encoding="utf-8")
-        if part == "test":
-            middle = text.index("\n", len(text) // 2)
-            second_half = text[middle:].lstrip()
-            (folder / f"{book.stem}_half.txt").write_text(second_half, encoding="utf-8")
+    """Write novels by author into train, validation and test."""
+    for part, novels in PARTS.items():
+        for novel in novels.split():
+            for book in books.glob(f"{novel}_*.txt"):
+                write_book(book, part)
 
 
-def part_of(author: str, title: str) -> str | None:
-    """Return the part that a novel belongs to; None if it is left out."""
-    if VALIDATION.get(author) == title:
-        return "validation"
-    if TEST.get(author) == title:
-        return "test"
-    if f"{author}_{title}" in TRAIN.split():
-        return "train"
-    return None
+def write_book(book: Path, part: str) -> None:
+    """Copy a novel; of a test novel the second half as well, as a document of its own."""
+    folder = BOOKS / part
+    folder.mkdir(parents=True, exist_ok=True)
+    text = book.read_text(encoding="utf-8")
+    (folder / book.name).write_text(text, encoding="utf-8")
+    if part == "test":
+        middle = text.index("\n", len(text) // 2)
+        second_half = text[middle:].lstrip()
+        (folder / f"{book.stem}_half.txt").write_text(second_half, encoding="utf-8")
 
 
 def score(measurement: str, row: str, model: list[str], *options: str) -> Command:
@@ -138,58 +133,30 @@ def merging(name: str) -> Command:
     return MERGED / name / "config.json", ["merge", *tuned(name), "--output", str(MERGED / name)]
 
 
-def measured(file: Path) -> float:
-    """Return the perplexity of the longest window."""
-    return float(json.loads(file.read_bytes())["windows"][-1]["perplexity"])
-
-
 def commands() -> Iterator[Command]:
-    """Yield the commands in order; those after a choice depend on the results before it."""
-    best_untuned, best_tuned = yield from choosing_commands()
-    yield from test_commands(best_untuned, best_tuned)
+    """Yield the commands in order."""
+    yield from validation_commands()
+    yield from test_commands()
 
 
-def choosing_commands() -> Generator[Command, None, tuple[str, str]]:
-    """Yield the commands that choose rates and scalings, and return the best untuned and the best tuned scaling."""
-    # Rates, and the best untuned and tuned scaling, by validation novels alone.
-    chosen: dict[str, str] = {}
-    rows: dict[str, float] = {}
+def validation_commands() -> Iterator[Command]:
+    """Yield the commands that tune, and those whose results chose rates and scalings."""
     for scaling in SCALINGS:
-        command = perplexity(f"untuned {scaling}", untuned(scaling), "validation", windows=str(TARGET))
-        yield command
-        rows[scaling] = measured(command[0])
-    best_untuned = min(rows, key=rows.__getitem__)
-    for scaling in (*SCALINGS, CONTROL):
-        chosen[scaling] = yield from rate_commands(scaling)
-    for scaling in (*SCALINGS, CONTROL):
-        yield training(scaling, scaling, chosen[scaling], STEPS)
+        yield perplexity(f"untuned {scaling}", untuned(scaling), "validation", windows=str(TARGET))
+    for scaling, rates in RATES.items():
+        window = ORIGINAL if scaling == CONTROL else TARGET
+        for rate in rates:
+            name = f"{scaling}_{rate}"
+            file, words = perplexity(name, tuned(name), "validation", windows=str(window))
+            if not file.exists():
+                yield training(name, scaling, rate, TRIAL_STEPS)
+            yield file, words
+        yield training(scaling, scaling, CHOSEN_RATES[scaling], STEPS)
     for scaling in SCALINGS:
-        command = perplexity(f"tuned {scaling}", tuned(scaling), "validation", windows=str(TARGET))
-        yield command
-        rows[scaling] = measured(command[0])
-    best_tuned = min(rows, key=rows.__getitem__)
-    return best_untuned, best_tuned
+        yield perplexity(f"tuned {scaling}", tuned(scaling), "validation", windows=str(TARGET))
 
 
-def rate_commands(scaling: str) -> Generator[Command, None, str]:
-    """Yield the commands that try learning rates with a scaling, and return the best rate."""
-    window = str(ORIGINAL if scaling == CONTROL else TARGET)
-    trials: dict[float, str] = {}
-    for rate in RATES:
-        perplexities = list(trials)
-        if len(trials) > 2 and perplexities[-1] != min(perplexities):
-            break
-        name = f"{scaling}_{rate}"
-        command = perplexity(name, tuned(name), "validation", windows=window)
-        file, _ = command
-        if not file.exists():
-            yield training(name, scaling, rate, TRIAL_STEPS)
-        yield command
-        trials[measured(file)] = rate
-    return trials[min(trials)]
-
-
-def test_commands(best_untuned: str, best_tuned: str) -> Iterator[Command]:
+def test_commands() -> Iterator[Command]:
     """Yield the commands whose results are published."""
     # Once, on novels and passkeys that chose nothing, and of the tuned models as they are served: merged.
     for name in (*SCALINGS, CONTROL):
@@ -197,40 +164,29 @@ def test_commands(best_untuned: str, best_tuned: str) -> Iterator[Command]:
     models = {"base": [BASE], **{f"untuned {scaling}": untuned(scaling) for scaling in SCALINGS}}
     models |= {f"tuned {scaling}": [str(MERGED / scaling)] for scaling in SCALINGS}
     models[CONTROL] = [str(MERGED / CONTROL)]
-    best = f"tuned {best_tuned}"
     for row, model in models.items():
         yield perplexity(row, model, "test", windows=f"{ORIGINAL},{TARGET}")
-    for row in ("base", best, CONTROL):
+    for row in ("base", BEST, CONTROL):
         name = f"{row} stride {SHORT_STRIDE}"
         yield perplexity(name, models[row], "test", windows=str(ORIGINAL), stride=SHORT_STRIDE)
     for row, model in models.items():
         if row != "untuned pi":
             window = () if "--target" in model else ("--target", str(TARGET))
             yield score("passkey", row, model, *window, "--depths", "8", "--trials", "3", "--seed", "5")
-    for row in ("base", best):
+    for row in ("base", BEST):
         files = ",".join(f"{task}={SHORT}/{task}.jsonl" for task in QUESTIONS)
         limit = ("--tasks", ",".join(QUESTIONS), "--data", files, "--limit", "500", "--window", "2048")
         yield score("benchmarks", row, models[row], *limit)
-    # RULER: the two tasks that the base does best at 4k, on other prompts than those that count.
+    # RULER: tasks were chosen by other prompts than those that count.
     few = ("--windows", "4096", "--tasks", RULER_CANDIDATES, "--samples", "10", "--seed", "1")
-    candidates = score("ruler", "base at 4k", [BASE], *few)
-    yield candidates
-    tasks = best_tasks(candidates[0])
-    for row in (f"untuned {best_untuned}", best, CONTROL):
-        yield score("ruler", row, models[row], "--windows", str(TARGET), "--tasks", tasks, "--samples", "10")
+    yield score("ruler", "base at 4k", [BASE], *few)
+    for row in (BEST_UNTUNED, BEST, CONTROL):
+        yield score("ruler", row, models[row], "--windows", str(TARGET), "--tasks", RULER_TASKS, "--samples", "10")
     # How much bfloat16 changes: two documents in float32.
-    for row in ("base", best):
+    for row in ("base", BEST):
         name = f"{row} float32"
         file, words = perplexity(name, models[row], "test", str(TARGET), "--documents", "2")
         yield file, ["float32" if word == "bfloat16" else word for word in words]
-
-
-def best_tasks(file: Path) -> str:
-    """Return the names of RULER's tasks with the highest scores."""
-    content = json.loads(file.read_bytes())
-    by_task = content["lengths"][0]["tasks"]
-    names = sorted(by_task, key=lambda task: -by_task[task]["score"])
-    return ",".join(names[:RULER_TASKS])
 
 
 def run_missing(commands: Iterable[Command]) -> None:

@@ -59,27 +59,6 @@ def merge(result: Result) -> str:
     )
 
 
-def passkey(result: Result) -> str:
-    grid = result["grid"]
-    faster = result["times_faster"]
-    cached = faster["than_generate_with_cache"]
-    plain = faster["than_generate_without_cache"]
-    return (
-        f"{grid['depths']} x {grid['trials']} passkeys in {grid['target']:,} tokens: "
-        f"{cached:.1f} times as fast as `generate` with a cache, {plain:.1f} times without; the same answers"
-    )
-
-
-def perplexity(result: Result) -> str:
-    rows = result["models"].values()
-    faster = " and ".join(f"{row['straightforward_over_sweep']:.1f}" for row in rows)
-    differ = max(row["largest_relative_difference"] for row in rows)
-    return (
-        f"a sweep of {len(result['windows'])} windows: {faster} times as fast as one window at a time, with "
-        f"vocabularies of 1,024 and 32,000; perplexities equal to {differ:.0e}"
-    )
-
-
 def plan_memory(result: Result) -> str:
     off = [row["ratio"] - 1 for row in result["rows"].values()]
     return (
@@ -185,20 +164,6 @@ FIGURES: dict[str, Figure] = {
         result="`merge.json`",
         data="random weights",
         hours="0.1",
-    ),
-    "perplexity": Figure(
-        claim=perplexity,
-        commands=("benchmarks/perplexity.py",),
-        result="`perplexity.json`",
-        data="builtin:stdlib",
-        hours="0.1",
-    ),
-    "passkey": Figure(
-        claim=passkey,
-        commands=("benchmarks/passkey.py",),
-        result="`passkey.json`",
-        data="made by the test",
-        hours="0.4",
     ),
     "plan_memory": Figure(
         claim=plan_memory,

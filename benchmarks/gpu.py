@@ -1,13 +1,12 @@
 """Speed and memory of long-context tuning on one GPU: against the card's own limits, the plan, and the neighbours.
 
     python benchmarks/gpu.py [--minutes M] [--parts PART ...] [--lengths TOKENS ...] [--methods METHOD ...]
-                            [--caps GB ...] [--shape MODEL] [--again] [--tiny]
+                            [--shape MODEL] [--again] [--tiny]
 
 A LLaMA-7B with random weights learns through pi-lora's own command. Every row is a process of its own with a time limit
 and is kept in benchmarks/results/gpu.json when it is done: the same command goes on with what is missing or failed, and
 `--again` measures anew. No job is begun that the budget of `--minutes` has no room for. `python benchmarks/tables.py`
-writes docs/performance.md. `longest` is asked for by name: `--parts longest --caps 24 48` finds the longest sequence
-that each memory holds. `--tiny` runs every part in a small shape, on a CPU, to see that it runs.
+writes docs/performance.md. `--tiny` runs every part in a small shape, on a CPU, to see that it runs.
 """
 
 import argparse
@@ -24,8 +23,8 @@ from on_gpu.contender import PI_LORA
 from on_gpu.parts import METHODS, PARTS, Bench, Job, Row, jobs
 from on_gpu.setting import TINY, setting_of
 
-# The most that a job may take.
-JOB_SECONDS = 420
+# The most that a job may take: a step of the longest sequence.
+JOB_SECONDS = 1200
 # The least for which a job is begun.
 LEAST_SECONDS = 45
 
@@ -74,17 +73,9 @@ def measure(bench: Bench, rows: Rows, options: argparse.Namespace) -> None:
         measured = bench.row(job, min(JOB_SECONDS, left))
         rows.add({**job, **measured, "machine": machine()})
 
-    def do_longest(cap: float | None) -> None:
-        while (job := bench.next_longest(cap, rows.rows)) is not None:
-            do(job)
-
     for part in options.parts:
         if options.again:
             rows.rows[:] = [row for row in rows.rows if row["part"] != part]
-        if part == "longest":
-            for cap in options.caps:
-                do_longest(cap)
-            continue
         for job in jobs(bench.setting, part):
             done = any("failed" not in row for row in rows.of(job))
             if is_asked_for(job, options) and not done:
@@ -101,8 +92,7 @@ def is_asked_for(job: Job, options: argparse.Namespace) -> bool:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--shape", default="huggyllama/llama-7b", help="a model whose shape the plan knows")
-    parser.add_argument("--parts", nargs="+", choices=PARTS, help="all but `longest` unless given")
-    parser.add_argument("--caps", nargs="+", type=float, default=[None], help="GB of memory for `longest`")
+    parser.add_argument("--parts", nargs="+", choices=PARTS, default=PARTS)
     parser.add_argument("--lengths", nargs="+", type=int, help="only the jobs of these lengths in tokens")
     parser.add_argument("--methods", nargs="+", choices=METHODS, help="only the jobs of these methods")
     parser.add_argument("--minutes", type=float, help="begin nothing that this budget has no room for")
@@ -120,8 +110,6 @@ def main() -> None:
     if options.tiny:
         shape = TINY
         file = None
-    if not options.parts:
-        options.parts = [part for part in PARTS if options.tiny or part != "longest"]
     rows = Rows(options.json or file, shape, gpu)
     with tempfile.TemporaryDirectory() as folder:
         bench = Bench(setting_of(shape), Path(folder))

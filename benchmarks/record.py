@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 ROOT = Path(__file__).parent.parent
-sys.path[:0] = [str(ROOT / "scripts"), str(ROOT / "tests" / "evaluation")]
+sys.path.insert(0, str(ROOT / "scripts"))
 from machine import machine  # noqa: E402
 
 RESULTS = ROOT / "benchmarks" / "results"

@@ -14,8 +14,8 @@ import tables_smollm2
 from figures import index
 from pages import machines_of, made_on, mean_and_range, table, write_block
 
-from pi_lora.evaluation.intervals import wilson
-from pi_lora.evaluation.suite import MEASUREMENTS
+from pi_lora.evaluation.probe import Probe, Probed
+from pi_lora.evaluation.suite import MEASUREMENTS, metrics_of, setting_of
 from pi_lora.report.comparison import compare
 
 HERE = Path(__file__).parent
@@ -106,55 +106,27 @@ def verdict_text(verdict: Result) -> str:
 
 
 def probe(result: Result) -> Lines:
-    """For each target a table of the untuned scalings, as `pi-lora probe --json` has them; then the sample."""
-    versions = ", ".join(f"{library} {version}" for library, version in result["versions"].items())
-    for target in result["targets"]:
-        yield f"{result['hardware']}; {versions}.\n"
-        windows = [f"perplexity at {window:,}" for window in (result["original"], target["target"])]
-        rows = [probe_row(name, scores) for name, scores in target["scalings"].items()]
-        yield from table(("scaling", *windows, "passkeys", "k_max"), rows)
-        yield probe_sample(target)
+    """For each target a table of the untuned scalings, from a file of `pi-lora probe --json`; then the sample."""
+    probed = Probe.model_validate(result)
+    versions = ", ".join(f"{library} {version}" for library, version in probed.versions.items())
+    for target in probed.targets:
+        yield f"{probed.hardware}; {versions}.\n"
+        windows = [f"perplexity at {window:,}" for window in (probed.original, target.target)]
+        rows = [probe_row(name, scaling) for name, scaling in target.scalings.items()]
+        yield from table(("scaling", *windows, "k_max", "passkeys"), rows)
+        best = target.scalings[target.best]
+        settings = "; ".join(setting_of(scores) for scores in best.scores)
+        yield f"\nMeasured with {settings}; {best.perplexity.dtype}."
+        yield f"`direct` is the base as it is. In the words of the probe: {target.summary}."
 
 
-def probe_row(scaling: str, scores: Result) -> tuple[str, ...]:
+def probe_row(name: str, scaling: Probed) -> tuple[str, ...]:
     """The cells of one scaling."""
-    perplexities = [f"{row['perplexity']:.2f}" for row in scores["perplexity"]["windows"]]
-    return (scaling, *perplexities, *retrieved(scores.get("passkey")))
-
-
-def probe_sample(target: Result) -> str:
-    """The documents and passkeys that every scaling was measured on, and the summary of the probe."""
-    perplexity = first_scores(target, "perplexity")
-    passkey = first_scores(target, "passkey")
-    plural = "s" if perplexity["documents"] > 1 else ""
-    return (
-        f"\n{perplexity['documents']} document{plural} of {perplexity['data']}, "
-        f"stride {perplexity['stride']:,}; "
-        f"{trials_of(passkey)} passkeys, seed {passkey['seed']}; {perplexity['dtype']}. "
-        f"`direct` is the base as it is. In the words of the probe: {target['summary']}."
-    )
-
-
-def first_scores(target: Result, measurement: str) -> Result:
-    """The scores of the first scaling for which a measurement was made."""
-    scores: Iterator[Result] = (row[measurement] for row in target["scalings"].values() if measurement in row)
-    return next(scores)
-
-
-def trials_of(passkey: Result) -> int:
-    """The number of passkeys at all depths."""
-    return sum(depth["trials"] for depth in passkey["depths"])
-
-
-def retrieved(passkey: Result | None) -> tuple[str, str]:
-    """The share of passkeys with its 95 % interval, and k_max."""
-    if passkey is None:
-        return "not asked", ""
-    trials = trials_of(passkey)
-    share = sum(depth["trials"] * depth["success_rate"] for depth in passkey["depths"]) / trials
-    low, high = wilson(share, trials)
-    k_max = f"{passkey['k_max']:,}"
-    return f"{share:.0%} ({low:.0%} to {high:.0%})", k_max
+    perplexities = [f"{metric.value:.2f}" for metric in scaling.windows]
+    passkeys = ["", "not asked"]
+    if scaling.passkey:
+        passkeys = [metric.text for metric in metrics_of(scaling.passkey)]
+    return (name, *perplexities, *passkeys)
 
 
 def chats(_: Result) -> Lines:

@@ -13,8 +13,6 @@ GIB = 2**30
 TERA = 1e12
 # Operations a second of a dense bfloat16 product by the data sheets of H100 SXM and H200, the usual base of MFU.
 DATA_SHEET = 989e12
-# The README of unslothai/unsloth, Llama-3.1-8B, QLoRA of rank 32, batch 1: tokens by GB of the card.
-UNSLOTH_LONGEST = {24: 78_475, 48: 191_728, 80: 342_733}
 
 
 def tables(result: Mapping[str, Any]) -> Iterator[str]:
@@ -122,38 +120,20 @@ def by_kernel(row: Row) -> str:
     return "; ".join(cells)
 
 
-def measure(row: Row) -> str:
-    """The measurement of a row of the evaluation."""
-    if row["measure"] == "perplexity":
-        return f"perplexity at {row['tokens']:,}, stride {row['stride']}"
-    return f"{row['depths']} x {row['trials']} passkeys in {row['tokens']:,} tokens"
-
-
-def took(*names: str) -> Callable[[Row], str]:
-    """A cell: the first of these ways that was measured, in tokens a second or in seconds."""
-
-    def cell(row: Row) -> str:
-        unit = "tokens/s" if row["measure"] == "perplexity" else "s"
-        for name in names:
-            if name in row:
-                return f"{row[name]:,.1f} {unit}"
-        return ""
-
-    return cell
-
-
-def published(row: Row) -> str:
-    """Unsloth's longest sequence on a card of as much memory."""
-    tokens = UNSLOTH_LONGEST.get(round(row["cap"] or 0))
-    return f"{tokens:,}" if tokens else ""
-
-
 METHOD: dict[str, Callable[[Row], object]] = {
     "method": lambda row: row["method"],
     "tokens": lambda row: f"{row['sequences']} x {row['tokens']:,}",
     "tokens/s": speed,
 }
 OWN = ("forward", "backward")
+COSTS: dict[str, Callable[[Row], object]] = {
+    "MFU": share(OWN, lambda row: DATA_SHEET),
+    "of the measured product": share(OWN, lambda row: row["product"]),
+    "with recomputation": share((*OWN, "recomputation"), lambda row: DATA_SHEET),
+    "peak": peak,
+    "planned": planned,
+    "off by": off_by,
+}
 PARTS: dict[str, tuple[str, dict[str, Callable[[Row], object]]]] = {
     "ceilings": (
         "The card's ceilings",
@@ -176,12 +156,7 @@ PARTS: dict[str, tuple[str, dict[str, Callable[[Row], object]]]] = {
         {
             **METHOD,
             "layers": lambda row: row["layers"],
-            "MFU": share(OWN, lambda row: DATA_SHEET),
-            "of the measured product": share(OWN, lambda row: row["product"]),
-            "with recomputation": share((*OWN, "recomputation"), lambda row: DATA_SHEET),
-            "peak": peak,
-            "planned": planned,
-            "off by": off_by,
+            **COSTS,
         },
     ),
     "neighbours": (
@@ -194,26 +169,16 @@ PARTS: dict[str, tuple[str, dict[str, Callable[[Row], object]]]] = {
             "change": change,
             "tokens/s": speed,
             "beside none": beside,
-            "MFU": share(OWN, lambda row: DATA_SHEET),
-            "of the measured product": share(OWN, lambda row: row["product"]),
-            "with recomputation": share((*OWN, "recomputation"), lambda row: DATA_SHEET),
-            "peak": peak,
-            "planned": planned,
-            "off by": off_by,
+            **COSTS,
         },
     ),
     "longest": (
-        "The longest sequence, QLoRA of rank 32",
+        "Beyond Unsloth's longest sequences, QLoRA of rank 32",
         {
             "memory": lambda row: f"{row['cap']:g} GB" if row["cap"] else "the whole card",
             "tokens": lambda row: f"{row['tokens']:,}",
             "a step": lambda row: f"{row['step_seconds'][-1]:.0f} s" if "step_seconds" in row else "out of memory",
-            "Unsloth's published, 8B": published,
         },
-    ),
-    "evaluation": (
-        "Measuring",
-        {"": measure, "pi-lora": took("pi_lora"), "the neighbour's way": took("yarn", "longlora"), "peak": peak},
     ),
     "demo": (
         "The demo's recipe, start to finish",

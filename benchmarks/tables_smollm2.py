@@ -8,7 +8,7 @@ from statistics import fmean
 from typing import Any
 
 import record
-from experiment import CONTROL, ORIGINAL, RATES, SCALINGS, SHORT_STRIDE, STEPS, TARGET, TRIAL_STEPS
+from experiment import BEST, CONTROL, ORIGINAL, RATES, SHORT_STRIDE, STEPS, TARGET, TRIAL_STEPS
 from pages import machines_of, table
 
 from pi_lora.drawing import draw_curves, figure_of, save
@@ -17,7 +17,6 @@ from pi_lora.evaluation.intervals import of_means, wilson
 from pi_lora.report.comparison import compare
 
 RESULTS = "smollm2_16k"
-BEST = "tuned yarn"
 MODELS = {
     "base": "base",
     "untuned pi": "PI, untuned",
@@ -141,11 +140,12 @@ def tables(machines: Result) -> Iterator[str]:
 def validation(_: Result) -> Iterator[str]:
     """Perplexity of the novels that chose, a scaling a row: untuned, after 32 steps by rate, after all steps."""
     rows = []
-    for scaling in (*SCALINGS, CONTROL):
-        trials = [f"{scaling}_{rate}" for rate in RATES]
+    most = max(RATES.values(), key=len)
+    for scaling in RATES:
+        trials = [f"{scaling}_{rate}" for rate in most]
         cells = [validation_perplexity(name) for name in (f"untuned {scaling}", *trials, f"tuned {scaling}")]
         rows.append((scaling, *cells))
-    columns = (f"{TRIAL_STEPS} steps at {rate}" for rate in RATES)
+    columns = (f"{TRIAL_STEPS} steps at {rate}" for rate in most)
     yield from table(("", "untuned", *columns, f"{STEPS} steps at the best rate"), rows)
 
 

@@ -12,6 +12,7 @@ and one that fails is named and passed over. --tiny runs every command on the bu
 """
 
 import argparse
+import json
 import sys
 import traceback
 from collections.abc import Iterator
@@ -20,7 +21,7 @@ from functools import partial
 from pathlib import Path
 
 import record  # first: it finds scripts/
-from experiment import BOOKS, Command, measured
+from experiment import BOOKS, Command
 
 from pi_lora.cli import app
 
@@ -240,6 +241,11 @@ class Experiment:
         rows |= {scaling: [base, *sizes, "--scaling", scaling] for scaling in ("yarn", "theta")}
         for row, model in rows.items():
             yield self.context(row, model, "novels")
+
+
+def measured(file: Path) -> float:
+    """Return the perplexity of the longest window."""
+    return float(json.loads(file.read_bytes())["windows"][-1]["perplexity"])
 
 
 def run(experiment: Experiment, commands: Iterator[Command]) -> None:

@@ -15,18 +15,25 @@ from typing import Any
 
 from on_gpu.attention import SHAPES
 from on_gpu.contender import COMPILED, PI_LORA, PLAIN, UNSLOTH
-from on_gpu.longest import CHANGES, CHANGES_ON_CPU, longest_that_fits, next_length, pinned_bytes
 from on_gpu.setting import TINY, Changes, Setting, add_weights, config_folder, plan_of, write_recipe
 
 HERE = Path(__file__).parent
-PARTS = ("ceilings", "attention", "training", "neighbours", "levers", "evaluation", "demo", "longest")
+PARTS = ("ceilings", "attention", "training", "neighbours", "levers", "demo", "longest")
 METHODS = ("lora", "qlora", "full")
 ADAPTER_ALONE = {"tuning": {"modules_to_save": "nothing"}}
 LONG = 32768
-# A step of `longest` takes no more seconds, by the plan's speed.
-SECONDS_PER_STEP = 60
-# The rest of the host's memory is left to other things.
-SHARE_OF_HOST = 0.8
+# GB of memory, and a length in tokens beyond the one that Unsloth publishes for it: Llama-3.1-8B, QLoRA, batch 1, with
+# an adapter alone of rank 32.
+BEYOND_UNSLOTH = {24: 78_848, 48: 192_512, 80: 343_040}
+RANK_32 = {"rank": 32, "modules_to_save": "nothing"}
+# The levers that cost little time.
+LONGEST: Changes = {
+    "tuning": RANK_32,
+    "training": {"mlp_chunk_tokens": 4096, "optimizer": "paged_adamw_8bit"},
+    "hardware": {"offload_activations": True},
+}
+# A paged optimizer and offloading need a GPU.
+LONGEST_ON_CPU: Changes = {"tuning": RANK_32, "training": {"mlp_chunk_tokens": 16}}
 ERROR = re.compile(r"^[\w.]*(?:Error|Exception|Interrupt)\b", re.MULTILINE)
 
 Job = Mapping[str, Any]
@@ -34,7 +41,7 @@ Row = dict[str, Any]
 
 
 def jobs(setting: Setting, part: str) -> Iterator[Job]:
-    """The jobs of a part but `longest`, whose next one depends on the rows before it."""
+    """The jobs of a part."""
     compared = {"part": part, "tokens": setting.compared}
     if part == "training":
         for method in METHODS:
@@ -48,10 +55,20 @@ def jobs(setting: Setting, part: str) -> Iterator[Job]:
     elif part == "attention":
         for shape in SHAPES:
             yield {**compared, "model": shape}
-    elif part == "evaluation":
-        yield from evaluation_jobs(setting.name == TINY)
+    elif part == "longest":
+        yield from longest(setting)
     else:
         yield {"part": part}
+
+
+def longest(setting: Setting) -> Iterator[Job]:
+    """The jobs of `longest`: whether a step runs in so much memory."""
+    job = {"part": "longest", "method": "qlora"}
+    if setting.name == TINY:
+        yield {**job, "cap": None, "tokens": setting.compared, "changes": LONGEST_ON_CPU}
+        return
+    for cap, tokens in BEYOND_UNSLOTH.items():
+        yield {**job, "cap": cap, "tokens": tokens, "changes": LONGEST}
 
 
 def neighbours(compared: Job, tiny: bool) -> Iterator[Job]:
@@ -64,21 +81,6 @@ def neighbours(compared: Job, tiny: bool) -> Iterator[Job]:
     for method in ("lora", "qlora"):
         for contender in contenders:
             yield {**compared, "method": method, "contender": contender}
-
-
-def evaluation_jobs(tiny: bool) -> Iterator[Job]:
-    """The jobs of `evaluation`: perplexity by window, a grid of passkeys, and a longer grid for its memory."""
-    windows: tuple[int, ...] = (8192, 32768)
-    grid = (16384, 32, 10, 2)
-    memory = (32768, 4, 1, 0)
-    if tiny:
-        windows = (64,)
-        grid = (256, 2, 1, 1)
-        memory = (512, 1, 1, 0)
-    for window in windows:
-        yield {"part": "evaluation", "measure": "perplexity", "tokens": window, "grid": ()}
-    for tokens, *rest in (grid, memory):
-        yield {"part": "evaluation", "measure": "passkey", "tokens": tokens, "grid": rest}
 
 
 def levers(tiny: bool) -> list[Changes]:
@@ -100,14 +102,12 @@ class Bench:
     """A shape, the card, and a folder with its base models and recipes."""
 
     def __init__(self, setting: Setting, folder: Path) -> None:
-        import psutil
         import torch
 
         self.setting = setting
         self.folder = folder
         self.on_gpu = torch.cuda.is_available()
         self.memory = torch.cuda.get_device_properties(0).total_memory if self.on_gpu else 0
-        self.host = psutil.virtual_memory().available
 
     def base(self, setting: Setting) -> Path:
         """The folder of a base model without weights."""
@@ -120,8 +120,6 @@ class Bench:
         if job["part"] == "attention":
             words = [HERE / "attention.py", job["model"], job["tokens"]]
             return answer([str(word) for word in words], seconds)
-        if job["part"] == "evaluation":
-            return self.evaluate(job, seconds)
         if job["part"] == "demo":
             return self.demo(seconds)
         return self.train(job, seconds)
@@ -131,14 +129,6 @@ class Bench:
         heads = self.setting.config["num_attention_heads"]
         head_dim = self.setting.config["hidden_size"] // heads
         words = [HERE / "ceilings.py", heads, head_dim, self.setting.compared]
-        return answer([str(word) for word in words], seconds)
-
-    def evaluate(self, job: Job, seconds: float) -> Row:
-        """The cost of one measurement."""
-        base = self.base(self.setting)
-        add_weights(base)
-        stride = 16 if self.setting.name == TINY else 256
-        words = [HERE / "evaluation.py", base, stride, job["measure"], job["tokens"], *job["grid"]]
         return answer([str(word) for word in words], seconds)
 
     def demo(self, seconds: float) -> Row:
@@ -198,33 +188,15 @@ class Bench:
             plan = plan_of(write_recipe(recipe, self.folder), self.card({}))
             return bool(plan["fits"])
 
-        return self.setting.with_layers(longest_that_fits(4, self.setting.layers, fits))
+        layers = self.setting.layers
+        while layers > 4 and not fits(layers):
+            layers -= 4
+        return self.setting.with_layers(layers)
 
     def card(self, job: Job) -> str:
         """The memory that a plan is for, as `--gpu` takes it."""
         gigabytes = job.get("cap") or self.memory / 1e9
         return f"{max(1, int(gigabytes))}GB" if gigabytes else "cpu"
-
-    def next_longest(self, cap: float | None, rows: Sequence[Row]) -> Job | None:
-        """The next length of `longest` under a cap in GB, after those that ran or did not."""
-        setting = self.setting
-        changes: Changes = CHANGES if self.on_gpu else CHANGES_ON_CPU
-        step = 1024 if self.on_gpu else setting.original * 2
-        most = 2**20 if self.on_gpu else 256
-        job: Row = {"part": "longest", "method": "qlora", "cap": cap, "changes": changes}
-
-        def fits(tokens: int) -> bool:
-            recipe = setting.recipe(self.base(setting), "qlora", tokens, changes)
-            plan = plan_of(write_recipe(recipe, self.folder), self.card(job))
-            pinned = pinned_bytes(setting.layers, setting.config["hidden_size"], tokens)
-            in_time = not plan["hours"] or plan["hours"] * 3600 / plan["steps"] <= SECONDS_PER_STEP
-            return bool(plan["fits"] and pinned <= SHARE_OF_HOST * self.host and in_time)
-
-        before = [row for row in rows if row["part"] == "longest" and row["cap"] == cap]
-        ran = {row["tokens"]: "step_seconds" in row for row in before}
-        first = 0 if ran else longest_that_fits(step, most, fits)
-        tokens = next_length(first, step, ran)
-        return None if tokens is None else {**job, "tokens": tokens}
 
 
 def steps_of(job: Job) -> int:
