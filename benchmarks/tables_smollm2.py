@@ -1,7 +1,7 @@
 """The tables and the picture of SmolLM2 at 16k, from the results of experiment.py: of the rows that are measured."""
 
 import math
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from functools import partial
 from pathlib import Path
 from statistics import fmean
@@ -27,7 +27,7 @@ MODELS = {
     BEST: "YaRN, tuned: released",
     CONTROL: "control: tuned at 8k",
 }
-IN_README = ("base", "untuned pi", "untuned yarn", "tuned pi", BEST, CONTROL)
+DRAWN = ("base", "untuned pi", "untuned yarn", "tuned pi", BEST, CONTROL)
 
 Result = Mapping[str, Any]
 
@@ -103,9 +103,9 @@ def percent(share: float, trials: int) -> str:
     return f"({low:.0%} to {high:.0%})"
 
 
-def perplexities(rows: Iterable[str]) -> Iterator[str]:
+def perplexities() -> Iterator[str]:
     """Perplexity at 8k and 16k, the changes from 8k of the base and of the control, and passkeys, a model a row."""
-    measured = measured_scores("perplexity", {row: f"test {row}" for row in rows})
+    measured = measured_scores("perplexity", {row: f"test {row}" for row in MODELS})
     cells = []
     for row, scores in measured.items():
         at_original = f"{perplexity_at(scores, ORIGINAL):.2f}"
@@ -121,15 +121,9 @@ def perplexities(rows: Iterable[str]) -> Iterator[str]:
     )
 
 
-def readme(machines: Result) -> Iterator[str]:
-    """The rows that the README shows, and where they were measured."""
-    yield from perplexities(IN_README)
-    yield from machines_of(machines)
-
-
 def tables(machines: Result) -> Iterator[str]:
     """All rows; what a window of 16k gains; RULER; the short benchmarks; what bfloat16 changes; the machines."""
-    yield from perplexities(MODELS)
+    yield from perplexities()
     yield from with_stride()
     yield from ruler()
     yield from short_benchmarks()
@@ -207,7 +201,7 @@ def float32() -> Iterator[str]:
 def picture(file: Path) -> None:
     """The loss by position, and beside it the part up to the highest point of YaRN without tuning."""
     curves = {}
-    for row, scores in measured_scores("perplexity", {row: f"test {row}" for row in IN_README}).items():
+    for row, scores in measured_scores("perplexity", {row: f"test {row}" for row in DRAWN}).items():
         bins = scores["by_position"]["bins"]
         curves[MODELS[row]] = [(part["from"], part["loss"]) for part in bins]
     top = max(loss for _, loss in curves["YaRN, untuned"])
