@@ -4,6 +4,7 @@ context alone. Key tokens are those that distant context explains; LongPPL is th
 """
 
 import math
+import re
 from bisect import bisect_right
 from collections.abc import Iterator, Mapping, Sequence
 from functools import partial
@@ -47,6 +48,8 @@ BINS = 12
 # Tokens of the text that is drawn with its key tokens.
 EXCERPT_TOKENS = 160
 
+# A text without the spaces around it.
+WORD = re.compile(r"\S(?:.*\S)?", re.DOTALL)
 # The first character and the one after the last.
 Span = tuple[int, int]
 
@@ -248,11 +251,8 @@ def _scored_spans(model: LoadedModel, document: TokenizedDocument, *, window: in
     scored = []
     for start in range(0, len(document.ids) - window + 1, window):
         for first, last in spans[start + short_window : start + window]:
-            text = document.text[first:last]
-            if word := text.strip():
-                first += text.index(word)
-                last = first + len(word)
-            scored.append((first, last))
+            word = WORD.search(document.text, first, last)
+            scored.append(word.span() if word else (first, last))
     return scored
 
 

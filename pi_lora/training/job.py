@@ -43,7 +43,6 @@ from pi_lora.storage import write_whole
 from pi_lora.training.callbacks import (
     CheckpointMarker,
     ScheduledMeasurements,
-    StepClock,
     StopOnDivergence,
     StopOnSignal,
     TrainingLog,
@@ -138,16 +137,14 @@ class TrainingJob:
         def save(log: list[Json]) -> None:
             save_weights(recipe, trainer, log, run)
 
-        clock = StepClock(run)
         divergence = StopOnDivergence(run)
         # Checkpoints are marked before a measurement; the log follows all that ask for a checkpoint.
         callbacks = [
-            clock,
             stop,
             CheckpointMarker(run),
             ScheduledMeasurements(recipe.evaluation, tuned, run, stop),
             divergence,
-            TrainingLog(run, clock, progress, save),
+            TrainingLog(run, progress, save),
         ]
         trainer = Trainer(
             recipe=recipe,
