@@ -18,7 +18,7 @@ from pydantic import Field
 from pi_lora.data.tokens import added_bos, token_spans
 from pi_lora.drawing import Panel, draw_curves, draw_marked_text
 from pi_lora.errors import DataError
-from pi_lora.evaluation.forward import check_numbers, pad_rows, pass_tokens, token_losses
+from pi_lora.evaluation.forward import check_numbers, pass_tokens
 from pi_lora.evaluation.measurement import (
     Measurement,
     Metric,
@@ -30,7 +30,7 @@ from pi_lora.evaluation.measurement import (
     header_of,
     proportion,
 )
-from pi_lora.evaluation.perplexity import Sweep, scored_losses
+from pi_lora.evaluation.perplexity import Piece, Sweep, scored_losses
 from pi_lora.evaluation.texts import TokenizedDocument, choose_documents, complete
 from pi_lora.models.loaded import LoadedModel
 from pi_lora.models.source import ModelSource
@@ -214,14 +214,12 @@ def context_losses(
     module = model.module
     bos = added_bos(model.tokenizer)
     tokens_at_once = 1 if depends_on_length(model.source.config) else pass_tokens(module)
-    row = list(ids)
-    if bos is not None:
-        row[0] = bos
-    far = token_losses(module, pad_rows(module, [row]), range(short_window, len(ids)))[0].double()
+    whole = Piece(0, len(ids), {"whole": range(short_window, len(ids))}, score_all=False)
+    [(_, _, far)] = scored_losses(module, ids, [whole], bos)
     near = far.clone()
     for pieces in Sweep((short_window + stride,), stride).passes(len(ids), tokens_at_once):
         if pieces[0].start:
-            for _, tokens, losses in scored_losses(module, ids, pieces, bos=bos):
+            for _, tokens, losses in scored_losses(module, ids, pieces, bos):
                 near[tokens.start - short_window : tokens.stop - short_window] = losses
     return far, near
 

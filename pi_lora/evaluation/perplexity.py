@@ -12,7 +12,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from itertools import chain, pairwise
-from typing import Any, Literal, NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from pydantic import Field, model_validator
@@ -31,8 +31,6 @@ from pi_lora.scaling.config import depends_on_length
 LossSum = tuple[str, float, int]
 # Bins of the loss by position.
 BINS = 32
-# Where scores say that BOS stands, by the option.
-BOS_IN: Mapping[str, Literal["each window", "each document"]] = {"window": "each window", "document": "each document"}
 # Nats a token; the perplexity of a greater mean loss is infinite.
 MOST_LOSS = 700.0
 
@@ -70,7 +68,9 @@ class LossByPosition(Result):
 
 
 class PerplexityScores(Scores):
-    """Sliding-window perplexity of `documents`, chosen and truncated as the options say."""
+    """Sliding-window perplexity of `documents`, chosen and truncated as the options say. `bos` says where BOS stands:
+    `each window`, `each document` or `none`.
+    """
 
     measurement = "perplexity"
 
@@ -78,7 +78,7 @@ class PerplexityScores(Scores):
     data: str = ""
     documents: int | None = None
     documents_too_short: int | None = None
-    bos: Literal["each window", "each document", "none"] | None = None
+    bos: str | None = None
     stride: int = 0
     weighting: str = "token"
     windows: list[WindowPerplexity]
@@ -135,7 +135,7 @@ class Perplexity(Measurement[PerplexityOptions, PerplexityScores]):
             data=options.data or "",
             documents=len(documents),
             documents_too_short=too_short,
-            bos="none" if bos is None else BOS_IN[options.bos],
+            bos="none" if bos is None else f"each {options.bos}",
             stride=stride,
             weighting="token",
             windows=window_scores(all_sums, windows),
