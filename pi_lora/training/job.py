@@ -236,9 +236,7 @@ def load_for_tuning(recipe: Recipe, source: ModelSource) -> Any:
     attention: str = recipe.model.attention
     if recipe.hardware.context_parallel > 1:
         attention = devices.SDPA  # the only kernel that accelerate divides
-    base = load_base(
-        source, devices.dtype_of_base(recipe), attention=attention, placement=_placement(recipe, world_size() > 1)
-    )
+    base = load_base(source, devices.dtype_of_base(recipe), attention=attention, placement=_placement(recipe))
     if recipe.sharded and world_size() > 1:
         # transformers reads the weights of some modules in float32 even if asked for bfloat16.
         dtypes = all_gather_objects([{name: weight.dtype for name, weight in base.named_parameters()}])[0]
@@ -261,10 +259,10 @@ def load_for_tuning(recipe: Recipe, source: ModelSource) -> Any:
     return tuned
 
 
-def _placement(recipe: Recipe, several: bool) -> Placement:
+def _placement(recipe: Recipe) -> Placement:
     if recipe.tuning.method == "qlora":
         return "quantized"
-    if not several:
+    if world_size() == 1:
         return "device"
     if recipe.sharded and not is_main_process():
         return "empty"
