@@ -142,22 +142,20 @@ class StopOnDivergence(TrainerCallback):
 
     def on_step_end(self, args: Any, state: TrainerState, control: TrainerControl, model: Any = None, **_: Any) -> None:
         """Raise Diverged in all processes if any has numbers that are not finite."""
-        diverged = any_process(not self.losses_are_finite)
+        diverged = ""
+        if any_process(not self.losses_are_finite):
+            diverged = "loss"
+        # The loss of a step says nothing of the weights after it.
+        is_saved = control.should_save or state.global_step == state.max_steps
+        if is_saved and not diverged and any_process(not _trained_weights_are_finite(model)):
+            diverged = "weights"
         if diverged:
-            raise self._diverged("loss", state.global_step, args.learning_rate)
-        if control.should_save or state.global_step == state.max_steps:
-            # The loss of a step says nothing of the weights after it.
-            diverged = any_process(not _trained_weights_are_finite(model))
-            if diverged:
-                raise self._diverged("weights", state.global_step, args.learning_rate)
-
-    def _diverged(self, quantity: str, step: int, learning_rate: float) -> Diverged:
-        checkpoint = self.run.last_checkpoint
-        kept = f" (the last good checkpoint is kept: {checkpoint})" if checkpoint else ""
-        return Diverged(
-            f"training.learning_rate: the {quantity} of step {step} became infinite or NaN at a rate of "
-            f"{learning_rate:g}; lower it and start again{kept}"
-        )
+            checkpoint = self.run.last_checkpoint
+            kept = f" (the last good checkpoint is kept: {checkpoint})" if checkpoint else ""
+            raise Diverged(
+                f"training.learning_rate: the {diverged} of step {state.global_step} became infinite or NaN at a rate "
+                f"of {args.learning_rate:g}; lower it and start again{kept}"
+            )
 
 
 @dataclass
