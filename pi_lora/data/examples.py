@@ -128,36 +128,37 @@ class Prompter:
                 yield name, row
 
     def prompts(self, rows: Sequence[Json]) -> list[Prompt]:
-        """Return the prompts of rows, with the BOS of the tokenizer. The rows are encoded in parallel."""
+        """Return the prompts of rows, with the BOS of the tokenizer. The documents are encoded in parallel."""
         column = self.data.document or ""
-        texts = [row.get(column, "") for row in rows]
-        encoded = self.tokenizer(texts, add_special_tokens=False, return_offsets_mapping=True)
-        documents = encoded["offset_mapping"]
-        most_tokens = min(self.data.document_tokens, max(0, self.longest))
-        kept_tokens = [min(len(offsets), most_tokens) for offsets in documents]
-        cut_rows = list(map(self._cut, rows, documents, kept_tokens))
-        return list(map(self._fitted, rows, documents, kept_tokens, self._framed(cut_rows)))
+        documents = [row.get(column, "") for row in rows]
+        encoded = self.tokenizer(documents, add_special_tokens=False, return_offsets_mapping=True)
+        return list(map(self._prompt, rows, encoded["offset_mapping"]))
 
-    def _fitted(self, row: Json, offsets: Offsets, kept: int, ids: list[int]) -> Prompt:
-        """Return the prompt `ids` of a row with the first `kept` tokens of the document, or with fewer until the prompt
+    def _prompt(self, row: Json, offsets: Offsets) -> Prompt:
+        """Return the prompt of a row with the first `document_tokens` of the document, or with fewer until the prompt
         fits.
         """
+        kept = min(len(offsets), self.data.document_tokens, max(0, self.longest))
+        ids = self._framed(row, offsets, kept)
         # The text around the document takes tokens too, and tokens may differ where the cut is.
         while len(ids) > self.longest and kept:
             excess = len(ids) - self.longest
             kept = max(0, kept - excess)
-            [ids] = self._framed([self._cut(row, offsets, kept)])
+            ids = self._framed(row, offsets, kept)
         keeps_text = kept > 0 or not offsets
         fits = len(ids) <= self.longest and keeps_text
         return Prompt(ids, document_tokens=len(offsets), kept=kept, fits=fits)
 
-    def _cut(self, row: Json, offsets: Offsets, kept: int) -> Json:
-        """Return a row with the first `kept` tokens of the document."""
-        if kept == len(offsets):
-            return row
-        column = self.data.document or ""
-        end = offsets[kept - 1][1] if kept else 0
-        return {**row, column: row[column][:end]}
+    def _framed(self, row: Json, offsets: Offsets, kept: int) -> list[int]:
+        """Encode the prompt of a row with the first `kept` tokens of the document: with the BOS of the tokenizer, but
+        without the EOS that some add.
+        """
+        if kept < len(offsets):
+            column = self.data.document or ""
+            end = offsets[kept - 1][1] if kept else 0
+            row = {**row, column: row[column][:end]}
+        ids: list[int] = strip_eos(self.tokenizer(self.task.prompt(row))["input_ids"], self.eos)
+        return ids
 
     def completions(self, rows: Sequence[Json]) -> list[list[int]]:
         """Return the token ids of the completions of rows, cut to `completion_tokens`, with EOS. A space comes before a
@@ -179,11 +180,6 @@ class Prompter:
                 completion = plain(text)["input_ids"]
             completions.append([*completion[: self.data.completion_tokens], self.eos])
         return completions
-
-    def _framed(self, rows: Sequence[Json]) -> list[list[int]]:
-        """Encode with the BOS of the tokenizer, but without the EOS that some add."""
-        prompts = [self.task.prompt(row) for row in rows]
-        return [strip_eos(ids, self.eos) for ids in self.tokenizer(prompts)["input_ids"]]
 
 
 def _rows_with_text(rows: Iterable[NamedJson], counts: Counter[str]) -> Iterator[NamedJson]:

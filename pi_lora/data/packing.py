@@ -116,16 +116,13 @@ def grouped(texts: Iterator[Labelled], room: int, rng: random.Random) -> Iterato
     >>> [[len(text.ids) for text in group] for group in grouped(texts, 6, random.Random(1))]
     [[5], [2, 3]]
     """
-    while batch := list(itertools.islice(texts, GROUPED_TEXTS)):
-        batch.sort(key=lambda text: len(text.ids))
-        group: list[Labelled] = []
-        groups = [group]
+    while batch := sorted(itertools.islice(texts, GROUPED_TEXTS), key=lambda text: len(text.ids)):
+        groups: list[list[Labelled]] = [[]]
         for text in batch:
-            padded = (len(group) + 1) * len(text.ids)
-            if group and padded > room:
-                group = []
-                groups.append(group)
-            group.append(text)
+            padded = (len(groups[-1]) + 1) * len(text.ids)
+            if groups[-1] and padded > room:
+                groups.append([])
+            groups[-1].append(text)
         rng.shuffle(groups)
         yield from groups
 

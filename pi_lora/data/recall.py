@@ -7,6 +7,7 @@ prompt: prose, code, tables, registers and verbatim repetition. Every question i
 import itertools
 import random
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 
 import yaml
@@ -63,13 +64,13 @@ def filler(rng: random.Random, lines: Sequence[str]) -> Callable[[], str]:
     return fillers[kind]
 
 
+@dataclass
 class Page:
     """Lines of text within a budget of tokens."""
 
-    def __init__(self, budget: int, count: TokenCounter) -> None:
-        self.tokens_left = budget
-        self.count = count
-        self.lines: list[str] = []
+    tokens_left: int
+    count: TokenCounter
+    lines: list[str] = field(default_factory=list)
 
     def add(self, text: str, reserve: int = 0) -> bool:
         """Add a line if that leaves `reserve` tokens, and return whether it did."""
@@ -81,15 +82,17 @@ class Page:
         return True
 
 
+@dataclass
 class Facts:
-    """The facts of a page, stated and asked for in one form."""
+    """The facts of a page, stated and asked for in one form. They are known by their question: two with the same
+    question could not be told apart.
+    """
 
-    def __init__(self, rng: random.Random, page: Page) -> None:
-        self.rng = rng
-        self.page = page
-        self.statement, self.question = rng.choice(FORMS)
-        # Facts by their question: two with the same question could not be told apart.
-        self.known: dict[str, dict[str, str]] = {}
+    rng: random.Random
+    page: Page
+    statement: str
+    question: str
+    known: dict[str, dict[str, str]] = field(default_factory=dict)
 
     def state(self, reserve: int) -> bool:
         """State a new fact if that leaves `reserve` tokens. Return whether there was room for it."""
@@ -115,7 +118,7 @@ def facts_document(rng: random.Random, budget: int, count: TokenCounter, lines: 
     """State facts in one form, ask for some along the way, and fill the last part of `budget` with questions."""
     page = Page(budget, count)
     next_line = filler(rng, lines)
-    facts = Facts(rng, page)
+    facts = Facts(rng, page, *rng.choice(FORMS))
     closing = int(budget * rng.uniform(0.03, 0.3))
     for _ in range(rng.choice((0, 0, 1, 2))):
         page.add(next_line(), closing)

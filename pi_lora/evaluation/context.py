@@ -3,16 +3,14 @@ context alone. Key tokens are those that distant context explains; LongPPL is th
 2024, "What is Wrong with Perplexity for Long-context Language Modeling?", arXiv 2410.23771).
 """
 
-import hashlib
 import math
+import re
 from bisect import bisect_right
 from collections.abc import Iterator, Mapping, Sequence
 from functools import partial
-from itertools import pairwise
 from operator import itemgetter
 from pathlib import Path
 from statistics import fmean
-from typing import Any
 
 import torch
 from pydantic import Field
@@ -20,7 +18,7 @@ from pydantic import Field
 from pi_lora.data.tokens import added_bos, token_spans
 from pi_lora.drawing import Panel, draw_curves, draw_marked_text
 from pi_lora.errors import DataError
-from pi_lora.evaluation.forward import check_numbers, pad_rows, pass_tokens, token_losses
+from pi_lora.evaluation.forward import check_numbers, pass_tokens
 from pi_lora.evaluation.measurement import (
     Measurement,
     Metric,
@@ -32,16 +30,15 @@ from pi_lora.evaluation.measurement import (
     header_of,
     proportion,
 )
-from pi_lora.evaluation.perplexity import Sweep, scored_losses
-from pi_lora.evaluation.texts import DEFAULTS, TokenizedDocument, choose_documents, default_text
+from pi_lora.evaluation.perplexity import Piece, Sweep, scored_losses
+from pi_lora.evaluation.texts import TokenizedDocument, choose_documents, complete
 from pi_lora.models.loaded import LoadedModel
 from pi_lora.models.source import ModelSource
+from pi_lora.models.weights import finite
 from pi_lora.recipe.evaluation import ContextOptions
 from pi_lora.scaling.config import depends_on_length
 from pi_lora.storage import read_json
 
-# The paper's near context in tokens.
-SHORT_WINDOW = 4096
 # A key token gains more nats than this from distant context, and with it has a loss below this (the paper's alpha and
 # -beta).
 LEAST_GAIN = 2.0
@@ -51,6 +48,8 @@ BINS = 12
 # Tokens of the text that is drawn with its key tokens.
 EXCERPT_TOKENS = 160
 
+# A text without the spaces around it.
+WORD = re.compile(r"\S(?:.*\S)?", re.DOTALL)
 # The first character and the one after the last.
 Span = tuple[int, int]
 
@@ -105,52 +104,37 @@ class Context(Measurement[ContextOptions, ContextScores]):
 
     def prepare(self, options: ContextOptions, models: Sequence[ModelSource]) -> ContextOptions:
         """Fill in text, documents, windows and stride, alike for all models."""
-        data = default_text(options.data, models)
-        window = options.window or max(model.window for model in models)
-        short_window = options.short_window or near_context(window)
-        default = {
-            "data": data,
-            "window": window,
-            "short_window": short_window,
-            "stride": max(1, short_window // 4),
-            **DEFAULTS.get(data, {}),
-        }
-        return options.changed(**default | options.model_dump(exclude_none=True))
+        window, short_window, stride = options.sizes(max(model.window for model in models))
+        return complete(options, models, window=window, short_window=short_window, stride=stride)
 
     def check(self, options: ContextOptions) -> None:
         """Raise ModelError if the key tokens of another model cannot be read."""
-        if options.key_tokens:
-            read_key_tokens(options.key_tokens)
+        read_key_tokens(options)
 
     def measure(self, model: LoadedModel, options: ContextOptions, session: Session) -> ContextScores:
         """Measure the consecutive windows of the documents. The processes divide the windows."""
-        window = options.window or model.window
-        short_window = options.short_window or window // 2
-        stride = options.stride or short_window
+        window, short_window, stride = options.sizes(model.window)
         documents, too_short = choose_documents(model, options, window)
-        bos = added_bos(model.tokenizer)
-        windows = []
-        for number, document in enumerate(documents):
-            last_start = len(document.ids) - window
-            windows += [(number, start) for start in range(0, last_start + 1, window)]
+        windows = [
+            (document, start) for document in documents for start in range(0, len(document.ids) - window + 1, window)
+        ]
 
         def measure(index: int) -> list[list[float]]:
-            number, start = windows[index]
-            ids = documents[number].ids[start : start + window]
-            return [losses.tolist() for losses in window_losses(model, ids, short_window, stride)]
+            document, start = windows[index]
+            ids = document.ids[start : start + window]
+            return [losses.tolist() for losses in context_losses(model, ids, short_window, stride)]
 
-        hashes = [hashlib.sha256(document.ids).hexdigest() for document in documents]
-        decided_by = {"context": [window, short_window, stride], "texts": hashes, "bos": bos}
+        decided_by = {**options.model_dump(), "texts": [document.digest for document in documents]}
         results = session.measure(model, decided_by, items=range(len(windows)), measure=measure)
         losses = torch.tensor(results, dtype=torch.double)  # (windows, 2, scored tokens)
-        check_numbers(model, bool(losses.isfinite().all()))
-        given = read_key_tokens(options.key_tokens) if options.key_tokens else None
+        check_numbers(model, finite(losses))
+        losses_by_document = torch.split(losses, [len(document.ids) // window for document in documents])
+        given = read_key_tokens(options)
         per_document = []
-        for number, document in enumerate(documents):
-            rows = [index for index, (of_document, _) in enumerate(windows) if of_document == number]
+        for document, of_document in zip(documents, losses_by_document, strict=True):
             spans = _scored_spans(model, document, window=window, short_window=short_window)
             key_spans = _spans_for(document, given) if given else None
-            per_document.append(_document_scores(document, spans, losses[rows], key_spans))
+            per_document.append(_document_scores(document, spans, of_document, key_spans))
         gains = losses[:, 1] - losses[:, 0]
         return ContextScores(
             **header_of(model, window),
@@ -161,18 +145,17 @@ class Context(Measurement[ContextOptions, ContextScores]):
             evaluator=given.evaluator if given else model.name,
             per_document=per_document,
             by_distance=_by_distance(gains[:, stride:], short_window + stride),
-            excerpt=_excerpt(model, documents, windows, gains, short_window),
+            excerpt=_excerpt(model, windows, gains, short_window),
         )
 
     def metrics(self, scores: ContextScores) -> Iterator[Metric]:
         """Yield the gain, the share of key tokens, and LongPPL with the whole window and with the near context."""
         documents = scores.per_document
         data = scores.options.data or ""
-        tokens = sum(document.tokens for document in documents)
-        gain = fmean([document.gain for document in documents], [document.tokens for document in documents])
+        tokens = [document.tokens for document in documents]
         yield average(
             label="gain from distant context",
-            mean=gain,
+            mean=fmean([document.gain for document in documents], tokens),
             values=[
                 Value(f"{document.name} of {document.tokens} tokens", document.gain, document.tokens)
                 for document in documents
@@ -183,36 +166,32 @@ class Context(Measurement[ContextOptions, ContextScores]):
             dataset=data,
             hub_name="gain from distant context",
         )
-        key_tokens = sum(document.key_tokens for document in documents)
         whose = "own key tokens"
         if scores.options.key_tokens:
             whose = f"key tokens of {Path(scores.evaluator).name}"
-        yield proportion(whose, key_tokens / tokens, tokens, at=scores.window)
-        names = []
-        weights = []
-        far_losses = []
-        near_losses = []
+        share = sum(document.key_tokens for document in documents) / sum(tokens)
+        yield proportion(whose, share, sum(tokens), at=scores.window)
+        whole = []
+        near = []
         for document in documents:
             if document.key_loss is not None and document.key_gain is not None:
-                names.append(f"{document.name}, {document.key_tokens} key tokens of {scores.evaluator}")
-                weights.append(document.key_tokens)
-                far_losses.append(document.key_loss)
-                near_losses.append(document.key_loss + document.key_gain)
-        if not names:
-            return
-        for at, losses in ((scores.window, far_losses), (scores.short_window, near_losses)):
-            perplexities = [math.exp(loss) for loss in losses]
-            yield Metric(
-                label=f"LongPPL, {whose}",
-                value=math.exp(fmean(losses, weights)),
-                higher_is_better=False,
-                at=at,
-                digits=3,
-                values=[Value(*value) for value in zip(names, perplexities, weights, strict=True)],
-                is_ratio=True,
-                dataset=data,
-                hub_name="LongPPL",
-            )
+                name = f"{document.name}, {document.key_tokens} key tokens of {scores.evaluator}"
+                whole.append(Value(name, math.exp(document.key_loss), document.key_tokens))
+                near.append(Value(name, math.exp(document.key_loss + document.key_gain), document.key_tokens))
+        for at, values in ((scores.window, whole), (scores.short_window, near)):
+            if values:
+                losses = [math.log(value.value) for value in values]
+                yield Metric(
+                    label=f"LongPPL, {whose}",
+                    value=math.exp(fmean(losses, [value.weight for value in values])),
+                    higher_is_better=False,
+                    at=at,
+                    digits=3,
+                    values=values,
+                    is_ratio=True,
+                    dataset=data,
+                    hub_name="LongPPL",
+                )
 
     def panels(self, scores: Mapping[str, ContextScores]) -> Iterator[Panel]:
         """Yield the gain by distance of all models, and a text with the key tokens of the last one."""
@@ -222,57 +201,35 @@ class Context(Measurement[ContextOptions, ContextScores]):
         yield partial(draw_marked_text, last.excerpt, f"what distant context explains: {label}")
 
 
-def near_context(window: int) -> int:
-    """Return the tokens of the near context in a window by default."""
-    return min(SHORT_WINDOW, window // 2)
-
-
-def window_losses(
-    model: LoadedModel, ids: Sequence[int], short_window: int, stride: int
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return the `context_losses` of a window of a document, with BOS if the tokenizer adds it."""
-    return context_losses(
-        model.module,
-        ids,
-        short_window=short_window,
-        stride=stride,
-        bos=added_bos(model.tokenizer),
-        tokens_at_once=1 if depends_on_length(model.source.config) else pass_tokens(model.module),
-    )
-
-
 @torch.no_grad()
 def context_losses(
-    model: Any,
-    ids: Sequence[int],
-    *,
-    short_window: int,
-    stride: int,
-    bos: int | None,
-    tokens_at_once: int = 1,
+    model: LoadedModel, ids: Sequence[int], short_window: int, stride: int
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Return the losses in nats of the tokens of a window from `short_window` on: (tokens - short_window) each.
 
     The first are those with all tokens of the window before them, the second those with `short_window` to
-    `short_window + stride - 1` tokens before them. With `bos`, that token takes the place of the first token of each
-    context. The first `stride` tokens have the same context twice, and gain nothing.
+    `short_window + stride - 1` tokens before them. If the tokenizer adds BOS, that token takes the place of the first
+    token of each context. The first `stride` tokens have the same context twice, and gain nothing.
     """
-    row = list(ids)
-    if bos is not None:
-        row[0] = bos
-    far = token_losses(model, pad_rows(model, [row]), range(short_window, len(ids)))[0].double()
+    module = model.module
+    bos = added_bos(model.tokenizer)
+    tokens_at_once = 1 if depends_on_length(model.source.config) else pass_tokens(module)
+    whole = Piece(0, len(ids), {"whole": range(short_window, len(ids))}, score_all=False)
+    [(_, _, far)] = scored_losses(module, ids, [whole], bos)
     near = far.clone()
     for pieces in Sweep((short_window + stride,), stride).passes(len(ids), tokens_at_once):
         if pieces[0].start:
-            for _, tokens, losses in scored_losses(model, ids, pieces, bos=bos):
+            for _, tokens, losses in scored_losses(module, ids, pieces, bos):
                 near[tokens.start - short_window : tokens.stop - short_window] = losses
     return far, near
 
 
-def read_key_tokens(file: str) -> ContextScores:
-    """Return the scores in a file, which hold key tokens; raise ModelError if it has none."""
+def read_key_tokens(options: ContextOptions) -> ContextScores | None:
+    """Return the scores whose key tokens the options name, if any; raise ModelError if the file has none."""
+    if options.key_tokens is None:
+        return None
     remedy = "give what `pi-lora eval context EVALUATOR --json FILE` wrote of one model"
-    return read_json(Path(file), ContextScores, remedy)
+    return read_json(Path(options.key_tokens), ContextScores, remedy)
 
 
 def _spans_for(document: TokenizedDocument, given: ContextScores) -> list[Span]:
@@ -292,11 +249,8 @@ def _scored_spans(model: LoadedModel, document: TokenizedDocument, *, window: in
     scored = []
     for start in range(0, len(document.ids) - window + 1, window):
         for first, last in spans[start + short_window : start + window]:
-            text = document.text[first:last]
-            if word := text.strip():
-                first += text.index(word)
-                last = first + len(word)
-            scored.append((first, last))
+            word = WORD.search(document.text, first, last)
+            scored.append(word.span() if word else (first, last))
     return scored
 
 
@@ -335,26 +289,19 @@ def _is_within(span: Span, spans: Sequence[Span]) -> bool:
 
 def _by_distance(gains: torch.Tensor, least: int) -> list[GainByDistance]:
     """Return the mean of the gains (windows, tokens) by the number of tokens before a token, from `least` on."""
-    scored = gains.shape[1]
-    bounds = [scored * index // BINS for index in range(BINS + 1)]
     bins = []
-    for first, last in pairwise(sorted(set(bounds))):
-        some = gains[:, first:last]
-        bins.append(
-            GainByDistance(
-                first=least + first,
-                last=least + last,
-                gain=some.mean().item(),
-                tokens=some.numel(),
-            )
-        )
+    first = least
+    for some in gains.tensor_split(BINS, dim=1):
+        last = first + some.shape[1]
+        if some.numel():
+            bins.append(GainByDistance(first=first, last=last, gain=some.mean().item(), tokens=some.numel()))
+        first = last
     return bins
 
 
 def _excerpt(
     model: LoadedModel,
-    documents: Sequence[TokenizedDocument],
-    windows: Sequence[tuple[int, int]],
+    windows: Sequence[tuple[TokenizedDocument, int]],
     gains: torch.Tensor,
     short_window: int,
 ) -> list[tuple[str, float]]:
@@ -362,8 +309,7 @@ def _excerpt(
     tokens = min(EXCERPT_TOKENS, gains.shape[1])
     sums = gains.clamp(min=0, max=LEAST_GAIN).unfold(1, tokens, 1).sum(dim=2)
     row, first = divmod(int(sums.argmax()), sums.shape[1])
-    number, start = windows[row]
-    document = documents[number]
+    document, start = windows[row]
     start += short_window + first
     spans = token_spans(model.tokenizer, document.text)[start : start + tokens]
     pieces = [document.text[begin:end] for begin, end in spans]

@@ -3,6 +3,7 @@ pass each, typed scores, metrics and picture.
 """
 
 import random
+import string
 from collections.abc import Iterator, Mapping, Sequence
 from functools import cached_property, partial
 from statistics import fmean
@@ -271,7 +272,7 @@ class PasskeyTest:
         self.target = target
         self.ks = distances(target, options.depths)
         rng = random.Random(options.seed)
-        self.keys = [[_random_key(rng) for _ in range(options.trials)] for _ in self.ks]
+        self.keys = [["".join(rng.choices(string.digits, k=DIGITS)) for _ in range(options.trials)] for _ in self.ks]
         self.first = self.trials(0)[0]
 
     def trials(self, depth: int) -> list[Trial]:
@@ -307,10 +308,6 @@ class PasskeyTest:
         logits = last_logits(self.loaded.module, ids, tail=len(trial.answer), prefix=self._prefix)
         check_numbers(self.loaded, finite(logits))
         return bool(logits.argmax(-1).tolist() == trial.answer)
-
-
-def _random_key(rng: random.Random) -> str:
-    return "".join(rng.choices("0123456789", k=DIGITS))
 
 
 def k_max(depths: Sequence[PasskeyDepth]) -> int:

@@ -7,39 +7,30 @@ begins with BOS, in place of the first token, which has no context and is not sc
 the first window of a document begins with BOS.
 """
 
-import hashlib
 import math
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from functools import partial
 from itertools import chain, pairwise
-from typing import Any, Literal, NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from pydantic import Field, model_validator
 
 from pi_lora.data.tokens import added_bos
 from pi_lora.drawing import Panel, draw_by_window, draw_curves
-from pi_lora.evaluation.forward import (
-    check_numbers,
-    pad_rows,
-    pass_tokens,
-    token_losses,
-)
+from pi_lora.evaluation.forward import check_numbers, pad_rows, pass_tokens, token_losses
 from pi_lora.evaluation.measurement import Measurement, Metric, Result, Scores, Session, Value, header_of
-from pi_lora.evaluation.texts import DEFAULTS, TokenizedDocument, choose_documents, default_text
+from pi_lora.evaluation.texts import TokenizedDocument, choose_documents, complete
 from pi_lora.models.loaded import LoadedModel
 from pi_lora.models.source import ModelSource
 from pi_lora.recipe.evaluation import PerplexityOptions
 from pi_lora.scaling.config import depends_on_length
-from pi_lora.types import Json
 
 # The name of what the tokens count for, the sum of their losses in nats, and their number.
 LossSum = tuple[str, float, int]
 # Bins of the loss by position.
 BINS = 32
-# Where scores say that BOS stands, by the option.
-BOS_IN: Mapping[str, Literal["each window", "each document"]] = {"window": "each window", "document": "each document"}
 # Nats a token; the perplexity of a greater mean loss is infinite.
 MOST_LOSS = 700.0
 
@@ -77,7 +68,9 @@ class LossByPosition(Result):
 
 
 class PerplexityScores(Scores):
-    """Sliding-window perplexity of `documents`, chosen and truncated as the options say."""
+    """Sliding-window perplexity of `documents`, chosen and truncated as the options say. `bos` says where BOS stands:
+    `each window`, `each document` or `none`.
+    """
 
     measurement = "perplexity"
 
@@ -85,7 +78,7 @@ class PerplexityScores(Scores):
     data: str = ""
     documents: int | None = None
     documents_too_short: int | None = None
-    bos: Literal["each window", "each document", "none"] | None = None
+    bos: str | None = None
     stride: int = 0
     weighting: str = "token"
     windows: list[WindowPerplexity]
@@ -118,11 +111,8 @@ class Perplexity(Measurement[PerplexityOptions, PerplexityScores]):
         recipe_options = next(filter(None, options_in_recipes), None)
         if options.data is None and recipe_options:
             options = recipe_options.changed(**options.model_dump(exclude_defaults=True))
-        data = default_text(options.data, models)
         windows, stride = options.sweep(max(model.window for model in models))
-        default: Json = {"data": data, "windows": windows, "stride": stride, **DEFAULTS.get(data, {})}
-        requested = options.model_dump(exclude_none=True)
-        return options.changed(**default | requested)
+        return complete(options, models, windows=windows, stride=stride)
 
     def measure(self, model: LoadedModel, options: PerplexityOptions, session: Session) -> PerplexityScores:
         """Measure the documents that the options choose, at least as long as the longest window. The processes
@@ -132,8 +122,7 @@ class Perplexity(Measurement[PerplexityOptions, PerplexityScores]):
         sweep = Sweep(windows, stride, bins=min(BINS, max(windows) - 1))
         documents, too_short = choose_documents(model, options, max(windows))
         bos = added_bos(model.tokenizer)
-        bos_of_windows = bos if options.bos == "window" else None
-        sums_by_document = _measure_documents(model, documents, sweep, session, bos=bos_of_windows)
+        sums_by_document = _measure_documents(model, documents, sweep, options, session)
         per_document = []
         for document, sums in zip(documents, sums_by_document, strict=True):
             rows = window_scores(sums, windows)
@@ -146,7 +135,7 @@ class Perplexity(Measurement[PerplexityOptions, PerplexityScores]):
             data=options.data or "",
             documents=len(documents),
             documents_too_short=too_short,
-            bos="none" if bos is None else BOS_IN[options.bos],
+            bos="none" if bos is None else f"each {options.bos}",
             stride=stride,
             weighting="token",
             windows=window_scores(all_sums, windows),
@@ -319,21 +308,20 @@ def _measure_documents(
     model: LoadedModel,
     documents: Sequence[TokenizedDocument],
     sweep: Sweep,
+    options: PerplexityOptions,
     session: Session,
-    *,
-    bos: int | None,
 ) -> list[list[LossSum]]:
     """Return the loss sums of the forward passes over each document. If the rotary frequencies follow the length of the
     input, each piece of each window goes through the model alone.
     """
+    sweeps = [sweep]
+    tokens = pass_tokens(model.module)
     if depends_on_length(model.source.config):
         *shorter, longest = sweep.windows
         sweeps = [Sweep((window,), sweep.stride) for window in shorter]
         sweeps.append(Sweep((longest,), sweep.stride, sweep.bins))
         tokens = 1
-    else:
-        sweeps = [sweep]
-        tokens = pass_tokens(model.module)
+    bos = added_bos(model.tokenizer) if options.bos == "window" else None
     passes: list[tuple[int, list[Piece]]] = []
     for number, document in enumerate(documents):
         for part in sweeps:
@@ -343,8 +331,7 @@ def _measure_documents(
         number, pieces = passes[index]
         return pass_losses(model.module, documents[number].ids, pieces, bos=bos)
 
-    hashes = [hashlib.sha256(document.ids).hexdigest() for document in documents]
-    decided_by = {"sweep": asdict(sweep), "texts": hashes, "bos": bos}
+    decided_by = {**options.model_dump(), "texts": [document.digest for document in documents]}
     results = session.measure(model, decided_by, items=range(len(passes)), measure=measure)
     sums_by_document: list[list[LossSum]] = [[] for _ in documents]
     for (number, _), sums in zip(passes, results, strict=True):

@@ -16,7 +16,7 @@ from pi_lora.evaluation.chat import Chats
 from pi_lora.evaluation.context import Context
 from pi_lora.evaluation.measurement import Measurement, Metric, Scores, Session, as_json
 from pi_lora.evaluation.passkey import Passkey
-from pi_lora.evaluation.perplexity import BOS_IN, Perplexity, PerplexityScores
+from pi_lora.evaluation.perplexity import Perplexity, PerplexityScores
 from pi_lora.evaluation.ruler import Ruler
 from pi_lora.evaluation.summarization import Summarization
 from pi_lora.models.loaded import LoadedModel, load_model
@@ -185,7 +185,7 @@ def setting_of(scores: Scores) -> str:
             value = "/".join(str(item) for item in value if isinstance(item, int))
         if value != "" and value is not False:
             parts.append(f"{key.replace('_', ' ')} {value}")
-    if isinstance(scores, PerplexityScores) and scores.bos in BOS_IN.values():
+    if isinstance(scores, PerplexityScores) and scores.bos not in (None, "none"):
         parts.append(f"BOS in {scores.bos}")
     numbers = dict.fromkeys(len(metric.values) for metric in metrics_of(scores) if metric.values)
     parts += [f"n = {number}" for number in numbers]

@@ -97,15 +97,14 @@ class Summarization(Measurement[SummarizationOptions, SummarizationScores]):
         batches = session.measure(model, decided_by, items=starts, measure=write_batch)
         summaries = list(chain.from_iterable(batches))
         rouges = rouge(summaries, references)
+        means: Json = {name: fmean(f1_scores) for name, f1_scores in rouges.items()}
         return SummarizationScores(
             **header_of(model),
             options=options,
             examples=len(examples),
             left_out={"empty": counts[EMPTY], "too_long": counts[TOO_LONG]},
             documents_cut=sum(prompt.kept < prompt.document_tokens for prompt in prompts),
-            rouge1=fmean(rouges["rouge1"]),
-            rouge2=fmean(rouges["rouge2"]),
-            rougeL=fmean(rouges["rougeL"]),
+            **means,
             per_example=rouges,
         )
 

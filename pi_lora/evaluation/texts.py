@@ -3,7 +3,7 @@
 import random
 from array import array
 from collections.abc import Iterable, Sequence
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 from pi_lora.data.documents import Document
 from pi_lora.data.sources import STDLIB, evaluation_documents
@@ -22,6 +22,9 @@ DEFAULTS: dict[str, dict[str, int]] = {
 }
 
 
+OptionsT = TypeVar("OptionsT", bound=TextOptions)
+
+
 class TokenizedDocument(NamedTuple):
     """The name of a document, the token ids that are measured, the whole text, and a digest of it."""
 
@@ -31,14 +34,16 @@ class TokenizedDocument(NamedTuple):
     digest: str
 
 
-def default_text(data: str | None, models: Sequence[ModelSource]) -> str:
-    """Return the text to measure: `data`, or for the built-in model the standard library. Raise DataError without a
-    text.
+def complete(options: OptionsT, models: Sequence[ModelSource], **sizes: Any) -> OptionsT:
+    """Return the options with these `sizes`, a text, and the default choice of documents, where they are not set. The
+    default text of the built-in model is the standard library. Raise DataError without a text.
     """
     bases = [model.recipe.model.name if model.recipe else model.base.name for model in models]
-    if data is None and not all(base.startswith(BUILTIN) for base in bases):
+    if options.data is None and not all(base.startswith(BUILTIN) for base in bases):
         raise DataError(f"--data: name a text that {models[0].name} was not tuned on: a file, folder or hub data set")
-    return data or STDLIB
+    data = options.data or STDLIB
+    default = {"data": data, **sizes, **DEFAULTS.get(data, {})}
+    return options.changed(**default | options.model_dump(exclude_none=True))
 
 
 def choose_documents(model: LoadedModel, options: TextOptions, longest: int) -> tuple[list[TokenizedDocument], int]:

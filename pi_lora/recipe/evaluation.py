@@ -9,6 +9,8 @@ from pi_lora.recipe.section import LIST, Section, Seed, Texts, Tokens, Windows
 
 # The paper's stride in tokens.
 STRIDE = 256
+# The near context of LongPPL in tokens.
+SHORT_WINDOW = 4096
 # The shortest window of the default windows, in tokens.
 SHORTEST_WINDOW = 256
 
@@ -91,6 +93,12 @@ class ContextOptions(TextOptions):
             yield f"short_window: {self.short_window} is no shorter than the window, {self.window}; lower it"
         if self.window and self.truncate and self.truncate < self.window:
             yield f"truncate: {self.truncate} tokens do not hold a window of {self.window}; raise it"
+
+    def sizes(self, window: int) -> tuple[int, int, int]:
+        """Return the window, the near context and the stride in tokens, for a model with this `window`."""
+        window = self.window or window
+        short_window = self.short_window or min(SHORT_WINDOW, window // 2)
+        return window, short_window, self.stride or max(1, short_window // 4)
 
 
 class PasskeyOptions(Section):

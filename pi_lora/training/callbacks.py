@@ -38,28 +38,6 @@ LIBRARY_LOG = "libraries.log"
 
 
 @dataclass
-class StepClock(TrainerCallback):
-    """The seconds that steps take, without those of checkpoints and measurements."""
-
-    run: Run
-    seconds: float = 0.0
-    step_started: float = 0.0
-
-    def on_train_begin(self, args: Any, state: TrainerState, control: TrainerControl, **_: Any) -> None:
-        """Continue from the seconds of the log, which ends with the checkpoint."""
-        log = self.run.log
-        self.seconds = log[-1]["seconds"] if log else 0.0
-
-    def on_step_begin(self, *_: Any, **__: Any) -> None:
-        """Start the clock."""
-        self.step_started = time.perf_counter()
-
-    def on_step_end(self, *_: Any, **__: Any) -> None:
-        """Stop the clock."""
-        self.seconds += time.perf_counter() - self.step_started
-
-
-@dataclass
 class StopOnSignal(TrainerCallback):
     """End the training after the step in which any process received a signal, with a checkpoint."""
 
@@ -164,45 +142,51 @@ class StopOnDivergence(TrainerCallback):
 
     def on_step_end(self, args: Any, state: TrainerState, control: TrainerControl, model: Any = None, **_: Any) -> None:
         """Raise Diverged in all processes if any has numbers that are not finite."""
-        diverged = any_process(not self.losses_are_finite)
+        diverged = ""
+        if any_process(not self.losses_are_finite):
+            diverged = "loss"
+        # The loss of a step says nothing of the weights after it.
+        is_saved = control.should_save or state.global_step == state.max_steps
+        if is_saved and not diverged and any_process(not _trained_weights_are_finite(model)):
+            diverged = "weights"
         if diverged:
-            raise self._diverged("loss", state.global_step, args.learning_rate)
-        if control.should_save or state.global_step == state.max_steps:
-            # The loss of a step says nothing of the weights after it.
-            diverged = any_process(not _trained_weights_are_finite(model))
-            if diverged:
-                raise self._diverged("weights", state.global_step, args.learning_rate)
-
-    def _diverged(self, quantity: str, step: int, learning_rate: float) -> Diverged:
-        checkpoint = self.run.last_checkpoint
-        kept = f" (the last good checkpoint is kept: {checkpoint})" if checkpoint else ""
-        return Diverged(
-            f"training.learning_rate: the {quantity} of step {step} became infinite or NaN at a rate of "
-            f"{learning_rate:g}; lower it and start again{kept}"
-        )
+            checkpoint = self.run.last_checkpoint
+            kept = f" (the last good checkpoint is kept: {checkpoint})" if checkpoint else ""
+            raise Diverged(
+                f"training.learning_rate: the {diverged} of step {state.global_step} became infinite or NaN at a rate "
+                f"of {args.learning_rate:g}; lower it and start again{kept}"
+            )
 
 
 @dataclass
 class TrainingLog(TrainerCallback):
-    """Write training.jsonl, and report the progress. With the last line the weights are saved, before another write
-    fails.
+    """Write training.jsonl, and report the progress. The seconds are those of steps, without checkpoints and
+    measurements. With the last line the weights are saved, before another write fails.
     """
 
     run: Run
-    clock: StepClock
     progress: Progress
     save: Callable[[list[Json]], object]
     note: str = ""
+    seconds: float = 0.0
+    step_started: float = 0.0
     logged_seconds: float = 0.0
     logged_tokens: int = 0
 
     def on_train_begin(self, args: Any, state: TrainerState, control: TrainerControl, **_: Any) -> None:
-        """Continue from the numbers of the checkpoint."""
-        self.logged_seconds = self.clock.seconds
+        """Continue from the numbers of the checkpoint, with which the log ends."""
+        log = self.run.log
+        self.seconds = log[-1]["seconds"] if log else 0.0
+        self.logged_seconds = self.seconds
         self.logged_tokens = state.num_input_tokens_seen
 
+    def on_step_begin(self, *_: Any, **__: Any) -> None:
+        """Start the clock."""
+        self.step_started = time.perf_counter()
+
     def on_step_end(self, args: Any, state: TrainerState, control: TrainerControl, **_: Any) -> None:
-        """Report the step; log the last step, and every step before a checkpoint."""
+        """Stop the clock, and report the step; log the last step, and every step before a checkpoint."""
+        self.seconds += time.perf_counter() - self.step_started
         self.progress(state.global_step, state.max_steps, self.note)
         if state.global_step == state.max_steps:
             # The finished run is saved next; it needs no checkpoint.
@@ -216,10 +200,9 @@ class TrainingLog(TrainerCallback):
         """Append a line: loss in nats a token, rate, tokens so far, tokens a second, peak memory in bytes."""
         if "loss" not in logs:
             return
-        seconds = self.clock.seconds
         tokens = state.num_input_tokens_seen
-        speed = (tokens - self.logged_tokens) / (seconds - self.logged_seconds)
-        self.logged_seconds = seconds
+        speed = (tokens - self.logged_tokens) / (self.seconds - self.logged_seconds)
+        self.logged_seconds = self.seconds
         self.logged_tokens = tokens
         line = {
             "step": state.global_step,
@@ -229,7 +212,7 @@ class TrainingLog(TrainerCallback):
             "tokens": tokens,
             "tokens_per_second": round(speed, 1),
             "peak_memory": peak_memory(),
-            "seconds": round(seconds, 2),
+            "seconds": round(self.seconds, 2),
         }
         if state.global_step == state.max_steps:
             self.save([*self.run.log, line])

@@ -43,7 +43,6 @@ from pi_lora.storage import write_whole
 from pi_lora.training.callbacks import (
     CheckpointMarker,
     ScheduledMeasurements,
-    StepClock,
     StopOnDivergence,
     StopOnSignal,
     TrainingLog,
@@ -138,16 +137,14 @@ class TrainingJob:
         def save(log: list[Json]) -> None:
             save_weights(recipe, trainer, log, run)
 
-        clock = StepClock(run)
         divergence = StopOnDivergence(run)
         # Checkpoints are marked before a measurement; the log follows all that ask for a checkpoint.
         callbacks = [
-            clock,
             stop,
             CheckpointMarker(run),
             ScheduledMeasurements(recipe.evaluation, tuned, run, stop),
             divergence,
-            TrainingLog(run, clock, progress, save),
+            TrainingLog(run, progress, save),
         ]
         trainer = Trainer(
             recipe=recipe,
@@ -239,9 +236,7 @@ def load_for_tuning(recipe: Recipe, source: ModelSource) -> Any:
     attention: str = recipe.model.attention
     if recipe.hardware.context_parallel > 1:
         attention = devices.SDPA  # the only kernel that accelerate divides
-    base = load_base(
-        source, devices.dtype_of_base(recipe), attention=attention, placement=_placement(recipe, world_size() > 1)
-    )
+    base = load_base(source, devices.dtype_of_base(recipe), attention=attention, placement=_placement(recipe))
     if recipe.sharded and world_size() > 1:
         # transformers reads the weights of some modules in float32 even if asked for bfloat16.
         dtypes = all_gather_objects([{name: weight.dtype for name, weight in base.named_parameters()}])[0]
@@ -264,10 +259,10 @@ def load_for_tuning(recipe: Recipe, source: ModelSource) -> Any:
     return tuned
 
 
-def _placement(recipe: Recipe, several: bool) -> Placement:
+def _placement(recipe: Recipe) -> Placement:
     if recipe.tuning.method == "qlora":
         return "quantized"
-    if not several:
+    if world_size() == 1:
         return "device"
     if recipe.sharded and not is_main_process():
         return "empty"

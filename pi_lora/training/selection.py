@@ -10,12 +10,13 @@ from statistics import fmean
 
 from pi_lora.data.documents import Document
 from pi_lora.data.tokens import tokenized, tokenizer_identity
-from pi_lora.evaluation.context import near_context, window_losses
+from pi_lora.evaluation.context import context_losses
 from pi_lora.evaluation.forward import check_numbers
 from pi_lora.evaluation.measurement import append_journal, read_journal
 from pi_lora.models import device as devices
 from pi_lora.models.loaded import LoadedModel, load_base
 from pi_lora.models.source import ModelSource
+from pi_lora.recipe.evaluation import ContextOptions
 from pi_lora.recipe.schema import Recipe, Selection
 from pi_lora.storage import cache_folder, digest_of
 from pi_lora.types import Json
@@ -73,15 +74,14 @@ class Gains:
         """Return the mean gain in nats of the tokens beyond the near context, in the first whole windows of a text or
         in all of a shorter text; None for a text that is no longer than the near context.
         """
-        target = self.recipe.context.target
-        short_window = near_context(target)
+        target, short_window, stride = ContextOptions().sizes(self.recipe.context.target)
         [ids] = tokenized(self.source.tokenizer, [text])
         if len(ids) <= short_window:
             return None
         window = min(target, len(ids))
         gains: list[float] = []
         for start in range(0, len(ids) - window + 1, window)[: self.select.windows]:
-            far, near = window_losses(self._model, ids[start : start + window], short_window, short_window // 4)
+            far, near = context_losses(self._model, ids[start : start + window], short_window, stride)
             gains += (near - far).tolist()
         gain = fmean(gains)
         check_numbers(self._model, math.isfinite(gain))

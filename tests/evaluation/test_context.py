@@ -60,11 +60,14 @@ def measured(loaded: LoadedModel, folder: Path, **others: object) -> ContextScor
 
 
 @pytest.mark.parametrize("bos", [None, 0])
-def test_losses_are_those_of_a_context_cut_by_hand(loaded: LoadedModel, bos: int | None) -> None:
+def test_losses_are_those_of_a_context_cut_by_hand(
+    loaded: LoadedModel, bos: int | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
     generator = torch.Generator().manual_seed(0)
     ids = torch.randint(1, 500, (300,), generator=generator).tolist()
-    sizes = {"short_window": 100, "stride": 30, "bos": bos, "tokens_at_once": 400}
-    far, near = context_losses(loaded.module, ids, **sizes)
+    monkeypatch.setattr(context_module, "added_bos", lambda _: bos)
+    monkeypatch.setattr(context_module, "pass_tokens", lambda _: 400)
+    far, near = context_losses(loaded, ids, short_window=100, stride=30)
 
     def loss(start: int, token: int) -> float:
         row = torch.tensor([ids[start : token + 1]])

@@ -16,7 +16,6 @@ from pi_lora.run import TRAINING_LOG, Run
 from pi_lora.training import callbacks
 from pi_lora.training.callbacks import (
     ScheduledMeasurements,
-    StepClock,
     StopOnDivergence,
     StopOnSignal,
     TrainingLog,
@@ -32,18 +31,15 @@ class Training:
         self.control = TrainerControl()
         self.shown: list[tuple[int, int, str]] = []
         self.saved: list[list[Json]] = []
-        self.clock = StepClock(run)
-        self.log = TrainingLog(run, self.clock, lambda *shown: self.shown.append(shown), self.saved.append)
-        for callback in (self.clock, self.log):
-            callback.on_train_begin(None, self.state, self.control)
+        self.log = TrainingLog(run, lambda *shown: self.shown.append(shown), self.saved.append)
+        self.log.on_train_begin(None, self.state, self.control)
 
     def step(self, tokens: int, now: Callable[[float], None], begin: float, end: float) -> None:
         now(begin)
-        self.clock.on_step_begin(None, self.state, self.control)
+        self.log.on_step_begin(None, self.state, self.control)
         self.state.global_step += 1
         self.state.num_input_tokens_seen += tokens
         now(end)
-        self.clock.on_step_end(None, self.state, self.control)
         self.log.on_step_end(None, self.state, self.control)
 
     def logs(self, loss: float) -> None:
