@@ -15,7 +15,7 @@ MIN_DOCUMENTS = 5
 # A change that needs this many documents or more to show is called noise.
 MAX_DOCUMENTS = 100
 # Digits after the point of a change, by unit; one for other units.
-UNIT_DIGITS = {"tokens": 0, "": 3}
+UNIT_DIGITS = {"tokens": 0, "": 3, "nats": 3}
 
 
 class Row(BaseModel):
@@ -115,6 +115,8 @@ def verdict(change: float, interval: Interval | None, unit: str, *, higher_is_be
 
     >>> verdict(3.14, (1.0, 5.0), "%", higher_is_better=False), verdict(-2.0, (-4.0, 0.5), "points")
     ('3.1 % worse', 'within noise')
+    >>> verdict(0.0123, (0.01, 0.02), "nats")
+    '0.012 nats better'
     """
     if interval is not None and interval[0] <= 0 <= interval[1]:
         return "within noise"
