@@ -118,14 +118,12 @@ def make_once(file: Path, read: Callable[[Path], T | None], write: Callable[[Pat
     part = file.with_suffix(".partial")
     file.parent.mkdir(parents=True, exist_ok=True)
     with FileLock(file.with_suffix(".lock")):
-        content = read(file)
-        if content is not None:
-            return content
-        try:
-            write(part)
-            part.replace(file)
-        finally:
-            part.unlink(missing_ok=True)
+        if read(file) is None:
+            try:
+                write(part)
+                part.replace(file)
+            finally:
+                part.unlink(missing_ok=True)
     content = read(file)
     assert content is not None, f"{file}: cannot be read back"
     return content

@@ -1,6 +1,7 @@
 """Measurements of models and runs, the probe of untuned scalings, and comparisons."""
 
 from collections.abc import Mapping, Sequence
+from functools import partial
 from typing import TYPE_CHECKING, Any, cast
 
 from pi_lora.api.inputs import (
@@ -235,12 +236,8 @@ def evaluate_run(
         from pi_lora.run import TUNED, Run
 
         folder = Run(run_folder(name))
-
-    def resolve_run() -> "ModelSource":
-        source = resolve(name, base=base, permissions=permissions)
         join_launched_processes()
-        return source
-
+    resolve_run = partial(resolve, name, base=base, permissions=permissions)
     requested = requested_of_run(folder, data)
     scores = scores_of(folder, TUNED, requested, resolve_run, again=again, dtype=dtype_of(dtype), ui=ui)
     for each in scores.values():
@@ -333,11 +330,8 @@ def compare(
         from pi_lora.report.comparison import compare_run, comparison_table
         from pi_lora.storage import check_can_write, write_json
 
-    def resolve_named(name: str) -> "ModelSource":
-        source = resolve(name, base=moved_base, permissions=permissions)
         join_launched_processes()
-        return source
-
+    resolve_named = partial(resolve, base=moved_base, permissions=permissions)
     file = optional_path(json)
     check_can_write(file)
     comparison = compare_run(

@@ -17,7 +17,7 @@ from pi_lora.merging.writing import in_threads
 from pi_lora.models.composite import names_in
 from pi_lora.models.device import device, free_memory
 from pi_lora.models.files import find_file, read_config
-from pi_lora.models.loaded import load_base, load_model
+from pi_lora.models.loaded import load_base, load_model, mismatches
 from pi_lora.models.quiet import quiet_loading
 from pi_lora.models.resolve import resolve_model
 from pi_lora.models.source import ModelSource
@@ -58,9 +58,7 @@ def check_model(source: ModelSource, expected: PreTrainedModel, tensors: Sequenc
             output_loading_info=True,
             ignore_mismatched_sizes=True,
         )
-    problems = [f"{name} is missing" for name in report["missing_keys"]]
-    for name, stored_shape, config_shape in report["mismatched_keys"]:
-        problems.append(f"{name} is {list(stored_shape)} instead of {list(config_shape)}")
+    problems = [f"{name} is missing" for name in report["missing_keys"]] + mismatches(report)
     for stored_name, name in names_in(built, state_dict).items():
         if name in built.all_tied_weights_keys:
             problems.append(f"{stored_name} is tied")

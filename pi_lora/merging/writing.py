@@ -7,11 +7,10 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import torch
-from transformers.utils import SAFE_WEIGHTS_INDEX_NAME, SAFE_WEIGHTS_NAME
+from transformers.utils import SAFE_WEIGHTS_NAME
 
 from pi_lora.merging.deltas import OutputTensor
-from pi_lora.models.weights import DTYPE_NAMES, LENGTH_BYTES, METADATA, StoredTensor, keep, read_header
-from pi_lora.storage import write_json
+from pi_lora.models.weights import DTYPE_NAMES, LENGTH_BYTES, METADATA, StoredTensor, keep, read_header, write_index
 from pi_lora.types import Progress
 
 # Threads that read, compute and write.
@@ -62,14 +61,11 @@ def write_tensors(tensors: Sequence[OutputTensor], folder: Path, progress: Progr
                 out.write(block_bytes.numpy().data)
 
     in_threads(write, tensors, progress=progress, note="writing")
-    weight_map = {name: tensor.path.name for name, tensor in stored.items()}
-    for name in set(weight_map.values()):
-        with (folder / name).open("r+b") as out:
+    for path in {tensor.path for tensor in stored.values()}:
+        with path.open("r+b") as out:
             os.fsync(out.fileno())
     if len(files) > 1:
-        total_size = sum(tensor.size for tensor in tensors)
-        index = {"metadata": {"total_size": total_size}, "weight_map": weight_map}
-        write_json(folder / SAFE_WEIGHTS_INDEX_NAME, index)
+        write_index(folder, stored)
 
 
 def _write_header(shard: Sequence[OutputTensor], file: Path) -> dict[str, StoredTensor]:

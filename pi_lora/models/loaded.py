@@ -237,16 +237,12 @@ def _check_complete(name: str, report: Mapping[str, Any], left_out: Sequence[str
 
     transformers would give random values to weights that are missing or have another shape, and ignore unexpected ones.
     """
-    mismatched = [
-        f"{key} is {list(stored_shape)} instead of {list(config_shape)}"
-        for key, stored_shape, config_shape in report["mismatched_keys"]
-    ]
     prefixes = tuple(f"{part}." for part in left_out)
     unexpected = [key for key in report["unexpected_keys"] if not key.startswith(prefixes)]
     problems = []
     for verb, keys in (
         ("lack", report["missing_keys"]),
-        ("have", mismatched),
+        ("have", mismatches(report)),
         ("have beyond its config", unexpected),
     ):
         if keys:
@@ -254,6 +250,14 @@ def _check_complete(name: str, report: Mapping[str, Any], left_out: Sequence[str
             problems.append(f"{verb} {names}")
     if problems:
         raise ModelError(f"{name}: its weights {', and '.join(problems)}; download all of its files")
+
+
+def mismatches(report: Mapping[str, Any]) -> list[str]:
+    """Return the shapes that are not those of the config, from what transformers reports of a loading."""
+    return [
+        f"{name} is {list(stored_shape)} instead of {list(config_shape)}"
+        for name, stored_shape, config_shape in report["mismatched_keys"]
+    ]
 
 
 def _compute_in(dtype: torch.dtype, model: PreTrainedModel) -> None:

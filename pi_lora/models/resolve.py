@@ -283,7 +283,7 @@ def _stores_another_head(folder: Path) -> bool:
     """
     from transformers.utils import SAFE_WEIGHTS_INDEX_NAME
 
-    from pi_lora.models.weights import read_weights
+    from pi_lora.models.weights import read_index, read_weights
 
     # Weights that are missing or damaged are reported when they are read.
     with suppress(ModelError, StopIteration):
@@ -292,5 +292,4 @@ def _stores_another_head(folder: Path) -> bool:
         embeddings = next(weights[name] for name in weights if name.endswith("embed_tokens.weight"))
         return not head.equals(embeddings)
     index = find_file(folder, SAFE_WEIGHTS_INDEX_NAME)
-    weight_map = read_json(index, Json, "download it again")["weight_map"] if index else {}
-    return any(name.endswith("lm_head.weight") for name in weight_map)
+    return any(name.endswith("lm_head.weight") for name in read_index(index)) if index else False

@@ -12,9 +12,8 @@ from pi_lora.models.composite import names_in
 from pi_lora.models.files import save_config
 from pi_lora.models.source import Base, ModelSource
 from pi_lora.models.tokenizer import save_tokenizer
-from pi_lora.models.weights import COMPUTED, read_header, read_weights
+from pi_lora.models.weights import COMPUTED, StoredTensor, read_header, read_weights, write_index
 from pi_lora.scaling.config import Config
-from pi_lora.storage import write_json
 from pi_lora.types import Progress
 
 OTHER_WEIGHTS_FILE = "model-other-parts.safetensors"
@@ -59,14 +58,10 @@ def save_other_weights(base: Base, folder: Path) -> None:
     single_file = folder / SAFE_WEIGHTS_NAME
     if single_file.exists():
         single_file.rename(folder / FIRST_OF_SEVERAL)
-    weight_map = {}
-    total_size = 0
+    tensors: dict[str, StoredTensor] = {}
     for file in folder.glob("*.safetensors"):
-        for name, tensor in read_header(file).items():
-            weight_map[name] = file.name
-            total_size += tensor.size
-    index = {"metadata": {"total_size": total_size}, "weight_map": weight_map}
-    write_json(folder / SAFE_WEIGHTS_INDEX_NAME, index)
+        tensors |= read_header(file)
+    write_index(folder, tensors)
 
 
 def weight_files(source: ModelSource) -> list[Path]:

@@ -3,10 +3,10 @@
 from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING
 
 from pi_lora.errors import ModelError
-from pi_lora.scaling.config import FULL_ATTENTION, LOCAL_ATTENTION, SLIDING_ATTENTION, Config
+from pi_lora.scaling.config import FULL_ATTENTION, LOCAL_ATTENTION, SLIDING_ATTENTION
 
 if TYPE_CHECKING:
     from torch import nn
@@ -92,7 +92,11 @@ def shape_of(model: "PreTrainedModel") -> Shape:
     norms = {name: module for name, module in modules.items() if "Norm" in type(module).__name__}
     attention_norms = [name for name in norms if _in_attention(name)]
     linears = {name: module for name, module in modules.items() if isinstance(module, nn.Linear) and module is not head}
-    attended = _attended_layers(config.to_dict(), len(layers))
+    window = getattr(config, "sliding_window", None) or getattr(config, "attention_chunk_size", None) or 0
+    default_type = SLIDING_ATTENTION if window else FULL_ATTENTION
+    layer_types = getattr(config, "layer_types", None) or [default_type] * len(layers)
+    sliding_layers = sum(layer_type in LOCAL_ATTENTION for layer_type in layer_types)
+    without_attention = sum(layer_type in WITHOUT_ATTENTION for layer_type in layer_types)
     return Shape(
         parameters=_count_parameters(model),
         layers=len(layers),
@@ -112,9 +116,9 @@ def shape_of(model: "PreTrainedModel") -> Shape:
         norm_weights=_count_parameters(nn.ModuleList(norms.values())),
         head_normed=bool(attention_norms),
         in_blocks=sinks or bool(getattr(config, "attn_logit_softcapping", None)),
-        full_layers=attended.full,
-        sliding_layers=attended.sliding,
-        sliding_window=attended.window,
+        full_layers=len(layers) - sliding_layers - without_attention,
+        sliding_layers=sliding_layers,
+        sliding_window=window,
     )
 
 
@@ -176,21 +180,3 @@ def _mlp_width(layer: "nn.Module", hidden: int, experts_per_token: int | None) -
             if projects_back:
                 width += module.in_features
     return width or hidden
-
-
-class _AttendedLayers(NamedTuple):
-    """The layers that attend to everything, the layers that attend to a window, and its length in tokens."""
-
-    full: int
-    sliding: int
-    window: int
-
-
-def _attended_layers(config: Config, layers: int) -> _AttendedLayers:
-    window = config.get("sliding_window") or config.get("attention_chunk_size") or 0
-    layer_types = config.get("layer_types")
-    if not layer_types:
-        layer_types = [SLIDING_ATTENTION if window else FULL_ATTENTION] * layers
-    sliding = sum(1 for layer_type in layer_types if layer_type in LOCAL_ATTENTION)
-    without_attention = sum(1 for layer_type in layer_types if layer_type in WITHOUT_ATTENTION)
-    return _AttendedLayers(full=layers - sliding - without_attention, sliding=sliding, window=window)

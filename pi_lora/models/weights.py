@@ -8,7 +8,7 @@ block it parses the header as long as it reads the block, and an I/O error on ma
 import hashlib
 import json
 import math
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from functools import lru_cache
 from pathlib import Path
@@ -21,7 +21,7 @@ from safetensors import SafetensorError, safe_open
 from transformers.utils import SAFE_WEIGHTS_INDEX_NAME, SAFE_WEIGHTS_NAME
 
 from pi_lora.errors import ModelError, first_line
-from pi_lora.storage import read_json
+from pi_lora.storage import read_json, write_json
 
 # The numbers in a block: 2 MB in float32 stay in the cache of a processor.
 BLOCK = 500_000
@@ -165,15 +165,14 @@ def read_weights(model: str, find: Callable[[str], Path | None]) -> dict[str, St
     """
     index = find(SAFE_WEIGHTS_INDEX_NAME)
     single_file = None if index else find(SAFE_WEIGHTS_NAME)
-    if index:
-        file_of_tensor = read_index(index)
-    elif single_file:
-        file_of_tensor = dict.fromkeys(read_header(single_file), SAFE_WEIGHTS_NAME)
-    else:
+    if single_file:
+        return read_header(single_file)
+    if index is None:
         raise ModelError(
             f"{model}: has no {SAFE_WEIGHTS_NAME} (pickle can run code and is not read); name another base"
         )
     weights: dict[str, StoredTensor] = {}
+    file_of_tensor = read_index(index)
     for file in sorted(set(file_of_tensor.values())):
         names = {name for name, holder in file_of_tensor.items() if holder == file}
         path = find(file)
@@ -199,6 +198,14 @@ class _Index(BaseModel):
 def read_index(file: Path) -> dict[str, str]:
     """Return the file of every tensor of a model, by name; raise ModelError if the index is damaged."""
     return read_json(file, _Index, "download it again").weight_map
+
+
+def write_index(folder: Path, tensors: Mapping[str, StoredTensor]) -> None:
+    """Write the index of the tensors of a folder."""
+    total_size = sum(tensor.size for tensor in tensors.values())
+    weight_map = {name: tensor.path.name for name, tensor in tensors.items()}
+    index = {"metadata": {"total_size": total_size}, "weight_map": weight_map}
+    write_json(folder / SAFE_WEIGHTS_INDEX_NAME, index)
 
 
 def weights_digest(model: str, find: Callable[[str], Path | None]) -> str:
