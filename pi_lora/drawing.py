@@ -29,10 +29,11 @@ Panel = Callable[[Any], None]
 Curve = Sequence[tuple[float, float]]
 
 BARS = "▁▂▃▄▅▆▇█"
+BARS_OF_LINE = 10
 
 
-def sparkline(values: Sequence[float], width: int = 10) -> str:
-    """Return values as a line of at most `width` block characters. A character is the mean of a group of values, scaled
+def sparkline(values: Sequence[float]) -> str:
+    """Return values as a line of at most ten block characters. A character is the mean of a group of values, scaled
     between the lowest and the highest mean.
 
     >>> sparkline([4, 2, 1, 1.5]), sparkline([])
@@ -40,7 +41,7 @@ def sparkline(values: Sequence[float], width: int = 10) -> str:
     """
     if not values:
         return ""
-    groups = min(width, len(values))
+    groups = min(BARS_OF_LINE, len(values))
     bounds = [len(values) * index // groups for index in range(groups + 1)]
     means = [fmean(values[first:last]) for first, last in pairwise(bounds)]
     bottom = min(means)

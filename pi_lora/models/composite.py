@@ -63,13 +63,8 @@ def adapter_renamings(model: Any) -> dict[str, str]:
     """Return a pattern of the names in an adapter of the language model alone, and what replaces it in a composite."""
     if not other_parts(model):
         return {}
-    return {r"\bmodel\.(?=(layers|norm|embed_tokens)\.)": f"{decoder_name(model)}."}
-
-
-def decoder_name(model: Any) -> str:
-    """Return the name of the decoder in a model."""
-    names: dict[Any, str] = {module: name for name, module in model.named_modules()}
-    return names[model.get_decoder()]
+    names = {module: name for name, module in model.named_modules()}
+    return {r"\bmodel\.(?=(layers|norm|embed_tokens)\.)": f"{names[model.get_decoder()]}."}
 
 
 def names_in(model: Any, stored_names: Iterable[str], *, fused: bool = False) -> dict[str, str]:

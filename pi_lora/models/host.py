@@ -8,9 +8,9 @@ from pathlib import Path
 import psutil
 
 
-def has_bfloat16_instructions(root: Path = Path("/")) -> bool:
+def has_bfloat16_instructions() -> bool:
     """Whether the processor multiplies in bfloat16 (AVX512-BF16 or AMX), as Linux says; False on other systems."""
-    cpuinfo = root / "proc/cpuinfo"
+    cpuinfo = Path("/proc/cpuinfo")
     if not cpuinfo.is_file():
         return False
     return re.search("avx512_bf16|amx_bf16", cpuinfo.read_text()) is not None

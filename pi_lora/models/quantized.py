@@ -167,11 +167,9 @@ def _joined(name: str, parts: dict[str, StoredTensor], block: tuple[int, int] | 
     if scales is None:
         return numbers
     common: dict[str, Any] = {
+        **vars(numbers),
         "name": name,
         "dtype": torch.bfloat16,
-        "shape": numbers.shape,
-        "path": numbers.path,
-        "offset": numbers.offset,
         "numbers": numbers,
         "scales": scales,
     }

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from pi_lora.errors import ModelError
-from pi_lora.scaling.config import FULL_ATTENTION, LOCAL_ATTENTION, SLIDING_ATTENTION
+from pi_lora.scaling.config import FULL_ATTENTION, LOCAL_ATTENTION, SLIDING_ATTENTION, Config
 
 if TYPE_CHECKING:
     from torch import nn
@@ -92,11 +92,7 @@ def shape_of(model: "PreTrainedModel") -> Shape:
     norms = {name: module for name, module in modules.items() if "Norm" in type(module).__name__}
     attention_norms = [name for name in norms if _in_attention(name)]
     linears = {name: module for name, module in modules.items() if isinstance(module, nn.Linear) and module is not head}
-    window = getattr(config, "sliding_window", None) or getattr(config, "attention_chunk_size", None) or 0
-    default_type = SLIDING_ATTENTION if window else FULL_ATTENTION
-    layer_types = getattr(config, "layer_types", None) or [default_type] * len(layers)
-    sliding_layers = sum(layer_type in LOCAL_ATTENTION for layer_type in layer_types)
-    without_attention = sum(layer_type in WITHOUT_ATTENTION for layer_type in layer_types)
+    full_layers, sliding_layers, window = _attended_layers(config.to_dict(), len(layers))
     return Shape(
         parameters=_count_parameters(model),
         layers=len(layers),
@@ -116,7 +112,7 @@ def shape_of(model: "PreTrainedModel") -> Shape:
         norm_weights=_count_parameters(nn.ModuleList(norms.values())),
         head_normed=bool(attention_norms),
         in_blocks=sinks or bool(getattr(config, "attn_logit_softcapping", None)),
-        full_layers=len(layers) - sliding_layers - without_attention,
+        full_layers=full_layers,
         sliding_layers=sliding_layers,
         sliding_window=window,
     )
@@ -180,3 +176,13 @@ def _mlp_width(layer: "nn.Module", hidden: int, experts_per_token: int | None) -
             if projects_back:
                 width += module.in_features
     return width or hidden
+
+
+def _attended_layers(config: Config, layers: int) -> tuple[int, int, int]:
+    """Return how many layers attend to everything, how many to a window, and the length of the window in tokens."""
+    window = config.get("sliding_window") or config.get("attention_chunk_size") or 0
+    default_type = SLIDING_ATTENTION if window else FULL_ATTENTION
+    layer_types = config.get("layer_types") or [default_type] * layers
+    sliding = sum(layer_type in LOCAL_ATTENTION for layer_type in layer_types)
+    without_attention = sum(layer_type in WITHOUT_ATTENTION for layer_type in layer_types)
+    return layers - sliding - without_attention, sliding, window
