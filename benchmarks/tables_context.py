@@ -9,6 +9,7 @@ import record
 from pages import machines_of, table
 from tables_smollm2 import in_percent, percent
 
+from pi_lora.evaluation.chat import Chats, ChatScores
 from pi_lora.evaluation.intervals import of_means
 
 CONTROL = "control"
@@ -26,6 +27,7 @@ SMOLLM2 = {
     f"{CONTROL} seed 2": "the same, seed 2",
     "evaluator": "Gemma 3 270M, the evaluator",
 }
+CHATS = "use_context/chat-whole-released-control"
 IN_README = ("base", "untuned", "released", "whole", CONTROL)
 GEMMA3 = {
     "base": "base",
@@ -127,6 +129,10 @@ def smollm2(machines: Result) -> Iterator[str]:
         keys = sum(document["key_tokens"] for document in control)
         amounts = f"{len(control)} documents, {tokens:,} scored tokens, {keys} key tokens"
         yield f"\n{amounts}; 95 % intervals over documents.\n"
+    for row, content in zip(("whole", "released", CONTROL), record.read_scores(CHATS), strict=True):
+        scores = ChatScores.model_validate(content)
+        _, divergence, *_ = Chats().metrics(scores)
+        yield f"{scores.chats} chats, {SMOLLM2[row]}: KL divergence from the base {divergence.text} nats a token.\n"
     yield from machines_of(machines)
 
 

@@ -28,6 +28,8 @@ from pi_lora.cli import app
 SEEDS = (0, 1, 2)
 CONTROL = "control"
 RELEASED = "adapters/smollm2_135m_16k"
+# As chats.py makes them.
+CHATS = "chats/test.jsonl"
 NOVELS = 0.75
 MIXTURE = {"builtin:recall": 0.25}
 AGGREGATION = {"builtin:recall": 0.1, "builtin:common_words": 0.075, "builtin:entities": 0.075}
@@ -192,6 +194,8 @@ class Experiment:
             "base": [self.setting.base],
         }
         yield from self.tests(models)
+        tuned = [*self.tuned("whole"), RELEASED, *self.tuned(CONTROL)]
+        yield self.score("chat", "whole released control", tuned, "--data", CHATS, "--base", self.setting.base)
         for seed in SEEDS[1:]:
             names = {f"whole seed {seed}": f"whole_{seed}", f"{CONTROL} seed {seed}": f"{CONTROL}_{seed}"}
             yield self.training(f"whole_{seed}", whole, MIXTURE, seed=seed)
