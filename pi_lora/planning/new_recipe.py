@@ -24,7 +24,7 @@ from pi_lora.planning.advice import Changes, memory_saving_changes, plan_lines, 
 from pi_lora.planning.gpus import CPU, Gpu, device_here, find_gpu
 from pi_lora.planning.training_plan import TrainingPlan, plan_training
 from pi_lora.recipe.evaluation import default_windows
-from pi_lora.recipe.schema import Data, Recipe, Source
+from pi_lora.recipe.schema import SYNTHETIC, Data, Recipe, Source
 from pi_lora.scaling.config import Extension, methods_for
 from pi_lora.types import Json
 
@@ -247,8 +247,8 @@ def _available_sequences(plan: TrainingPlan) -> float:
     sources = plan.recipe.data.source
     num_sequences = math.inf
     for source in sources:
-        # No size is known on the hub.
-        if looks_local(source.name):
+        # No size is known on the hub, and synthetic text has no end.
+        if looks_local(source.name) and source.name not in SYNTHETIC:
             training_bytes = find_table(source).size * (1 - (source.hold_out or 0))
             # A mixture of equal shares ends when one of the sources is used up.
             mixture_tokens = training_bytes / BYTES_PER_TOKEN * len(sources)

@@ -33,8 +33,11 @@ BOTH = "embeddings_and_norms"
 Command = Callable[..., tuple[int, str, str]]
 
 
-def chosen(model: str = LLAMA, target: int = 8192, gpu: str = "H100", source: Path | None = None) -> TrainingPlan:
-    given = {"data": {"source": [str(source)]}} if source else {}
+def chosen(
+    model: str = LLAMA, target: int = 8192, gpu: str = "H100", source: Path | None = None, synthetic: str = ""
+) -> TrainingPlan:
+    names = [str(each) for each in (source, synthetic) if each]
+    given = {"data": {"source": names}} if names else {}
     return choose(first_plan(resolve_model(model, shipped=True), target, find_gpu(gpu), given))
 
 
@@ -117,10 +120,10 @@ def test_a_candidate_of_days_is_preferred_to_one_of_weeks() -> None:
 def test_the_amount_of_text_decides_the_steps(tmp_path: Path) -> None:
     text = tmp_path / "notes.txt"
 
-    def size(sequences: float) -> tuple[int, int]:
+    def size(sequences: float, synthetic: str = "") -> tuple[int, int]:
         text.touch()
         os.truncate(text, int(sequences * 8192 * choosing.BYTES_PER_TOKEN))
-        training = chosen(source=text).recipe.training
+        training = chosen(source=text, synthetic=synthetic).recipe.training
         return training.steps, training.global_batch_size
 
     endless = chosen().recipe.training
@@ -128,6 +131,8 @@ def test_the_amount_of_text_decides_the_steps(tmp_path: Path) -> None:
     assert size(500 * 16) == (500, 16)
     assert size(120 * 8) == (240, 4)
     assert size(0.1) == (20, 2)
+    # Half of the mixture is text, and synthetic text has no end.
+    assert size(250 * 16, "builtin:recall") == size(250 * 16, "builtin:entities") == (500, 16)
 
 
 def test_the_chosen_recipe_trains(command: Command, tmp_path: Path) -> None:
