@@ -39,11 +39,13 @@ def compute_loss_in_place(model: Any) -> None:
         targets = labels[:, 1:][has_loss].split(LOSS_TOKENS)
         for piece, answers in zip(tensors[0].split(LOSS_TOKENS), targets, strict=True):
             outputs.last_hidden_state = piece[None]
-            logits = whole_forward(*args, **inputs).logits[0]
-            loss += replace_by_gradients(logits.detach(), answers, num_items_in_batch)
-            parts = torch.autograd.grad(logits, tensors, logits.detach())
+            logits = whole_forward(*args, **inputs).logits
+            numbers = logits.detach()
+            loss += replace_by_gradients(numbers[0], answers, num_items_in_batch)
+            parts = torch.autograd.grad(logits, tensors, numbers)
             for gradient, part in zip(gradients, parts, strict=True):
                 gradient += part
+            del logits, numbers, parts, part  # before the next ones
         layers.forward = run_layers
         return (LossWithGradients.apply(loss, gradients, states, *weights),)
 

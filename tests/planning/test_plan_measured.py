@@ -46,9 +46,7 @@ def shape(name: str) -> Shape:
 def planned(name: str, recipe: Recipe, dtype: str | None) -> DeviceMemory:
     """In a dtype of weights that train which no recipe may choose."""
     model = recipe.model.model_copy(update={"dtype": dtype})
-    return memory(
-        shape(name), recipe.model_copy(update={"model": model}), original=32768, gpu=GPUS["H100"], loss_kernel="chunked"
-    )
+    return memory(shape(name), recipe.model_copy(update={"model": model}), original=32768, gpu=GPUS["H100"])
 
 
 @pytest.mark.parametrize(
