@@ -29,6 +29,8 @@ def compute_loss_in_place(model: Any) -> None:
         outputs = layers(*args, **inputs)
         has_loss = labels[:, 1:] != IGNORED
         states = outputs.last_hidden_state[:, :-1][has_loss]
+        targets = labels[:, 1:][has_loss]
+        num_targets = num_items_in_batch or len(targets)
         weights = [weight for weight in model.get_output_embeddings().parameters() if weight.requires_grad]
         tensors = [states.detach().requires_grad_(), *weights]
         gradients = [torch.zeros_like(tensor, dtype=torch.float32) for tensor in tensors]
@@ -36,18 +38,18 @@ def compute_loss_in_place(model: Any) -> None:
         run_layers = layers.forward
         # The model's own forward scales and caps the logits. Its layers return a piece of their output.
         layers.forward = lambda *_, **__: outputs
-        targets = labels[:, 1:][has_loss].split(LOSS_TOKENS)
-        for piece, answers in zip(tensors[0].split(LOSS_TOKENS), targets, strict=True):
+        pieces = zip(torch.split(tensors[0], LOSS_TOKENS), torch.split(targets, LOSS_TOKENS), strict=True)
+        for piece, answers in pieces:
             outputs.last_hidden_state = piece[None]
             logits = whole_forward(*args, **inputs).logits
             numbers = logits.detach()
-            loss += replace_by_gradients(numbers[0], answers, num_items_in_batch)
+            loss += replace_by_gradients(numbers[0], answers, num_targets)
             parts = torch.autograd.grad(logits, tensors, numbers)
             for gradient, part in zip(gradients, parts, strict=True):
                 gradient += part
             del logits, numbers, parts, part  # before the next ones
         layers.forward = run_layers
-        return (LossWithGradients.apply(loss, gradients, states, *weights),)
+        return (LossWithGradients.apply(loss, gradients, states, *weights),)  # type: ignore[no-untyped-call]
 
     model.forward = forward
 
@@ -56,10 +58,11 @@ def replace_by_gradients(logits: torch.Tensor, targets: torch.Tensor, num_target
     """Return the sum of the losses over `num_targets`, and write the gradients over the logits (tokens, vocabulary)."""
     loss = torch.zeros(())
     tokens = max(1, FLOAT_LOGITS // logits.shape[-1])
-    for some, answers in zip(logits.split(tokens), targets.split(tokens), strict=True):
+    for some, answers in zip(torch.split(logits, tokens), torch.split(targets, tokens), strict=True):
         numbers = some.float().detach().requires_grad_()
         part = cross_entropy(numbers, answers, reduction="sum") / num_targets
-        some.copy_(*torch.autograd.grad(part, numbers))
+        (gradient,) = torch.autograd.grad(part, numbers)
+        some.copy_(gradient)
         loss += part.detach()
     return loss
 
