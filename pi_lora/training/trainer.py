@@ -129,8 +129,8 @@ class Trainer(SFTTrainer):
             # earlier versions that `save_pretrained` gives to the weights of composites and experts.
             tuned.save_pretrained = partial(tuned.save_pretrained, save_original_format=False)
         balances_experts = bool(model.source.config.get("output_router_logits"))
-        # Only TRL's loss balances experts over accumulated batches.
-        self.loss_in_place = device().type == "cpu" and not balances_experts
+        # Only TRL's loss balances experts over accumulated batches, and gathers the head of a sharded model.
+        self.loss_in_place = device().type == "cpu" and not (balances_experts or recipe.sharded)
         _change_modules(tuned, recipe, loss_in_place=self.loss_in_place)
         # The events of TensorBoard go into the run; by default they are removed with the checkpoints.
         with patch_environment(tensorboard_logging_dir=run.path / "tensorboard"), adapters.kept_values(tuned):

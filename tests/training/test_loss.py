@@ -63,7 +63,7 @@ def loss_and_gradients(
 @pytest.mark.parametrize("tuning", [LORA, EMBEDDINGS, FULL], ids=["LoRA", "embeddings", "full"])
 @pytest.mark.parametrize("head", HEADS)
 def test_loss_and_gradients_are_those_of_the_model(head: str, tuning: Tuning, monkeypatch: pytest.MonkeyPatch) -> None:
-    # 36 tokens have a loss: five pieces, of two rows of float32 numbers at a time.
+    # 41 tokens have a loss: six pieces, and float32 numbers of two tokens at a time.
     monkeypatch.setattr(in_place, "LOSS_TOKENS", 8)
     monkeypatch.setattr(in_place, "FLOAT_LOGITS", 2 * SIZES["vocab_size"])
     own = loss_and_gradients(head, tuning, torch.float32, replaced=False)
@@ -76,6 +76,15 @@ def test_gradients_under_autocast_are_rounded_as_those_of_the_model(tuning: Tuni
     own = loss_and_gradients("tied", tuning, torch.bfloat16, replaced=False)
     replaced = loss_and_gradients("tied", tuning, torch.bfloat16, replaced=True)
     torch.testing.assert_close(replaced, own, rtol=1e-6, atol=1e-8)
+
+
+def test_logits_are_computed_once_and_for_labels_alone() -> None:
+    model = AutoModelForCausalLM.from_config(AutoConfig.for_model("llama", **SIZES))
+    compute_loss_in_place(model)
+    computed = []
+    model.lm_head.register_forward_hook(lambda _head, _states, logits: computed.append(logits.shape[1]))
+    model(**batch())[0].backward()
+    assert computed == [8 + 14 + 19]
 
 
 def test_a_batch_without_labels_has_no_gradients() -> None:
