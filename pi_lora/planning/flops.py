@@ -42,14 +42,14 @@ class Flops(NamedTuple):
 
 
 def flops_of_training(
-    shape: Shape, tuning: Tuning, training: Training, tokens: int, *, plain_loss: bool, attention: str = "auto"
+    shape: Shape, tuning: Tuning, training: Training, tokens: int, *, loss_in_place: bool, attention: str = "auto"
 ) -> Flops:
     """Return the operations of a whole training on sequences of `tokens`, with a kernel by its name in a recipe.
 
     A product with a weight costs 2 operations per token. Its backward pass costs 2 for the gradient of the input, and 2
     for the gradient of a weight that trains. The two products of attention are causal: 2 x 2 operations per channel for
     each pair of tokens in reach. Checkpointed layers are computed again in the backward pass, and so are the logits by
-    a loss in chunks. Left out are the optimizer, norms, softmax and state-space recurrences.
+    TRL's loss, if not in place. Left out are the optimizer, norms, softmax and state-space recurrences.
     """
     layers = (shape.linear_weights + shape.active_experts) * 2.0 * tokens
     adapter = adapter_parameters(shape, tuning) * 2.0 * tokens
@@ -62,7 +62,7 @@ def flops_of_training(
     if training.activation_checkpointing == "selective":
         checkpointed -= products
     recomputation = training.checkpointed_layers(shape.layers) / shape.layers * checkpointed
-    if not plain_loss:
+    if not loss_in_place:
         recomputation += head
     sequences = training.steps * training.global_batch_size
     return Flops(

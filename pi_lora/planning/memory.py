@@ -38,14 +38,11 @@ ADAMW_8BIT = 2 * (1 + 4 / 256)
 # The chunked loss of TRL 1.16 works on tiles of the logits (trl/kernels/chunked_logprob.py, trl/trainer/utils.py).
 LOSS_TILE_TOKENS = 4096
 LOSS_TILE_VOCABULARY = 32768
-# Its Triton kernels fuse the operations on a tile. Without Triton, as on a CPU, the backward holds seven float32
-# tensors of the tile's size and a mask of bytes.
-LOSS_TILE_UNFUSED = 7 * FLOAT32 + 1
+# Tokens whose logits the loss on a CPU has at a time (training/loss.py).
+LOSS_TOKENS = 1024
 # With offloading, saved inputs on the device at once: one on its way out, one in use, two on their way in
 # (measured in TRL's long-context guide: "only 4 are ever resident at once").
 RESIDENT_WHEN_OFFLOADED = 4
-# The plain loss has all logits in float32 at its peak, as log-probabilities and twice as gradients (torch 2.13).
-PLAIN_LOSS = 3 * FLOAT32
 # A measured peak may be this many times the planned one.
 MARGIN = 1.15
 # Bytes of logits that a measurement holds at a time, in bfloat16 and twice in float32 (evaluation/forward.py).
@@ -86,10 +83,6 @@ ADAPTED_EXPERTS = 2.7
 _AROUND_CHUNKS = 12
 
 
-# The model's own loss, from all logits at once; or TRL's, which computes the logits in chunks, and twice.
-LossKernel = Literal["plain", "chunked"]
-
-
 class Moment(NamedTuple):
     """Bytes on one device at a moment of a training step, by component."""
 
@@ -124,19 +117,7 @@ class DeviceMemory(NamedTuple):
     host: int
 
 
-def choose_loss(shape: Shape, recipe: Recipe, original: int, gpu: Gpu) -> LossKernel:
-    """Return the loss that is faster on a device: on a CPU the plain one, if the training fits into memory with it.
-
-    On a GPU, reading float32 logits takes longer than computing them twice. Only TRL's loss balances experts over
-    accumulated batches.
-    """
-    if gpu.name != CPU or shape.experts:
-        return "chunked"
-    plain = memory(shape, recipe, original, gpu, loss_kernel="plain")
-    return "plain" if plain.peak * MARGIN <= gpu.memory else "chunked"
-
-
-def memory(shape: Shape, recipe: Recipe, original: int, gpu: Gpu, *, loss_kernel: LossKernel) -> DeviceMemory:
+def memory(shape: Shape, recipe: Recipe, original: int, gpu: Gpu) -> DeviceMemory:
     """Return bytes on one device over a training step of a model with an original window of `original` tokens.
 
     These moments are compared: the loss, the backward through the last layer (all activations are still there), the
@@ -149,7 +130,7 @@ def memory(shape: Shape, recipe: Recipe, original: int, gpu: Gpu, *, loss_kernel
     arithmetic = _arithmetic(recipe, gpu, float32_weights)
     states = _states(shape, recipe, FLOAT32 if float32_weights else BFLOAT16)
     before_loss, last_layer, first_layer = _moments_of_step(shape, recipe, states, tokens, arithmetic, on_cpu)
-    logits = loss_bytes(shape, tokens, arithmetic, on_cpu, loss_kernel) + _head_gradient(shape, recipe.tuning)
+    logits = loss_bytes(shape, tokens, arithmetic, on_cpu) + _head_gradient(shape, recipe.tuning)
     moments = [before_loss._replace(logits=logits), last_layer, first_layer]
     if recipe.evaluation.every:
         longest = max(original, recipe.context.target)
@@ -303,20 +284,15 @@ def _product_bytes(arithmetic: Arithmetic) -> int:
     return FLOAT32 if arithmetic == "float32" else BFLOAT16
 
 
-def loss_bytes(shape: Shape, tokens: int, arithmetic: Arithmetic, on_cpu: bool, loss_kernel: LossKernel) -> int:
-    """Return bytes of a loss: logits, and the final hidden states with gradient.
-
-    The plain loss has all logits, the loss in chunks a tile of them. In chunks, gradients of the hidden states are also
-    summed in float32.
+def loss_bytes(shape: Shape, tokens: int, arithmetic: Arithmetic, on_cpu: bool) -> int:
+    """Return bytes of a loss: a tile of logits, and the final hidden states with their gradients, once more in
+    float32.
     """
-    states_and_gradient = 2 * hidden_states(shape, tokens, arithmetic)
-    if loss_kernel == "plain":
-        return tokens * shape.vocabulary * PLAIN_LOSS + states_and_gradient
-    logit_bytes = _product_bytes(arithmetic)
+    tile = min(tokens, LOSS_TILE_TOKENS) * min(shape.vocabulary, LOSS_TILE_VOCABULARY)
     if on_cpu:
-        logit_bytes += LOSS_TILE_UNFUSED
-    tile = min(tokens, LOSS_TILE_TOKENS) * min(shape.vocabulary, LOSS_TILE_VOCABULARY) * logit_bytes
-    return tile + tokens * shape.hidden * FLOAT32 + states_and_gradient
+        tile = min(tokens, LOSS_TOKENS) * shape.vocabulary
+    states_and_gradients = 2 * hidden_states(shape, tokens, arithmetic) + tokens * shape.hidden * FLOAT32
+    return tile * _product_bytes(arithmetic) + states_and_gradients
 
 
 def _activations(shape: Shape, recipe: Recipe, tokens: int, arithmetic: Arithmetic, on_cpu: bool) -> tuple[int, int]:

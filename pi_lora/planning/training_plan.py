@@ -8,7 +8,7 @@ from pi_lora.models.shape import Shape
 from pi_lora.models.source import ModelSource
 from pi_lora.planning.flops import Flops, flops_of_training, trained_parameters
 from pi_lora.planning.gpus import CPU, GIB, Gpu
-from pi_lora.planning.memory import MARGIN, DeviceMemory, LossKernel, choose_loss, memory
+from pi_lora.planning.memory import MARGIN, DeviceMemory, memory
 from pi_lora.recipe.schema import Recipe
 from pi_lora.scaling.config import window_of
 from pi_lora.types import Json
@@ -52,14 +52,9 @@ class TrainingPlan:
         return trained_parameters(self.target.shape, self.recipe.tuning)
 
     @cached_property
-    def loss_kernel(self) -> LossKernel:
-        """The loss that the training takes on this device."""
-        return choose_loss(self.target.shape, self.recipe, self.target.original, self.gpu)
-
-    @cached_property
     def memory(self) -> DeviceMemory:
         """The memory of one device."""
-        return memory(self.target.shape, self.recipe, self.target.original, self.gpu, loss_kernel=self.loss_kernel)
+        return memory(self.target.shape, self.recipe, self.target.original, self.gpu)
 
     @property
     def sequence_tokens(self) -> int:
@@ -79,7 +74,7 @@ class TrainingPlan:
             self.recipe.tuning,
             self.recipe.training,
             self.sequence_tokens,
-            plain_loss=self.loss_kernel == "plain",
+            loss_in_place=self.gpu.name == CPU,
             attention=self.recipe.model.attention,
         )
 

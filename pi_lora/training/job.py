@@ -34,7 +34,6 @@ from pi_lora.models.resolve import resolve_model
 from pi_lora.models.saving import copy_generation_config, save_other_weights, save_without_weights
 from pi_lora.models.source import ModelSource
 from pi_lora.planning.gpus import device_here
-from pi_lora.planning.memory import LossKernel, choose_loss
 from pi_lora.planning.training_plan import TrainingPlan, hours_in_words, plan_training
 from pi_lora.recipe.files import RECIPE_FILE, dump_recipe
 from pi_lora.recipe.schema import Recipe
@@ -77,14 +76,6 @@ class TrainingJob:
             return plan_training(self.recipe, self.source, device_here())
         except ModelError:
             return None
-
-    @cached_property
-    def loss_kernel(self) -> LossKernel:
-        """Whether the loss is the model's own, from all logits at once, or TRL's, which computes logits in chunks."""
-        try:
-            return choose_loss(self.source.shape, self.recipe, self.source.original, device_here())
-        except ModelError:
-            return "chunked"
 
     def pack(self, progress: Progress = silent) -> TrainingData:
         """Return the data of the recipe, as `pack_data` does."""
@@ -151,7 +142,6 @@ class TrainingJob:
             model=tuned,
             data=data,
             run=run,
-            loss_kernel=self.loss_kernel,
             callbacks=callbacks,
             record_loss=divergence.record_loss,
         )

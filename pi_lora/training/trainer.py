@@ -24,9 +24,9 @@ from pi_lora.models import device as devices
 from pi_lora.models.attention import BLOCKWISE
 from pi_lora.models.device import device
 from pi_lora.models.loaded import LoadedModel
-from pi_lora.planning.memory import LossKernel
 from pi_lora.recipe.schema import Recipe
 from pi_lora.run import CHECKPOINTS, Run
+from pi_lora.training.loss import compute_loss_in_place
 
 
 def trainer_arguments(recipe: Recipe, run: Run, name: str, *, balances_experts: bool = False) -> SFTConfig:
@@ -103,7 +103,7 @@ class OneDevice(SFTConfig):
 
 
 class Trainer(SFTTrainer):
-    """SFTTrainer with our schedule, batches of similar lengths, the loss that the job chose, and checked losses."""
+    """SFTTrainer with our schedule, batches of similar lengths, our loss on a CPU, and checked losses."""
 
     def __init__(
         self,
@@ -112,12 +112,10 @@ class Trainer(SFTTrainer):
         model: LoadedModel,
         data: TrainingData,
         run: Run,
-        loss_kernel: LossKernel,
         callbacks: Sequence[TrainerCallback],
         record_loss: Callable[[torch.Tensor], None],
     ) -> None:
         self.training = recipe.training
-        self.loss_kernel = loss_kernel
         self.record_loss = record_loss
         tuned = model.module
         # Under autocast the casts of PEFT only change dropout, which depends on the dtype.
@@ -126,12 +124,14 @@ class Trainer(SFTTrainer):
         if len(set(data.tokens)) > 1:
             # Groups for a step: a resumption with fewer sequences at once, or on other GPUs, keeps the order.
             self.groups = LengthGroups(self.training.global_batch_size, lengths=data.tokens)
-        _change_modules(tuned, recipe)
         if recipe.tuning.method == "full":
             # The Trainer of transformers 5.23 loads checkpoints by the names of modules, and ignores the names of
             # earlier versions that `save_pretrained` gives to the weights of composites and experts.
             tuned.save_pretrained = partial(tuned.save_pretrained, save_original_format=False)
         balances_experts = bool(model.source.config.get("output_router_logits"))
+        # Only TRL's loss balances experts over accumulated batches, and gathers the head of a sharded model.
+        self.loss_in_place = device().type == "cpu" and not (balances_experts or recipe.sharded)
+        _change_modules(tuned, recipe, loss_in_place=self.loss_in_place)
         # The events of TensorBoard go into the run; by default they are removed with the checkpoints.
         with patch_environment(tensorboard_logging_dir=run.path / "tensorboard"), adapters.kept_values(tuned):
             super().__init__(
@@ -180,8 +180,8 @@ class Trainer(SFTTrainer):
         return self.groups or super()._get_train_sampler(train_dataset)
 
     def compute_loss(self, model: Any, inputs: dict[str, Any], *others: Any, **options: Any) -> Any:
-        """Compute the loss of the model, from all logits, or that of TRL, in chunks."""
-        if self.loss_kernel == "plain":
+        """Compute the loss in place on a CPU; elsewhere TRL's, in chunks."""
+        if self.loss_in_place:
             return PlainTrainer.compute_loss(self, model, {**inputs, "use_cache": False}, *others, **options)
         return super().compute_loss(model, inputs, *others, **options)
 
@@ -199,16 +199,18 @@ class Trainer(SFTTrainer):
         return loss
 
 
-def _change_modules(model: Any, recipe: Recipe) -> None:
-    """Set up kernels, chunks of MLPs and selective activation checkpointing in a model, as the recipe says."""
+def _change_modules(model: Any, recipe: Recipe, *, loss_in_place: bool) -> None:
+    """Set up the loss of a model, and its kernels, chunks of MLPs and selective checkpointing as the recipe says."""
+    base = model if recipe.tuning.method == "full" else model.get_base_model()
+    if loss_in_place:
+        compute_loss_in_place(base)
     if recipe.model.kernels == "liger":
         devices.use_liger(model)
     if recipe.training.mlp_chunk_tokens:
         chunk_mlps(model, recipe.training.mlp_chunk_tokens)
     if recipe.training.activation_checkpointing == "selective":
         # The key of TRL fails for models with an adapter.
-        transformer = model if recipe.tuning.method == "full" else model.get_base_model()
-        enable_selective_activation_checkpointing(transformer)
+        enable_selective_activation_checkpointing(base)
 
 
 def chunk_mlps(model: nn.Module, tokens: int) -> None:

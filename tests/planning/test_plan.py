@@ -43,23 +43,23 @@ def recipe(name: str = LLAMA, target: int = 8192, **sections: Any) -> Recipe:
 def test_flops_are_six_a_parameter_and_token_and_four_where_the_base_is_frozen() -> None:
     shape = resolve_model(LLAMA, shipped=True).shape
     products = shape.linear_weights + shape.embedding
-    full = flops_of_training(shape, Tuning(method="full"), ONCE, 1, plain_loss=True)
+    full = flops_of_training(shape, Tuning(method="full"), ONCE, 1, loss_in_place=True)
     assert full.forward + full.backward == pytest.approx(6 * products, rel=1e-3)
-    lora = flops_of_training(shape, Tuning(rank=1), ONCE, 1, plain_loss=True)
+    lora = flops_of_training(shape, Tuning(rank=1), ONCE, 1, loss_in_place=True)
     assert lora.forward + lora.backward == pytest.approx(4 * products, rel=1e-3)
 
 
-def test_recomputation_is_the_forward_pass_of_checkpointed_layers_and_of_a_loss_in_chunks() -> None:
+def test_recomputation_is_the_forward_pass_of_checkpointed_layers_and_of_trls_loss() -> None:
     shape = resolve_model(LLAMA, shipped=True).shape
-    plain = flops_of_training(shape, Tuning(), ONCE, 4096, plain_loss=True)
+    plain = flops_of_training(shape, Tuning(), ONCE, 4096, loss_in_place=True)
     head = 2.0 * shape.embedding * 4096
     layers = plain.forward - head
     attention = 4 * shape.layers * shape.queries * 4096 * 4096 / 2
     assert plain.recomputation == 0
-    assert flops_of_training(shape, Tuning(), ONCE, 4096, plain_loss=False).recomputation == head
+    assert flops_of_training(shape, Tuning(), ONCE, 4096, loss_in_place=False).recomputation == head
     for checkpointing, expected in ((True, layers), (4, layers / 4), ("selective", layers - attention)):
         training = Training(steps=5, global_batch_size=3, activation_checkpointing=checkpointing)
-        flops = flops_of_training(shape, Tuning(), training, 4096, plain_loss=True)
+        flops = flops_of_training(shape, Tuning(), training, 4096, loss_in_place=True)
         assert flops.recomputation == pytest.approx(15 * expected)
         assert flops.forward == pytest.approx(15 * plain.forward)
 
@@ -72,7 +72,7 @@ def test_experts_are_as_wide_as_those_that_a_token_meets() -> None:
 
 def test_attention_costs_its_causal_half_and_a_window_less() -> None:
     shapes = [shape_of(on_meta(small_config("mistral", sliding_window=window))) for window in (None, 4096)]
-    full, sliding = (flops_of_training(shape, Tuning(), ONCE, 8192, plain_loss=True).forward for shape in shapes)
+    full, sliding = (flops_of_training(shape, Tuning(), ONCE, 8192, loss_in_place=True).forward for shape in shapes)
     assert full - sliding == pytest.approx(3 * 4 * shapes[0].queries * 4096 * 4096 / 2)
 
 
@@ -81,7 +81,7 @@ def test_kernels_with_masks_compute_all_pairs_of_tokens() -> None:
     plain = shape_of(on_meta(small_config("mistral", sliding_window=None)))
 
     def forward(shape: Shape, attention: str, tokens: int = 8192) -> float:
-        return flops_of_training(shape, Tuning(), ONCE, tokens, plain_loss=True, attention=attention).forward
+        return flops_of_training(shape, Tuning(), ONCE, tokens, loss_in_place=True, attention=attention).forward
 
     causal_half = 3 * 4 * plain.queries * 8192 * 8192 / 2
     for with_mask in (forward(windows, "sdpa"), forward(windows, "eager"), forward(plain, "eager")):
@@ -98,7 +98,7 @@ def test_flops_equal_those_that_torch_counts(kind: str) -> None:
     with torch.no_grad(), FlopCounterMode(display=False) as counter:
         model(torch.zeros(1, tokens, dtype=torch.long), use_cache=False)
     shape = small_shape(kind)
-    forward = flops_of_training(shape, Tuning(method="full"), ONCE, tokens, plain_loss=True).forward
+    forward = flops_of_training(shape, Tuning(method="full"), ONCE, tokens, loss_in_place=True).forward
     other_half = 4 * shape.layers * shape.queries * tokens * tokens / 2
     assert forward + other_half == pytest.approx(counter.get_total_flops(), rel=0.05)
 
