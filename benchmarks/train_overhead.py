@@ -2,6 +2,7 @@
 
     python benchmarks/train_overhead.py [--recipe demo] [--steps 60] [--warm 10] [--rounds 3] [key=value ...]
 
+`model.name=models/gpt_oss_random` is made when it is missing: gpt-oss with 4 small layers and random weights.
 The bare script is what TRL's documentation would have one write: the same model, adapter, sequences and settings, no
 more. Each turn is a process of its own; the first steps, `--warm`, are not counted. JSON goes to benchmarks/results/.
 """
@@ -16,10 +17,12 @@ import time
 from pathlib import Path
 from typing import Any
 
+from plan_memory import GPT_OSS, random_model
 from record import in_a_process, training_log, write_row
 
 from pi_lora.recipe.schema import Recipe
 
+RANDOM = Path("models/gpt_oss_random")
 
 def bare(recipe: Recipe, warm: int) -> tuple[float, float]:
     """Tokens a second, and the loss of the first step, of a plain TRL and PEFT script on the recipe's model, adapter,
@@ -72,7 +75,7 @@ def bare(recipe: Recipe, warm: int) -> tuple[float, float]:
                 adam_beta2=training.betas[1],
                 bf16=has_fast_bfloat16(),
                 use_cpu=True,
-                gradient_checkpointing=False,
+                gradient_checkpointing=training.activation_checkpointing is True,
                 max_length=None,
                 dataset_kwargs={"skip_prepare_dataset": True},
                 remove_unused_columns=False,
@@ -122,6 +125,8 @@ def main() -> None:
     file = find_recipe(Path(options.recipe))
     changes = [f"training.steps={options.steps}", *options.overrides]
     recipe = load_recipe(file, changes).recipe
+    if Path(recipe.model.name) == RANDOM and not RANDOM.exists():
+        random_model(RANDOM, GPT_OSS)
     if options.bare:
         print(json.dumps(bare(recipe, options.warm)))
         return
