@@ -97,6 +97,7 @@ def extend(
     target: int,
     scaling: "Method",
     original: int | None = None,
+    factors: FilePath | None = None,
     probe: FilePath | None = None,
     permissions: Permissions = NO_PERMISSIONS,
     progress: Progress | bool | UI = False,
@@ -110,6 +111,7 @@ def extend(
         target: L', the window to extend to, in tokens.
         scaling: The scaling of the rotary frequencies.
         original: L, the window of the base, if its config does not say it.
+        factors: For the scaling `factors`, the file that `search` wrote.
         probe: A file that `probe` wrote: the scores of the scaling go to the card and to `scores/`.
         permissions: Whether code of the model may run.
         progress: Whether to show a progress bar, or a function that is called with the files done and all files.
@@ -126,6 +128,7 @@ def extend(
         from pi_lora.models.files import CARD
         from pi_lora.models.quantized import check_quantization
         from pi_lora.models.saving import copy_generation_config, link_weights, save_without_weights, weight_files
+        from pi_lora.recipe.factors import read_factors
         from pi_lora.report.card import card_of
         from pi_lora.report.scores import MeasuredRun
         from pi_lora.run import staged
@@ -133,7 +136,9 @@ def extend(
         from pi_lora.serving.commands import serving_lines
         from pi_lora.storage import check_can_make, write_whole
 
-    source = resolve(model, extension=Extension(target, original, scaling), permissions=permissions)
+    divisors = read_factors(path_of(factors)).model_dump() if factors else {}
+    extension = Extension(target, original, scaling, **divisors)
+    source = resolve(model, extension=extension, permissions=permissions)
     folder = path_of(output)
     scores = read_probe(path_of(probe)).scores_by_stage(source.name, target, scaling) if probe else {}
     check_can_make(folder)

@@ -59,6 +59,7 @@ Original = Annotated[
 Target = Annotated[
     int | None, Parameter(converter=read_length, help="Window to extend a plain base to, without tuning.")
 ]
+FactorsFile = Annotated[Path | None, Parameter(help="For --scaling factors: what pi-lora search wrote.")]
 Probe = Annotated[Path | None, Parameter(help="What pi-lora probe wrote with --json.")]
 
 

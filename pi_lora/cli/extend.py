@@ -10,6 +10,7 @@ from cyclopts.types import NonNegativeInt, PositiveInt
 from pi_lora import api
 from pi_lora.cli.app import (
     EXTEND,
+    FactorsFile,
     JsonFile,
     Loaded,
     Loading,
@@ -92,6 +93,7 @@ def extend(
     target: NewWindow,
     scaling: Annotated[Method, Parameter(help="What pi-lora probe found best.")],
     original: Original = None,
+    factors: FactorsFile = None,
     probe: Probe = None,
     output: Annotated[Path, Parameter(help="A new folder.")],
     permissions: Permitted = NO_PERMISSIONS,
@@ -103,6 +105,7 @@ def extend(
         target=target,
         scaling=scaling,
         original=original,
+        factors=factors,
         probe=probe,
         permissions=permissions,
         progress=TERMINAL,

@@ -11,6 +11,7 @@ from pi_lora import api
 from pi_lora.cli.app import (
     GROUP,
     MEASURE,
+    FactorsFile,
     JsonFile,
     Loaded,
     Loading,
@@ -31,6 +32,7 @@ from pi_lora.recipe.evaluation import (
     Sampling,
     SummarizationOptions,
 )
+from pi_lora.recipe.factors import read_factors
 from pi_lora.scaling.config import Extension, Method
 from pi_lora.terminal import TERMINAL, out, working
 
@@ -49,6 +51,7 @@ class Measuring:
     loading: Loaded = Loading()
     original: Original = None
     scaling: Annotated[Method | None, Parameter(help="Scaling of a plain base; pi by default.")] = None
+    factors: FactorsFile = None
     json: JsonFile = None
 
 
@@ -59,7 +62,10 @@ def _measure(name: str, models: list[str], options: Any, measuring: Measuring, t
     """Measure models alike, plain bases extended to `target`."""
     if not target and (measuring.original or measuring.scaling):
         raise PiLoraError("--original, --scaling: need --target, the window to extend to; give it as well")
-    extension = Extension(target, measuring.original, measuring.scaling or "pi") if target else None
+    extension = None
+    if target:
+        divisors = read_factors(measuring.factors).model_dump() if measuring.factors else {}
+        extension = Extension(target, measuring.original, measuring.scaling or "pi", **divisors)
     api.evaluate_models(
         models,
         name,

@@ -23,6 +23,7 @@ from pi_lora.models.device import device, hardware, has_fast_bfloat16, versions
 from pi_lora.models.loaded import load_model
 from pi_lora.models.source import Base, ModelSource
 from pi_lora.recipe.evaluation import PasskeyOptions, PerplexityOptions, ProbeOptions
+from pi_lora.recipe.factors import read_factors
 from pi_lora.run import BASE, STEP_0
 from pi_lora.scaling.config import Extension, Method, methods_for
 from pi_lora.storage import cache_folder, check_can_write, read_json, write_json
@@ -184,9 +185,11 @@ def _probe_target(base: ModelSource, target: int, options: ProbeOptions, measure
     """Measure the base and the scalings at one target."""
     models: dict[Method, ModelSource] = {"direct": base}
     requested = cast("tuple[Method, ...]", options.scalings)
+    factors = read_factors(Path(options.factors)).model_dump() if options.factors else {}
     for method in requested or methods_for(base.config)[:DEFAULT_SCALINGS]:
         if method != "direct":
-            models[method] = base.extended(Extension(target, scaling=method))
+            divisors = factors if method == "factors" else {}
+            models[method] = base.extended(Extension(target, scaling=method, **divisors))
     sample_tokens = SAMPLE_TOKENS_ON_CPU if device().type == "cpu" else SAMPLE_TOKENS
     samples = max(1, sample_tokens // target)
     perplexity_options = PerplexityOptions(

@@ -109,6 +109,7 @@ def resolve_for_training(
             original=context.original,
             scaling=recipe.scaling,
             theta=context.theta,
+            **(context.factors.model_dump() if context.factors else {}),
         )
     source = resolve_model(
         recipe.model.name,

@@ -128,6 +128,8 @@ class ProbeOptions(Section):
     """L', the window to extend to. Give several to compare how far the model extends."""
     scalings: Texts | None = None
     """Scalings to compare. By default those of pi, yarn and theta that suit the model, and the model's own."""
+    factors: str | None = None
+    """File that `pi-lora search` wrote, for the scaling `factors`."""
     data: str | None = None
     """File, folder, glob or hub id, `pg19` or `proof-pile`. By default builtin:stdlib for the built-in model."""
     column: str = "text"

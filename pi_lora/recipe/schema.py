@@ -7,10 +7,11 @@ from typing import Annotated, Literal
 from pydantic import BeforeValidator, Field, NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt
 
 from pi_lora.recipe.evaluation import Evaluation
+from pi_lora.recipe.factors import FactorsOrFile
 from pi_lora.recipe.section import LIST, Section, Seed, Texts, Tokens
 
 Dtype = Literal["float32", "bfloat16", "float16"]
-Scaling = Literal["pi", "yarn", "theta", "llama3", "dynamic", "direct", "keep"]
+Scaling = Literal["pi", "yarn", "theta", "llama3", "dynamic", "direct", "factors", "cope", "drop", "keep"]
 
 
 # The column of chats in TRL and in ShareGPT.
@@ -51,6 +52,8 @@ class Context(Section):
     """Original window of the model. By default read from its config."""
     theta: Annotated[float | None, Field(gt=1)] = None
     """New rope_theta of `scaling: theta`. By default computed by the NTK-aware rule."""
+    factors: FactorsOrFile | None = None
+    """What divides the frequencies under `scaling: factors`: a list, or a file that `pi-lora search` wrote."""
 
     def conflicts(self) -> Iterator[str]:
         """Yield that there is nothing to extend."""
@@ -388,6 +391,8 @@ class Recipe(Section):
             yield from self._context_parallel_conflicts()
         if self.context.theta is not None and self.scaling != "theta":
             yield f"context.theta: has no effect under scaling: {self.scaling}; use theta, or leave it out"
+        if self.context.factors is not None and self.scaling != "factors":
+            yield f"context.factors: have no effect under scaling: {self.scaling}; use factors, or leave them out"
         sequence = self.data.sequence_tokens or self.context.target
         if self.data.has_examples and self.data.completion_tokens + 1 >= sequence:
             yield f"data.completion_tokens: leave no room for a prompt in {sequence} tokens; lower them"

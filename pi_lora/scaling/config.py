@@ -7,6 +7,8 @@ A model trained on positions `[0, L)` reads `L' > L` tokens when position `m` is
 - `yarn` (Peng et al. 2023) and `llama3` (Dubey et al. 2024): low frequencies divided, high ones kept;
 - `theta`: a larger base of the frequencies (NTK-aware; bloc97 2023, Roziere et al. 2023);
 - `dynamic`: NTK by the length of the input, for comparison;
+- `factors`: a divisor of its own for each frequency, as `pi-lora search` finds them (LongRoPE2, Shang et al. 2025);
+- `cope` (Li et al. 2026): the lowest frequencies are clipped softly; `drop`: those of wavelengths above L are stopped;
 - `direct`: nothing changes (the paper's FT).
 
 Configs come in two dialects: transformers 5 nests everything in `rope_parameters`; transformers 4, vLLM and SGLang read
@@ -21,9 +23,12 @@ from dataclasses import dataclass
 from typing import Any, Literal, get_args
 
 from pi_lora.errors import ScalingError
+from pi_lora.scaling.factors import clipped, dropped
 
 Config = Mapping[str, Any]
-Method = Literal["pi", "yarn", "theta", "llama3", "dynamic", "direct"]
+Method = Literal["pi", "yarn", "theta", "llama3", "dynamic", "direct", "factors", "cope", "drop"]
+# The scalings that are a list of divisors, in configs a `longrope` with equal short and long lists.
+LISTS: tuple[Method, ...] = ("factors", "cope", "drop")
 
 # The scalings of each rope type. The frequencies of an extended model are extended further: a `linear` or `yarn` factor
 # is multiplied. `yarn` allows no larger theta, because vLLM would read the old window.
@@ -61,8 +66,11 @@ GPT_NEOX_IN_4 = {"rope_theta": "rotary_emb_base", "partial_rotary_factor": "rota
 WINDOW_DECLARED = {"gemma3_text", "gemma3n_text"}
 LOCAL_ATTENTION = {SLIDING_ATTENTION, "chunked_attention"}
 MULTIPLIES_WINDOW = {"linear", "dynamic", "yarn", "proportional"}
-# Models whose configs accept only `longrope`, a list of divisors of the frequencies. Equal divisors are PI.
+# Models whose configs accept only `longrope`, a list of divisors of the frequencies. Equal divisors are PI. In
+# transformers 4 they accept no key but the two lists.
 LONGROPE_ONLY = {"phi3", "phi4_multimodal"}
+# vLLM's names of the factor of the attention in a `longrope`.
+VLLM_ATTENTION_KEYS = ("short_mscale", "long_mscale")
 # Models whose sliding layers alone are rotary; layers with full attention have no positions. No config says so.
 LOCAL_ROPE_ONLY = set("afmoe cohere2 cohere2_moe exaone4 exaone_moe flint kolibri1 llama4_text".split())
 
@@ -70,13 +78,16 @@ LOCAL_ROPE_ONLY = set("afmoe cohere2 cohere2_moe exaone4 exaone_moe flint kolibr
 @dataclass(frozen=True)
 class Extension:
     """The extension of an unextended base to `target` tokens. `original` is the window L, by default read from the
-    config. `theta` is the new base of the frequencies for the scaling `theta`, by default NTK-aware.
+    config. `theta` is the new base of the frequencies for the scaling `theta`, by default NTK-aware. `factors` and
+    `attention_factor` are those of `factors`: a divisor of each frequency, and a factor of cosines and sines.
     """
 
     target: int
     original: int | None = None
     scaling: Method = "pi"
     theta: float | None = None
+    factors: tuple[float, ...] | None = None
+    attention_factor: float = 1.0
 
     def original_of(self, config: Config) -> int:
         """Return the original window L of the model in tokens."""
@@ -159,29 +170,36 @@ def with_full_rope(config: Config, rope: Config) -> dict[str, Any]:
     return {**config, "rope_parameters": rope}
 
 
-def constant_longrope(rope: Config) -> float | None:
-    """Return the divisor of all frequencies of a `longrope` written by `extend_config`; None for any other rope."""
-    factors = {*rope.get("short_factor", []), *rope.get("long_factor", [])}
-    if rope["rope_type"] == "longrope" and len(factors) == 1:
-        return float(factors.pop())
+def fixed_longrope(rope: Config) -> list[float] | None:
+    """Return the divisors of a `longrope` that has the same for short and long inputs; None for any other rope."""
+    if rope["rope_type"] == "longrope" and rope["short_factor"] == rope["long_factor"]:
+        return list(rope["long_factor"])
     return None
+
+
+def constant_longrope(rope: Config) -> float | None:
+    """Return the divisor of all frequencies of a `longrope` that is PI; None for any other rope."""
+    divisors = set(fixed_longrope(rope) or [])
+    return float(divisors.pop()) if len(divisors) == 1 else None
 
 
 def depends_on_length(config: Config) -> bool:
     """Whether the length of an input changes the rotary frequencies, and so the states of the first tokens."""
     rope = full_attention_rope(config)
-    return rope["rope_type"] in ("dynamic", "longrope") and constant_longrope(rope) is None
+    return rope["rope_type"] in ("dynamic", "longrope") and fixed_longrope(rope) is None
 
 
 def method_of(config: Config) -> Method | None:
-    """Return the method by which a model was extended, according to its config. Return None for an unextended model,
-    for `direct`, and for a `longrope` with factors from a search.
+    """Return the method by which a model was extended, according to its config; `factors` also for `cope` and `drop`.
+    Return None for an unextended model, for `direct`, and for a `longrope` that the model was trained with.
 
     >>> method_of({"rope_theta": 1e4, "rope_scaling": {"type": "linear", "factor": 8.0}})
     'pi'
     """
     rope = full_attention_rope(config)
     if config.get(ORIGINAL_WINDOW):
+        if fixed_longrope(rope):
+            return "factors"
         return "pi" if rope["rope_type"] == "longrope" else "theta"
     if constant_longrope(rope) is not None:
         return "pi"
@@ -280,8 +298,9 @@ def _legacy_rope_scaling(rope: Config, model_type: str) -> dict[str, Any] | None
     if kind == "default" and "mrope_section" not in rope:
         return None
     if kind == "longrope":
-        # Phi-3's config in transformers 4 accepts these keys and no others.
         keys = {"short_factor", "long_factor"}
+        if model_type not in LONGROPE_ONLY:
+            keys |= {"factor", "attention_factor", "original_max_position_embeddings", *VLLM_ATTENTION_KEYS}
     else:
         keys = rope.keys() - {"rope_theta", "partial_rotary_factor"}
         if model_type in TWO_FIELDS_IN_4:
@@ -310,9 +329,9 @@ def extend_config(config: Config, extension: Extension) -> dict[str, Any]:
     declared = round(extension.target / divisor)
     extended = {**with_full_rope(config, rope), "max_position_embeddings": declared}
     extended.pop(ORIGINAL_WINDOW, None)
-    if extension.scaling == "theta" or (rope["rope_type"] == "longrope" and constant_longrope(rope) is None):
+    if extension.scaling in ("theta", *LISTS) or (rope["rope_type"] == "longrope" and not constant_longrope(rope)):
         extended[ORIGINAL_WINDOW] = extension.original_of(config)
-    if constant_longrope(rope) is not None:
+    if extension.scaling in LISTS or constant_longrope(rope):
         extended["original_max_position_embeddings"] = declared
     return with_legacy_rope_keys(extended)
 
@@ -339,8 +358,25 @@ def check_extendable(config: Config, extension: Extension) -> None:
     elif reach is not None and reach < target:
         limit = f"every layer of this model attends to at most {reach} tokens"
         problem = f"context.target: {target}: {limit}; choose a model with full attention"
+    elif method == "factors" or extension.factors:
+        problem = _factors_problem(config, extension)
     if problem:
         raise ScalingError(problem)
+
+
+def _factors_problem(config: Config, extension: Extension) -> str | None:
+    """Return why the divisors do not suit a model; None if they do."""
+    factors = extension.factors
+    if extension.scaling != "factors":
+        return f"--factors: have no effect under scaling: {extension.scaling}; use factors, or leave them out"
+    if factors is None:
+        return "context.factors: scaling: factors needs them; name a file that pi-lora search wrote"
+    frequencies = len(rotary_frequencies_of(config))
+    if len(factors) != frequencies:
+        return f"context.factors: {len(factors)} numbers; the model has {frequencies} rotary frequencies"
+    if extension.attention_factor != 1 and config.get("model_type") in LONGROPE_ONLY:
+        return f"context.factors: attention_factor: transformers 4 drops it for {config['model_type']}; leave it out"
+    return None
 
 
 def methods_for(config: Config) -> tuple[Method, ...]:
@@ -348,7 +384,9 @@ def methods_for(config: Config) -> tuple[Method, ...]:
     rope = full_attention_rope(config)
     kind = rope["rope_type"]
     if kind == "default" and config.get("model_type") in LONGROPE_ONLY:
-        kind = "linear"
+        return (*METHODS_OF["linear"], *LISTS)
+    if config.get(ORIGINAL_WINDOW) and fixed_longrope(rope):
+        return ()
     if constant_longrope(rope) is not None:
         kind = "linear"
     return METHODS_OF.get(kind, ())
@@ -394,20 +432,35 @@ def ntk_theta(config: Config, scale: float) -> float:
     204522
     """
     rope = full_attention_rope(config)
-    proportional = rope["rope_type"] == "proportional"
+    head, rotated = _rotary_dimensions(config, rope)
+    if rotated <= 2:
+        raise ScalingError("scaling: theta: a head has one rotary frequency, which theta does not change; use pi")
+    denominator = head if rope["rope_type"] == "proportional" else rotated
+    growth: float = scale ** (denominator / (rotated - 2))
+    return float(rope["rope_theta"]) * growth
+
+
+def rotary_frequencies_of(config: Config) -> list[float]:
+    """Return the unscaled rotary frequencies in radians a token, the highest first.
+
+    >>> rotary_frequencies_of({"head_dim": 4, "rope_theta": 1e4})
+    [1.0, 0.01]
+    """
+    rope = full_attention_rope(config)
+    _, rotated = _rotary_dimensions(config, rope)
+    return [float(rope["rope_theta"]) ** (-index / rotated) for index in range(0, rotated, 2)]
+
+
+def _rotary_dimensions(config: Config, rope: Config) -> tuple[int, int]:
+    """Return the dimensions of a head of the full-attention layers, and those that are rotated."""
     head = config.get("qk_rope_head_dim") or config.get("head_dim")
     head = int(head or config["hidden_size"] // config["num_attention_heads"])
-    if proportional:
+    if rope["rope_type"] == "proportional":
         # Gemma 4 has larger heads in its full-attention layers.
         layers = config.get("per_layer_config") or {}
         head = max([head, *(int(layer.get("head_dim", 0)) for layer in layers.values())])
     rotary_share = float(rope.get("partial_rotary_factor") or 1)
-    rotated = int(head * rotary_share) // 2 * 2
-    if rotated <= 2:
-        raise ScalingError("scaling: theta: a head has one rotary frequency, which theta does not change; use pi")
-    denominator = head if proportional else rotated
-    growth: float = scale ** (denominator / (rotated - 2))
-    return float(rope["rope_theta"]) * growth
+    return head, int(head * rotary_share) // 2 * 2
 
 
 def _extended_rope(config: Config, extension: Extension) -> dict[str, Any]:
@@ -424,6 +477,8 @@ def _extended_rope(config: Config, extension: Extension) -> dict[str, Any]:
         return {**rope, "rope_theta": theta}
     if method == "dynamic":
         return {**rope, "rope_type": "dynamic", "factor": scale}
+    if method in LISTS:
+        return _divided(config, rope, extension)
     if method in ("yarn", "llama3"):
         return _extended_bands(rope, method, scale, extension.original_of(config))
     return _interpolated(config, rope, scale, extension.target)
@@ -449,7 +504,8 @@ def _interpolated(config: Config, rope: dict[str, Any], scale: float, target: in
         return longer
     factor = (constant or float(rope.get("factor") or 1)) * scale
     if config.get("model_type") in LONGROPE_ONLY:
-        return _constant_longrope(config, rope, factor, target)
+        divisors = (factor,) * len(rotary_frequencies_of(config))
+        return _longrope(rope, divisors, target)
     rope_type = "proportional" if rope["rope_type"] == "proportional" else "linear"
     return {**rope, "rope_type": rope_type, "factor": factor}
 
@@ -463,18 +519,30 @@ def _without_default_attention(rope: dict[str, Any], factor_before: float) -> di
     return rope
 
 
-def _constant_longrope(config: Config, rope: Config, factor: float, target: int) -> dict[str, Any]:
-    """Return a `longrope` that divides every frequency by `factor`, for configs that accept no `linear` rope."""
-    head_dim = config["hidden_size"] // config["num_attention_heads"]
-    rotary_dim = int(head_dim * rope.get("partial_rotary_factor", 1.0))
-    factors = [factor] * (rotary_dim // 2)
-    return {
+def _divided(config: Config, rope: Config, extension: Extension) -> dict[str, Any]:
+    """Return a `longrope` of the divisors of `factors`, `cope` or `drop`."""
+    frequencies = rotary_frequencies_of(config)
+    if extension.scaling == "cope":
+        divisors = clipped(frequencies)
+    elif extension.scaling == "drop":
+        divisors = dropped(frequencies, extension.original_of(config))
+    else:
+        divisors = extension.factors or ()
+    return _longrope(rope, divisors, extension.target, extension.attention_factor)
+
+
+def _longrope(rope: Config, divisors: tuple[float, ...], target: int, attention_factor: float = 1.0) -> dict[str, Any]:
+    """Return a `longrope` that divides the frequencies of short and of long inputs alike."""
+    longrope = {
         **rope,
         "rope_type": "longrope",
-        "short_factor": factors,
-        "long_factor": factors,
-        # Readers derive a factor on attention, 1, from the two windows.
+        "short_factor": list(divisors),
+        "long_factor": list(divisors),
+        # Readers that know no `attention_factor` derive 1 from the two windows.
         "original_max_position_embeddings": target,
         "factor": 1.0,
-        "attention_factor": 1.0,
+        "attention_factor": attention_factor,
     }
+    if attention_factor != 1:
+        longrope |= dict.fromkeys(VLLM_ATTENTION_KEYS, attention_factor)
+    return longrope

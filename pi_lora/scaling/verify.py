@@ -10,7 +10,16 @@ import torch
 from transformers import AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
 
 from pi_lora.errors import ScalingError
-from pi_lora.scaling.config import SLIDING_ATTENTION, Config, Extension, Method, extend_config, whole_config
+from pi_lora.scaling.config import (
+    LISTS,
+    SLIDING_ATTENTION,
+    Config,
+    Extension,
+    Method,
+    extend_config,
+    full_attention_rope,
+    whole_config,
+)
 
 
 def config_of(kind: type[PreTrainedConfig], config: Config) -> PreTrainedConfig:
@@ -32,18 +41,23 @@ def check_scaling(plain: PreTrainedModel, config: Config, extension: Extension) 
 
     Config classes may drop or reject a scaling, and configs of models without positions may have a rope. So the
     frequencies of the rotary modules are compared. Under `pi` each frequency is the plain one divided by the scale.
-    Under `yarn` and `llama3` it lies between the two. Under `theta` the first stays and the others fall. Sliding layers
-    keep theirs. `dynamic` scales long inputs only, so its model is checked with `pi`.
+    Under `yarn` and `llama3` it lies between the two. Under `theta` the first stays and the others fall. Under a list
+    of divisors it is the plain one divided by its own. Sliding layers keep theirs. `dynamic` scales long inputs only,
+    so its model is checked with `pi`.
     """
     checked = extension
     if extension.scaling == "dynamic":
         checked = replace(extension, scaling="pi")
     kind = type(plain.config)
     plain_frequencies = rotary_frequencies(plain)
-    extended_frequencies = rotary_frequencies(build_on_meta(kind, extend_config(config, checked)))
+    extended_config = extend_config(config, checked)
+    extended_frequencies = rotary_frequencies(build_on_meta(kind, extended_config))
+    divisor: Any = checked.scale_of(config)
+    if checked.scaling in LISTS:
+        divisor = torch.tensor(full_attention_rope(extended_config)["long_factor"])
     if not plain_frequencies:
         raise ScalingError(f"model of type {kind.model_type}: is built without rotary embeddings; choose another")
-    if not _follows(plain_frequencies, extended_frequencies, checked.scaling, scale=checked.scale_of(config)):
+    if not _follows(plain_frequencies, extended_frequencies, checked.scaling, divisor):
         raise ScalingError(
             f"model of type {kind.model_type}: transformers does not apply the scaling of its config; "
             "choose another model"
@@ -80,8 +94,10 @@ def _building(kind: type[PreTrainedConfig]) -> Iterator[None]:
         ) from None
 
 
-def _follows(plain: dict[str, torch.Tensor], scaled: dict[str, torch.Tensor], method: Method, scale: float) -> bool:
-    """Return whether the `scaled` frequencies follow from the `plain` ones, and some have changed."""
+def _follows(plain: dict[str, torch.Tensor], scaled: dict[str, torch.Tensor], method: Method, divisor: Any) -> bool:
+    """Return whether the `scaled` frequencies follow from the `plain` ones, and some have changed. The divisor is L'/L,
+    or one for each frequency.
+    """
     if plain.keys() != scaled.keys():
         return False
     if any(plain[name].shape != scaled[name].shape for name in plain):
@@ -89,8 +105,8 @@ def _follows(plain: dict[str, torch.Tensor], scaled: dict[str, torch.Tensor], me
     changed = [name for name in plain if not torch.equal(plain[name], scaled[name])]
     slack = 1 + 1e-5
     for name in changed:
-        lowest = plain[name] * 0 if method == "theta" else plain[name] / scale
-        highest = lowest if method == "pi" else plain[name]
+        lowest = plain[name] * 0 if method == "theta" else plain[name] / divisor
+        highest = lowest if method in ("pi", *LISTS) else plain[name]
         within = (scaled[name] * slack >= lowest) & (scaled[name] <= highest * slack)
         if SLIDING_ATTENTION in name or not within.all():
             return False

@@ -67,14 +67,16 @@ def export_gguf(model: ModelSource, output: Path, script: Path, outtype: str | N
 
 
 def _has_scaling(reader: Any, architecture: str, model: ModelSource) -> bool:
-    """Whether a GGUF file has the scaling of a model, which that of llama-cpp-python 0.3.36 drops for Gemma, Gemma 2,
-    StableLM, Phi and Cohere.
+    """Whether a GGUF file has the scaling of a model. The converter of llama-cpp-python 0.3.36 drops all scalings of
+    Gemma, Gemma 2, StableLM, Phi and Cohere, and lists of divisors of all but Phi-3 and MiniCPM.
     """
     rope = full_attention_rope(model.config)
     scaling_type = reader.get_field(f"{architecture}.rope.scaling.type")
     theta = reader.get_field(f"{architecture}.rope.freq_base")
     if rope["rope_type"] in ("linear", "yarn"):
         return bool(scaling_type and scaling_type.contents() == rope["rope_type"])
+    if rope["rope_type"] == "longrope":
+        return any(tensor.name.startswith("rope_factors_long") for tensor in reader.tensors)
     if method_of(model.config) == "theta":
         return bool(theta and math.isclose(theta.contents(), rope["rope_theta"], rel_tol=1e-3))
     return True

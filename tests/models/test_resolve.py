@@ -78,11 +78,12 @@ def test_dynamic_changes_theta_beyond_the_original_window(small_model: Path, tok
 
 
 @torch.no_grad()
-@pytest.mark.parametrize("method", ["pi", "dynamic", "yarn"])
+@pytest.mark.parametrize("method", ["pi", "dynamic", "yarn", "drop", "factors"])
 def test_every_reader_of_a_saved_config_gets_the_same_model(small_model: Path, tmp_path: Path, method: Method) -> None:
     """Plain transformers reads the file as it is, with the top level alone, and with `rope_parameters` alone."""
     base = resolve_model(str(small_model))
-    found = base.extended(Extension(256, 64, method))
+    factors = (1.0, 1.0, 1.5, 2.0, 3.0, 4.0, 4.0, 9.0) if method == "factors" else None
+    found = base.extended(Extension(256, 64, method, factors=factors, attention_factor=1.1 if factors else 1.0))
     config, ours = found.config, load_base(found, torch.float32)(IDS).logits
     for left_out in ((), ("rope_parameters",), ("rope_scaling", "rope_theta")):
         folder = tmp_path / "-".join(left_out)
@@ -98,12 +99,13 @@ def test_every_reader_of_a_saved_config_gets_the_same_model(small_model: Path, t
 
 
 @torch.no_grad()
-@pytest.mark.parametrize("method", ["dynamic", "yarn"])
+@pytest.mark.parametrize("method", ["dynamic", "yarn", "factors"])
 def test_a_run_is_loaded_and_merged_with_its_method(lora_run: Path, tmp_path: Path, method: Method) -> None:
     run = tmp_path / "run"
     shutil.copytree(lora_run, run)
     base = resolve_model(str(read_adapter_settings(run).base_model_name_or_path))
-    save_config(base.extended(Extension(96, 64, method)).config, run)
+    factors = (1.0,) * 7 + (4.0,) if method == "factors" else None
+    save_config(base.extended(Extension(96, 64, method, factors=factors)).config, run)
     loaded, merged = load(str(run)), load(str(merge(run, tmp_path / "merged").folder))
     assert (loaded.window, loaded.scale) == (merged.window, merged.scale) == (96, 1.5)
     assert method_of(loaded.source.config) == method_of(merged.source.config) == method

@@ -148,7 +148,8 @@ def test_an_extended_config_is_recognized_as_an_extension_of_its_base(
     method: Method, more: int, even_more: int
 ) -> None:
     base = {**LLAMA_5, "max_position_embeddings": 64, "head_dim": 16}
-    run = extend_config(base, Extension(64 + more, 64, method))
+    factors = (1.0,) * 7 + (4.0,) if method == "factors" else None
+    run = extend_config(base, Extension(64 + more, 64, method, factors=factors))
     assert is_extension_of(run, base)
     further = extend_config(base, Extension(64 + more + even_more, 64))
     interpolated = extend_config(base, Extension(64 + more, 64))

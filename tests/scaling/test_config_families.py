@@ -29,6 +29,7 @@ from transformers import (
 from pi_lora.errors import ScalingError
 from pi_lora.models.resolve import resolve_model
 from pi_lora.scaling.config import (
+    LISTS,
     Extension,
     Method,
     extend_config,
@@ -122,7 +123,7 @@ FAMILIES: dict[str, PreTrainedConfig] = {
         rope_parameters=ROPES["deepseek"],
     ),
 }
-SCALED = ("pi", "yarn", "theta", "llama3")
+SCALED = ("pi", "yarn", "theta", "llama3", "cope", "drop")
 SUITABLE = [
     (family, method)
     for family, config in FAMILIES.items()
@@ -202,17 +203,18 @@ def test_frequencies_in_transformers_equal_the_formula_of_every_suitable_scaling
     kind = type(FAMILIES[family])
     check_scaling(build_on_meta(kind, config), config, Extension(4 * window, window, method))
     assert frequencies(family, after) == pytest.approx(formula(family, after), rel=1e-5)
+    assert not np.array_equal(frequencies(family, after), frequencies(family, config))
     assert window_of(after) == window_in_vllm(after) == 4 * window
-    assert method_of(after) == method
+    assert method_of(after) == ("factors" if method in LISTS else method)
     assert scale_of(after) / (scale_of(config) if method in ("pi", "yarn", "llama3") else 1) == pytest.approx(4)
 
 
-def extended_folder(family: str, folder: Path) -> Path:
+def extended_folder(family: str, folder: Path, method: Method | None = None) -> Path:
     """A base of the family with small random weights, and the folder that `extend` makes of it."""
     config = FAMILIES[family].to_dict()
     torch.manual_seed(0)
     AutoModelForCausalLM.from_config(type(FAMILIES[family]).from_dict(config)).save_pretrained(folder / "base")
-    method = "yarn" if "yarn" in methods_for(config) else methods_for(config)[0]
+    method = method or ("yarn" if "yarn" in methods_for(config) else methods_for(config)[0])
     extend(resolve_model(str(folder / "base"), Extension(4 * window_of(config), scaling=method)), folder / "extended")
     return folder / "extended"
 
@@ -249,9 +251,13 @@ for folder in sys.argv[1:]:
 def test_transformers_4_reads_each_family_with_its_scaling(
     in_transformers_4: Callable[..., str], tmp_path: Path
 ) -> None:
-    folders = [extended_folder(family, tmp_path / str(number)) for number, family in enumerate(IN_4)]
+    extensions: list[tuple[str, Method | None]] = [(family, None) for family in IN_4]
+    extensions += [(family, "cope") for family in IN_4 if "cope" in methods_for(FAMILIES[family].to_dict())]
+    folders = [
+        extended_folder(family, tmp_path / str(number), method) for number, (family, method) in enumerate(extensions)
+    ]
     answer = in_transformers_4(FREQUENCIES_IN_4, *folders)
-    for family, folder, line in zip(IN_4, folders, answer.splitlines(), strict=True):
+    for (family, _), folder, line in zip(extensions, folders, answer.splitlines(), strict=True):
         config = json.loads((folder / "config.json").read_text())
         assert json.loads(line) == pytest.approx(formula(family, config), rel=1e-5), family
 

@@ -73,6 +73,7 @@ CHATS: Values = {
     "training.per_device_batch_size": 1,
 }
 SELECTED: Values = {"data.source.select": {"by": "gain", "keep": 0.1, "windows": 1}, "data.epochs": 20}
+DIVIDED: Values = {"scaling": "factors", "context.factors": {"factors": [1.0] * 7 + [9.0], "attention_factor": 1.5}}
 ON_HUB: Values = {"data.source.name": "owner/books", "data.source.subset": "a"}
 
 
@@ -94,6 +95,8 @@ KEYS = {
     "context.target": Case(192, {"window": 192, "rope": ("linear", 3.0, 500.0), "shape": (2, 192), "text": ANY}),
     "context.original": Case(32, {"rope": ("linear", 4.0, 500.0)}),
     "context.theta": Case(7e4, {"rope": ("default", None, 7e4)}, {"scaling": "theta", "context.theta": 6e4}),
+    "context.factors.factors": Case([1.0, 1.0, 1.0, 1.0, 1.0, 1.0, 2.0, 4.0], {"divisors": ANY}, DIVIDED),
+    "context.factors.attention_factor": Case(1.25, {"attention_factor": 1.25}, DIVIDED),
     "scaling": Case("yarn", {"rope": ("yarn", 2.0, 500.0)}),
     "tuning.method": Case(
         "full", {"adapter": None, "adapted": [], "saved": [], "trained": ANY, "initial": None, "recorded": None}
@@ -288,6 +291,8 @@ def _of_model(model: Any) -> Facts:
     rope = model.config.rope_parameters
     facts: Facts = {
         "rope": (rope["rope_type"], rope.get("factor"), rope["rope_theta"]),
+        "divisors": rope.get("long_factor"),
+        "attention_factor": rope.get("attention_factor"),
         "attention": model.config._attn_implementation,
         "dtypes": sorted({str(weight.dtype) for weight in model.parameters()}),
         "trained": model.num_parameters(only_trainable=True),

@@ -1,0 +1,44 @@
+"""Divisors of the rotary frequencies in a recipe, or in a file that `pi-lora search` wrote."""
+
+from pathlib import Path
+from typing import Annotated, Any
+
+from pydantic import BeforeValidator, Field, PositiveFloat
+
+from pi_lora.errors import PiLoraError
+from pi_lora.recipe.section import LIST, Section
+from pi_lora.storage import read_json
+
+ADVICE = "name a file that pi-lora search wrote"
+
+
+class Factors(Section):
+    """Divisors of the frequencies for `scaling: factors`; a list, or the file of `pi-lora search`, is short for them."""
+
+    factors: Annotated[tuple[PositiveFloat, ...], LIST, Field(min_length=1)]
+    """Divisor of every rotary frequency, the highest frequency first."""
+    attention_factor: PositiveFloat = 1.0
+    """Factor of cosines and sines, as in YaRN."""
+
+
+class _SearchFile(Factors, extra="ignore"):
+    """A file of `pi-lora search`, which holds more."""
+
+
+def read_factors(file: Path) -> Factors:
+    """Read a file that `pi-lora search` wrote; raise ModelError if it holds no factors."""
+    return Factors.model_validate(read_json(file, _SearchFile, ADVICE).model_dump())
+
+
+def _as_factors(value: Any) -> Any:
+    if isinstance(value, str):
+        try:
+            return read_factors(Path(value).expanduser()).model_dump()
+        except PiLoraError as error:
+            raise ValueError(str(error)) from None
+    if isinstance(value, list):
+        return {"factors": value}
+    return value
+
+
+FactorsOrFile = Annotated[Factors, BeforeValidator(_as_factors)]

@@ -1,0 +1,103 @@
+"""Divisors of the rotary frequencies in a recipe, a file and on the command line."""
+
+import json
+from pathlib import Path
+
+import pytest
+
+import pi_lora
+from pi_lora import cli
+from pi_lora.errors import ModelError, PiLoraError, RecipeError
+from pi_lora.models.resolve import resolve_model
+from pi_lora.recipe.factors import read_factors
+from pi_lora.recipe.files import dump_recipe, load_recipe
+from pi_lora.recipe.schema import Recipe
+from pi_lora.scaling.config import Extension, full_attention_rope
+
+GOOD = "model: {name: builtin:tiny}\ncontext: {target: 1024}\nscaling: factors\ndata: {source: builtin:stdlib}\n"
+DIVISORS = [1.0, 1.0, 1.0, 1.0, 1.5, 2.0, 3.0, 4.0]
+
+
+@pytest.fixture
+def found(tmp_path: Path) -> Path:
+    """A file as `pi-lora search` writes it."""
+    file = tmp_path / "found.json"
+    file.write_text(json.dumps({"model": "a", "target": 256, "factors": DIVISORS, "attention_factor": 1.25, "seed": 3}))
+    return file
+
+
+def recipe(folder: Path, *overrides: str) -> Recipe:
+    file = folder / "recipe.yaml"
+    file.write_text(GOOD)
+    return load_recipe(file, overrides).recipe
+
+
+def test_a_recipe_names_a_file_or_numbers_and_keeps_the_numbers(tmp_path: Path, found: Path) -> None:
+    """The resolved recipe of a run needs no other file."""
+    read = recipe(tmp_path, f"context.factors={found}")
+    assert read.context.factors == read_factors(found)
+    given = recipe(tmp_path, "context.factors=[1, 1.5]").context.factors
+    assert given is not None
+    assert (given.factors, given.attention_factor) == ((1.0, 1.5), 1.0)
+    found.unlink()
+    (tmp_path / "resolved.yaml").write_text(dump_recipe(read))
+    assert load_recipe(tmp_path / "resolved.yaml").recipe == read
+
+
+@pytest.mark.parametrize(
+    ("given", "problem"),
+    [
+        ("[1, -2]", "context.factors.factors.1: input should be greater than 0, not -2"),
+        ("[]", "context.factors.factors: value should have at least 1 item"),
+        ("nothing.json", "nothing.json: cannot be read"),
+        ("{factors: [1], attention: 2}", "context.factors.attention: unknown key"),
+    ],
+)
+def test_wrong_divisors_are_mistakes_of_the_recipe(tmp_path: Path, given: str, problem: str) -> None:
+    with pytest.raises(RecipeError) as caught:
+        recipe(tmp_path, f"context.factors={given}")
+    [line] = caught.value.problems
+    assert problem in line
+
+
+def test_divisors_are_for_the_scaling_factors(tmp_path: Path) -> None:
+    with pytest.raises(RecipeError, match=r"context\.factors: have no effect under scaling: yarn"):
+        recipe(tmp_path, "context.factors=[1, 2]", "scaling=yarn")
+
+
+@pytest.mark.parametrize(
+    ("extension", "problem"),
+    [
+        (Extension(256, scaling="factors"), "needs them; name a file that pi-lora search wrote"),
+        (Extension(256, scaling="factors", factors=(1.0, 2.0)), "2 numbers; the model has 8 rotary frequencies"),
+        (Extension(256, scaling="yarn", factors=(2.0,) * 8), "--factors: have no effect under scaling: yarn"),
+    ],
+)
+def test_divisors_that_do_not_fit_the_model_are_refused(small_model: Path, extension: Extension, problem: str) -> None:
+    with pytest.raises(PiLoraError, match=problem):
+        resolve_model(str(small_model), extension)
+
+
+def test_a_file_without_divisors_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "other.json").write_text("{}")
+    with pytest.raises(
+        ModelError, match=r"factors: field required; name a file that pi-lora search"
+    ):
+        read_factors(tmp_path / "other.json")
+
+
+def test_an_extended_model_has_the_divisors_of_the_file_and_is_extended_no_further(
+    small_model: Path, found: Path, tmp_path: Path
+) -> None:
+    folder = tmp_path / "extended"
+    words = ["extend", str(small_model), "--target", "256", "--scaling", "factors", "--factors", str(found)]
+    assert not cli.app([*words, "--output", str(folder)], result_action="return_value")
+    source = resolve_model(str(folder))
+    rope = full_attention_rope(source.config)
+    assert rope["long_factor"] == rope["short_factor"] == DIVISORS
+    assert rope["attention_factor"] == rope["long_mscale"] == 1.25
+    assert (source.window, source.scale) == (256, 4)
+    with pytest.raises(
+        PiLoraError, match="not possible for a llama model with rope type longrope; start from"
+    ):
+        pi_lora.extend(folder, tmp_path / "further", target=512, scaling="pi")
