@@ -23,6 +23,7 @@ from pi_lora.api.measuring import (
     evaluate_perplexity,
     evaluate_run,
     probe,
+    search,
 )
 from pi_lora.api.texts import generate, read_prompt, summarize
 from pi_lora.api.training import launch_arguments, new, plan, prepare, resolve_training, run_training, train
@@ -53,6 +54,7 @@ __all__ = [
     "resolve_recipe",
     "resolve_training",
     "run_training",
+    "search",
     "shipped_recipes",
     "summarize",
     "theory",

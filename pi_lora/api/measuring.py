@@ -2,6 +2,7 @@
 
 from collections.abc import Mapping, Sequence
 from functools import partial
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
 from pi_lora.api.inputs import (
@@ -17,7 +18,7 @@ from pi_lora.api.inputs import (
     section_of,
     ui_of,
 )
-from pi_lora.errors import PiLoraError
+from pi_lora.errors import PiLoraError, RunExistsError
 from pi_lora.types import LIBRARIES, NO_PERMISSIONS, UI, Permissions, Progress
 
 if TYPE_CHECKING:
@@ -25,7 +26,9 @@ if TYPE_CHECKING:
     from pi_lora.evaluation.passkey import PasskeyScores
     from pi_lora.evaluation.perplexity import PerplexityScores
     from pi_lora.evaluation.probe import Probe
+    from pi_lora.evaluation.search import SearchResult
     from pi_lora.models.source import ModelSource
+    from pi_lora.recipe.evaluation import ProbeOptions
     from pi_lora.recipe.section import Section
     from pi_lora.report.comparison import Comparison
     from pi_lora.scaling.config import Extension
@@ -272,7 +275,6 @@ def probe(
     """
     ui = ui_of(progress)
     with ui.working(LIBRARIES):
-        from pi_lora.evaluation.probe import next_command, probe, probe_table
         from pi_lora.recipe.evaluation import ProbeOptions
 
         values = dict(options)
@@ -281,13 +283,65 @@ def probe(
         section = section_of(ProbeOptions, values)
         source = resolve(model, permissions=permissions)
         join_launched_processes()
-    file = optional_path(json)
-    probed = probe(source, section, json=file, dtype=dtype_of(dtype), ui=ui)
+    return _probe(source, section, json=optional_path(json), dtype=dtype_of(dtype), ui=ui)
+
+
+def _probe(source: "ModelSource", options: "ProbeOptions", *, json: Path | None, dtype: str | None, ui: UI) -> "Probe":
+    """Probe a base, and show the results and what to do next."""
+    with ui.working(LIBRARIES):
+        from pi_lora.evaluation.probe import next_command, probe, probe_table
+
+    probed = probe(source, options, json=json, dtype=dtype, ui=ui)
     for result in probed.targets:
         ui.show_table(probe_table(probed, result))
         ui.show(f"{result.summary}; {'no tuning is needed' if result.enough else 'tuning can add to it'}:")
-        ui.copy(next_command(probed, result, file))
+        ui.copy(next_command(probed, result, json))
     return probed
+
+
+def search(
+    model: AnyModel,
+    target: int,
+    output: FilePath,
+    *,
+    dtype: str | None = None,
+    permissions: Permissions = NO_PERMISSIONS,
+    progress: Progress | bool | UI = False,
+    **options: Any,
+) -> "SearchResult":
+    """Search for the divisors of the rotary frequencies with which a model reads and retrieves best at a target window,
+    and measure them on other text beside the scalings that the search began with, as `pi-lora search` does.
+
+    Args:
+        model: A plain base.
+        target: L', the window to extend to, in tokens.
+        output: The new file. It serves as `context.factors` of a recipe, and as the probe of `new` and `extend`.
+        dtype: The dtype of the weights; by default bfloat16 where it is fast.
+        permissions: Whether code of the model may run.
+        progress: Whether to show a progress bar, or a function that is called with the work done and all work.
+        options: The options of the command: `data`, `column`, `minutes`, `documents`, `trials`, `seed`.
+
+    Raises:
+        PiLoraError: An option is wrong, the file exists, the model cannot be extended so, or the text is too short.
+    """
+    ui = ui_of(progress)
+    with ui.working(LIBRARIES):
+        from pi_lora.evaluation.search import options_of_test, search
+        from pi_lora.recipe.evaluation import SearchOptions
+        from pi_lora.storage import check_can_write, write_json
+
+    section = section_of(SearchOptions, {"target": target, **options})
+    source = resolve(model, permissions=permissions)
+    file = path_of(output)
+    if file.exists():
+        raise RunExistsError(f"{file}: exists, and is not overwritten; remove it, or name another --output")
+    check_can_write(file)
+    result = search(source, section, dtype=dtype_of(dtype), ui=ui)
+    write_json(file, result.model_dump(mode="json"))
+    ui.show(f"{file}: the best of {result.candidates:,} candidates; now it is measured on other text")
+    probed = _probe(source, options_of_test(result, file), json=None, dtype=dtype_of(dtype), ui=ui)
+    write_json(file, {**result.model_dump(mode="json"), **probed.as_json()})
+    return result
 
 
 def compare(

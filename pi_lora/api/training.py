@@ -303,7 +303,7 @@ def new(
         else:
             kept = kept_probe(source.base, target)
             if kept and kept.text.data in (data or [STDLIB]):
-                probed = kept.best, kept.summary
+                probed = kept.sections, kept.summary
         file, planned, notes = new_recipe(
             source,
             target,

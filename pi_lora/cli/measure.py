@@ -30,6 +30,7 @@ from pi_lora.recipe.evaluation import (
     ProbeOptions,
     RulerOptions,
     Sampling,
+    SearchOptions,
     SummarizationOptions,
 )
 from pi_lora.recipe.factors import read_factors
@@ -208,6 +209,29 @@ def probe(
         dtype=loading.dtype,
         permissions=loading.permissions,
         json=json,
+        progress=TERMINAL,
+        **options.model_dump(exclude_defaults=True),
+    )
+
+
+@app.command(group=MEASURE)
+def search(
+    model: ModelName,
+    /,
+    *,
+    options: Annotated[SearchOptions, GROUP],
+    output: Annotated[Path, Parameter(help="A new file, for context.factors of a recipe.")],
+    loading: Loaded = Loading(),
+) -> None:
+    """Search for the divisors of MODEL's rotary frequencies with which it reads and retrieves best at --target tokens.
+
+    The result is measured on other text beside the scalings that the search began with.
+    """
+    api.search(
+        model,
+        output=output,
+        dtype=loading.dtype,
+        permissions=loading.permissions,
         progress=TERMINAL,
         **options.model_dump(exclude_defaults=True),
     )

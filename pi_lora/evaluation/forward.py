@@ -63,12 +63,14 @@ def pad_rows(model: Any, rows: Sequence[Sequence[int]], padding: int = 0, side: 
 
 
 @torch.no_grad()
-def token_losses(model: Any, ids: torch.Tensor, positions: Sequence[int]) -> torch.Tensor:
-    """Return the losses in nats of the tokens at `positions` of `ids` (rows, length): (rows, positions), on the CPU."""
+def token_losses(model: Any, ids: torch.Tensor, positions: Sequence[int], **inputs: torch.Tensor) -> torch.Tensor:
+    """Return the losses in nats of the tokens at `positions` of `ids` (rows, length): (rows, positions), on the CPU.
+    The model gets other `inputs` as well.
+    """
     parts = split_positions(model, ids, positions)
     losses = [
         _losses(logits.flatten(0, 1), ids[:, part].flatten()).view(len(ids), -1)
-        for part, logits in zip(parts, logits_in_parts(model, ids, parts), strict=True)
+        for part, logits in zip(parts, logits_in_parts(model, ids, parts, **inputs), strict=True)
     ]
     return torch.cat(losses, dim=1).cpu()
 
@@ -92,7 +94,9 @@ def split_positions(model: Any, ids: torch.Tensor, positions: Sequence[int]) -> 
     return torch.split(tensor, max(1, most_logits // logits_per_position))
 
 
-def logits_in_parts(model: Any, ids: torch.Tensor, parts: Sequence[torch.Tensor]) -> Iterator[torch.Tensor]:
+def logits_in_parts(
+    model: Any, ids: torch.Tensor, parts: Sequence[torch.Tensor], **inputs: torch.Tensor
+) -> Iterator[torch.Tensor]:
     """Yield the logits that predict the tokens at the positions of each part, from the positions before them.
 
     The first call runs all layers. In later calls the decoder returns its first output again. So the model's own head
@@ -110,7 +114,7 @@ def logits_in_parts(model: Any, ids: torch.Tensor, parts: Sequence[torch.Tensor]
     decoder.forward = run_once
     try:
         for part in parts:
-            yield model(input_ids=ids, use_cache=False, logits_to_keep=part - 1).logits
+            yield model(input_ids=ids, use_cache=False, logits_to_keep=part - 1, **inputs).logits
     finally:
         decoder.forward = run_layers
 

@@ -79,6 +79,7 @@ class TargetResult(BaseModel):
         enough: Whether the best scaling needs no tuning.
         summary: The perplexity and the passkeys of the best scaling in a sentence.
         scalings: The scores by scaling.
+        factors: The file with the divisors of the scaling `factors`.
     """
 
     target: int
@@ -86,18 +87,25 @@ class TargetResult(BaseModel):
     enough: bool
     summary: str
     scalings: dict[Method, Probed]
+    factors: str | None = None
+
+    @property
+    def sections(self) -> Json:
+        """The sections of a recipe that extends by the best scaling."""
+        factors = self.factors if self.best == "factors" else None
+        return {"scaling": self.best, "context": {"target": self.target, "factors": factors}}
 
     @property
     def text(self) -> PerplexityOptions:
         """The options that name the text, the same for all scalings."""
         return self.scalings[self.best].perplexity.options
 
-    def to_tune(self) -> tuple[Method, str] | None:
-        """Return the best scaling and the summary; None if the best is for comparison only. Raise ModelError if that
-        one needs no tuning.
+    def to_tune(self) -> tuple[Json, str] | None:
+        """Return the sections of a recipe and the summary; None if the best is for comparison only. Raise ModelError if
+        that one needs no tuning.
         """
         if self.best not in FOR_COMPARISON:
-            return self.best, self.summary
+            return self.sections, self.summary
         if self.enough:
             raise ModelError(f"--probe: {self.summary}; no tuning is needed; to tune all the same, leave --probe out")
         return None
@@ -218,7 +226,7 @@ def _probe_target(base: ModelSource, target: int, options: ProbeOptions, measure
     for name, probed in scalings.items():
         if probed.windows[1].value <= promising_ratio * lowest:
             probed.passkey = measure("passkey", models[name], scaling=name, target=target, requested=passkey_options)
-    return choose_best(target, scalings)
+    return choose_best(target, scalings).model_copy(update={"factors": options.factors})
 
 
 def choose_best(target: int, scalings: dict[Method, Probed]) -> TargetResult:
@@ -287,6 +295,8 @@ def next_command(probed: Probe, result: TargetResult, json: Path | None) -> str:
             arguments += ["--column", result.text.column]
         return shlex.join(["pi-lora", "new", *arguments])
     folder = f"models/{result.best}_{result.target}"
+    if result.best == "factors":
+        arguments += ["--factors", str(result.factors)]
     return shlex.join(["pi-lora", "extend", *arguments, "--scaling", result.best, "--output", folder])
 
 

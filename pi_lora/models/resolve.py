@@ -101,27 +101,26 @@ def resolve_for_training(
     """Resolve the model of `recipe`, extended as the recipe says, or as it is under `scaling: keep`. The interrupted
     run of the output `resumed` continues at the commit of the base that it began with.
     """
-    context = recipe.context
-    extension = None
-    if recipe.scaling != "keep":
-        extension = Extension(
-            context.target,
-            original=context.original,
-            scaling=recipe.scaling,
-            theta=context.theta,
-            **(context.factors.model_dump() if context.factors else {}),
-        )
     source = resolve_model(
         recipe.model.name,
-        extension,
+        extension_of(recipe),
         permissions=permissions,
         revision=recipe.model.revision,
         commit=Run(staging_path(resumed)).commit if resumed else None,
         shipped=shipped,
     )
     if recipe.scaling == "keep":
-        check_reach(recipe.model.name, source.config, context.target)
+        check_reach(recipe.model.name, source.config, recipe.context.target)
     return source
+
+
+def extension_of(recipe: Recipe) -> Extension | None:
+    """Return the extension that a recipe describes; None under `scaling: keep`."""
+    if recipe.scaling == "keep":
+        return None
+    context = recipe.context
+    divisors = context.factors.model_dump() if context.factors else {}
+    return Extension(context.target, original=context.original, scaling=recipe.scaling, theta=context.theta, **divisors)
 
 
 def require_adapter(name: str, adapter: Path | None) -> Path:

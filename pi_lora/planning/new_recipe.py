@@ -18,6 +18,7 @@ from pi_lora.data.examples import data_problems
 from pi_lora.data.sources import find_table, held_out_text, share_to_hold_out
 from pi_lora.errors import PiLoraError, RecipeError, RunExistsError
 from pi_lora.models.files import BUILTIN
+from pi_lora.models.resolve import extension_of
 from pi_lora.models.source import ModelSource
 from pi_lora.models.tokenizer import has_chat_template
 from pi_lora.planning.advice import Changes, memory_saving_changes, plan_lines, replanned
@@ -25,7 +26,7 @@ from pi_lora.planning.gpus import CPU, Gpu, device_here, find_gpu
 from pi_lora.planning.training_plan import TrainingPlan, plan_training
 from pi_lora.recipe.evaluation import default_windows
 from pi_lora.recipe.schema import SYNTHETIC, Data, Recipe, Source
-from pi_lora.scaling.config import Extension, methods_for
+from pi_lora.scaling.config import methods_for
 from pi_lora.types import Json
 
 # Embeddings and head of more tokens take gigabytes in float32 with AdamW: norms alone train with the adapter.
@@ -72,7 +73,7 @@ def new_recipe(
     *,
     gpu: str | None,
     texts: Sequence[str],
-    probed: tuple[str, str] | None = None,
+    probed: tuple[Json, str] | None = None,
     output: Path | None,
     column: str = "text",
 ) -> tuple[Path, TrainingPlan, list[str]]:
@@ -83,7 +84,7 @@ def new_recipe(
         target: The target window, in tokens.
         gpu: The name of the device; by default the device of this machine.
         texts: Files or data sets to tune on.
-        probed: The scaling that a probe recommends, and its reason.
+        probed: The sections of a recipe that a probe recommends, and the reason.
         output: The file to write.
         column: The column of rows with the text or the chats.
 
@@ -97,8 +98,8 @@ def new_recipe(
     device = find_gpu(gpu) if gpu else device_here()
     sections = sections_of_texts(texts, target, column) if texts else {}
     if probed:
-        scaling, summary = probed
-        sections["scaling"] = scaling
+        recommended, summary = probed
+        sections |= recommended
         reason = f"in a probe, {summary}"
     elif "pi" in methods_for(source.config):
         reason = DEFAULT_REASON
@@ -169,8 +170,8 @@ def first_plan(source: ModelSource, target: int, gpu: Gpu, sections: Json) -> Tr
         passkey = CPU_PASSKEYS
     tree["evaluation"] = {"perplexity": perplexity, "passkey": passkey}
     recipe = Recipe.model_validate(tree)
-    assert recipe.scaling != "keep", "a new recipe extends its model"
-    extension = Extension(target, scaling=recipe.scaling)
+    extension = extension_of(recipe)
+    assert extension, "a new recipe extends its model"
     return plan_training(recipe, source.extended(extension), gpu)
 
 

@@ -3,7 +3,7 @@
 from collections.abc import Iterator
 from typing import Annotated, Literal
 
-from pydantic import Field, PositiveInt
+from pydantic import Field, PositiveFloat, PositiveInt
 
 from pi_lora.recipe.section import LIST, Section, Seed, Texts, Tokens, Windows
 
@@ -140,6 +140,25 @@ class ProbeOptions(Section):
     """Random passkeys at each distance. By default 1 to 10, depending on the target."""
     seed: Seed = 0
     """Seed of the random passkeys."""
+
+
+class SearchOptions(Section):
+    """Options of a search for divisors of the rotary frequencies. They are no part of a recipe."""
+
+    target: Tokens
+    """L', the window to extend to, as 16384 or 16k."""
+    data: str | None = None
+    """Texts: file, folder, glob or hub id. The last one is searched on, the others test the result."""
+    column: str = "text"
+    """Column that holds the text, if documents are rows."""
+    minutes: PositiveFloat = 30.0
+    """Time for the search, without its test."""
+    documents: PositiveInt = 4
+    """Number of documents of the test, of those that there are."""
+    trials: PositiveInt = 5
+    """Random passkeys at each of 8 distances of the test."""
+    seed: Seed = 0
+    """Seed of the search and of the needles; that of the test is the next one."""
 
 
 class BenchmarksOptions(Section):

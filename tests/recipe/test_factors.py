@@ -80,9 +80,7 @@ def test_divisors_that_do_not_fit_the_model_are_refused(small_model: Path, exten
 
 def test_a_file_without_divisors_is_refused(tmp_path: Path) -> None:
     (tmp_path / "other.json").write_text("{}")
-    with pytest.raises(
-        ModelError, match=r"factors: field required; name a file that pi-lora search"
-    ):
+    with pytest.raises(ModelError, match=r"factors: field required; name a file that pi-lora search"):
         read_factors(tmp_path / "other.json")
 
 
@@ -97,7 +95,5 @@ def test_an_extended_model_has_the_divisors_of_the_file_and_is_extended_no_furth
     assert rope["long_factor"] == rope["short_factor"] == DIVISORS
     assert rope["attention_factor"] == rope["long_mscale"] == 1.25
     assert (source.window, source.scale) == (256, 4)
-    with pytest.raises(
-        PiLoraError, match="not possible for a llama model with rope type longrope; start from"
-    ):
+    with pytest.raises(PiLoraError, match="not possible for a llama model with rope type longrope; start from"):
         pi_lora.extend(folder, tmp_path / "further", target=512, scaling="pi")
