@@ -24,6 +24,7 @@ from pi_lora.recipe.schema import Recipe
 
 RANDOM = Path("models/gpt_oss_random")
 
+
 def bare(recipe: Recipe, warm: int) -> tuple[float, float]:
     """Tokens a second, and the loss of the first step, of a plain TRL and PEFT script on the recipe's model, adapter,
     sequences and settings.

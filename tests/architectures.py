@@ -474,7 +474,7 @@ says the same about one model before its weights are read.
 | Qwen 2.5, Qwen 3 with the `yarn` of their card; DeepSeek V2, V3 (MLA) | `yarn` | original window times factor | `yarn` | transformers, vLLM, SGLang |
 | gpt-oss, Ministral 3 | `yarn` | original window times factor | `yarn` | transformers 5, vLLM |
 | Olmo 3 | `yarn` on full-attention layers | original window times factor | `yarn`, on those layers | transformers, vLLM |
-| Phi-3, Phi-4 | plain, or `longrope` | `max_position_embeddings` | plain: `pi`, `theta`; `longrope`: `pi` | transformers, vLLM |
+| Phi-3, Phi-4 | plain, or `longrope` | `max_position_embeddings` | plain: `pi`, `theta`, lists; `longrope`: `pi` | transformers, vLLM |
 | Gemma 2 | plain | `max_position_embeddings` | all | all |
 | Gemma 3 | `linear` on global layers | `max_position_embeddings` | `pi`, `theta`, on those layers | transformers, vLLM |
 | Gemma 4 (text) | `proportional` on global layers | `max_position_embeddings` times factor | `pi`, `theta`, on those layers | transformers 5 |
@@ -485,7 +485,7 @@ says the same about one model before its weights are read.
 | SmolLM3 | plain; no rope in every fourth layer, which stays so | `max_position_embeddings` | all | transformers, vLLM |
 | Llama 4, Cohere 2 and Aya Vision, EXAONE 4 | only local layers are rotary | | none | |
 
-*All scalings* are `pi`, `yarn`, `theta`, `llama3`, and `dynamic` and `direct` for comparison. A base that was extended
+*All scalings* are `pi`, `yarn`, `theta`, `llama3`, the lists of divisors `factors`, `cope` and `drop`, and `dynamic` and `direct` for comparison. A base that was extended
 before goes on from its own frequencies: its factor is multiplied. The engines' column says which readers know such a
 config; [engines](engines.md) says what they answered when they were asked. `tests/scaling/test_config_families.py` checks the frequencies of each family in
 transformers against the papers' formulas, and the window against vLLM's rule.

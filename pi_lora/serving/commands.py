@@ -7,7 +7,7 @@ from transformers import DynamicCache, PreTrainedConfig
 from transformers.cache_utils import DynamicLayer
 
 from pi_lora.models.device import dtype_named
-from pi_lora.scaling.config import full_attention_rope, window_of
+from pi_lora.scaling.config import LONGROPE_ONLY, full_attention_rope, window_of
 
 # The types of rope in which vLLM 0.32 reads the sections for time, height and width.
 VLLM_MROPE_TYPES = ("default", "yarn")
@@ -29,11 +29,16 @@ def serving_lines(config: PreTrainedConfig, folder: Path = Path()) -> list[str]:
     vllm_line = f"vllm serve {name} --max-model-len {window} --dtype {dtype}"
     if "mrope_section" in rope and rope["rope_type"] not in VLLM_MROPE_TYPES:
         vllm_line = f"# vLLM 0.32 stops at MRoPE with {rope['rope_type']} scaling; it serves yarn and theta"
+    llama_cpp = [
+        f"pi-lora export gguf {name} --output {shlex.quote(str(gguf_file))}",
+        *llama_cpp_lines(gguf_file, window, str(folder)),
+    ]
+    if rope["rope_type"] == "longrope" and language.model_type not in LONGROPE_ONLY:
+        llama_cpp = []  # llama.cpp's converter drops the divisors
     return [
         vllm_line,
         f"pi-lora check-server http://localhost:8000 {name}",
-        f"pi-lora export gguf {name} --output {shlex.quote(str(gguf_file))}",
-        *llama_cpp_lines(gguf_file, window, str(folder)),
+        *llama_cpp,
         f"# a sequence of {window:,} tokens takes {cache_megabytes:,.0f} MB of KV cache in {dtype}",
     ]
 

@@ -8,6 +8,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, DynamicCache
 
 from pi_lora.api import merge
 from pi_lora.models.resolve import resolve_model
+from pi_lora.scaling.config import Extension, Method
 from pi_lora.serving.commands import cache_bytes, serving_lines
 
 # Numbers a token and layer, by the papers and model cards.
@@ -61,6 +62,15 @@ def test_vllm_serves_mrope_under_the_scalings_that_it_computes(rope_type: str, s
     line = serving_lines(config)[0]
     assert line.startswith("vllm serve") == served
     assert served or line.startswith("# vLLM 0.32 stops at MRoPE with linear scaling")
+
+
+@pytest.mark.parametrize(("scaling", "exported"), [("yarn", True), ("cope", False)])
+def test_llama_cpp_is_named_where_its_converter_keeps_the_scaling(
+    small_model: Path, scaling: Method, exported: bool
+) -> None:
+    lines = serving_lines(resolve_model(str(small_model), Extension(128, scaling=scaling)).typed_config)
+    assert any("llama-server" in line for line in lines) == exported
+    assert lines[0].startswith("vllm serve")
 
 
 def test_a_merge_prints_how_to_serve_it(lora_run: Path, tmp_path: Path) -> None:

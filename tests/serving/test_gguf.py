@@ -77,7 +77,7 @@ def test_a_scaling_that_the_converter_drops_is_refused(small_model: Path, tmp_pa
         find_converter(found, tmp_path / "model.gguf", converter(tmp_path / "sources").parent)
 
 
-@pytest.mark.parametrize("scaling", ["pi", "yarn", "theta"])
+@pytest.mark.parametrize("scaling", ["pi", "yarn", "theta", "cope"])
 def test_a_file_without_the_scaling_of_the_model_is_not_kept(
     scaling: Method, small_model: Path, tmp_path: Path
 ) -> None:
