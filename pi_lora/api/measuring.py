@@ -289,9 +289,11 @@ def probe(
 def _probe(source: "ModelSource", options: "ProbeOptions", *, json: Path | None, dtype: str | None, ui: UI) -> "Probe":
     """Probe a base, and show the results and what to do next."""
     with ui.working(LIBRARIES):
-        from pi_lora.evaluation.probe import next_command, probe, probe_table
+        from pi_lora.evaluation.probe import next_command, probe, probe_table, traits_line
 
     probed = probe(source, options, json=json, dtype=dtype, ui=ui)
+    if traits := traits_line(source):
+        ui.show(traits)
     for result in probed.targets:
         ui.show_table(probe_table(probed, result))
         ui.show(f"{result.summary}; {'no tuning is needed' if result.enough else 'tuning can add to it'}:")

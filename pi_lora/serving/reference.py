@@ -180,7 +180,7 @@ class Reader:
         self.cache: Any = None
 
     def answer(self, text: str) -> Answer:
-        """Return the answer to a prompt."""
+        """Return the answer to a prompt, up to the token that ends a text, at which servers stop."""
         tokenizer = self.loaded.tokenizer
         ids: list[int] = tokenizer(text, verbose=False)["input_ids"]
         prompt_tokens = len(ids)
@@ -189,6 +189,8 @@ class Reader:
             row = self._logprobs(ids)
             rows.append(row)
             ids = [*ids, int(row.argmax())]
+            if ids[-1] == tokenizer.eos_token_id:
+                break
         # Decoded after the last token of the prompt: some tokenizers drop the space before a text.
         pieces = [ids[prompt_tokens - 1 : end] for end in range(prompt_tokens, len(ids) + 1)]
         before, *texts = tokenizer.batch_decode(pieces, skip_special_tokens=True)

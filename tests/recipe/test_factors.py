@@ -4,6 +4,9 @@ import json
 from pathlib import Path
 
 import pytest
+import torch
+from conftest import small_recipe, train
+from transformers import AutoModelForCausalLM
 
 import pi_lora
 from pi_lora import cli
@@ -97,3 +100,28 @@ def test_an_extended_model_has_the_divisors_of_the_file_and_is_extended_no_furth
     assert (source.window, source.scale) == (256, 4)
     with pytest.raises(PiLoraError, match="not possible for a llama model with rope type longrope; start from"):
         pi_lora.extend(folder, tmp_path / "further", target=512, scaling="pi")
+
+
+@pytest.mark.parametrize("scaling", ["factors", "cope", "drop"])
+def test_a_model_is_tuned_measured_and_merged_with_its_divisors(
+    scaling: str, small_model: Path, found: Path, tmp_path: Path
+) -> None:
+    context = {"target": 128} | ({"factors": str(found)} if scaling == "factors" else {})
+    steps = {"steps": 2, "global_batch_size": 1, "activation_checkpointing": False}
+    run = train(small_recipe(small_model, context=context, scaling=scaling, training=steps), tmp_path / "run")
+    tuned = pi_lora.load(run, dtype="float32")
+    rope = full_attention_rope(tuned.source.config)
+    assert rope["long_factor"] != [1.0] * 8
+    assert (tuned.source.window, tuned.source.scale) == (128, 2)
+    merged = pi_lora.merge(run, tmp_path / "merged", check="logits", dtype="float32").folder
+    assert "`factors`: each rotary frequency is divided" in (merged / "README.md").read_text()
+    ids = torch.arange(128)[None] % 50
+    plain = AutoModelForCausalLM.from_pretrained(merged, dtype=torch.float32)
+    with torch.no_grad():
+        logits = plain(ids).logits
+        torch.testing.assert_close(tuned.module(ids).logits, logits, rtol=1e-4, atol=1e-4)
+        base = AutoModelForCausalLM.from_pretrained(small_model, dtype=torch.float32)
+        base.load_state_dict(plain.state_dict())
+        assert not torch.allclose(base(ids).logits, logits, atol=1e-3)
+    measured = pi_lora.evaluate(merged, "perplexity", data="builtin:stdlib", windows=(128,), documents=1)
+    assert measured.scale == 2

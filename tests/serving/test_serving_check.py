@@ -16,11 +16,11 @@ from rich.console import Console
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
 from pi_lora import cli
-from pi_lora.api import merge
+from pi_lora.api import load, merge
 from pi_lora.errors import PiLoraError
 from pi_lora.models.files import BUILTIN_FOLDER
 from pi_lora.serving.check import Completion, Server, Verdict, _compare, _doubt, _judge, verdicts_table
-from pi_lora.serving.reference import CODES, DEPTHS, NAMES, Answer, Prompt, Reference
+from pi_lora.serving.reference import CODES, DEPTHS, NAMES, Answer, Prompt, Reader, Reference
 
 Json = dict[str, Any]
 Ids = list[int]
@@ -459,6 +459,21 @@ def test_a_server_that_ends_earlier_gives_another_answer(text: str, follows: boo
     computed = Answer(text=" ship is\n", ends=[5, 8, 9], logprobs=[-1.0] * 3, margins=[9.0] * 3)
     distance, _ = _compare(computed, Completion(text, None, []))
     assert distance == (0 if follows else inf)
+
+
+def test_an_answer_ends_where_servers_stop(demo: Path, reference: Path) -> None:
+    reader = Reader(load(str(demo), dtype="float32"))
+    read = Reference.model_validate_json(reference.read_text())
+    text = read.text(read.prompts[-1])
+    whole_answer = reader.answer(text)
+    tokenizer = reader.loaded.tokenizer
+    prompt_tokens = len(tokenizer(text)["input_ids"])
+    # An answer to the same prompt begins with the same tokens.
+    tokenizer.eos_token = tokenizer.convert_ids_to_tokens(reader.ids[prompt_tokens + 3])
+    answer = reader.answer(text)
+    assert len(answer.ends) == len(answer.logprobs) == 4
+    assert whole_answer.text.startswith(answer.text)
+    assert _compare(answer, Completion(answer.text, None, answer.logprobs)) == (0.0, 4)
 
 
 def test_a_refusal_of_the_server_is_one_line(
