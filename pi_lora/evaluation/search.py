@@ -259,16 +259,13 @@ def start_of(base: ModelSource, method: Method, target: int) -> Candidate:
     extension = Extension(target, scaling=method)
     config_class = base.base.config_class
     assert config_class
-    plain, scaled = (
-        rotary_frequencies(build_on_meta(config_class, config))
-        for config in (base.config, extend_config(base.config, extension))
-    )
-    name = next(name for name in plain if not torch.equal(plain[name], scaled[name]))
-    logarithms = (plain[name] / scaled[name]).clamp(1, DROPPED).log().tolist()
+    scaled = rotary_frequencies(build_on_meta(config_class, extend_config(base.config, extension)))
+    [frequencies] = [values for name, values in scaled.items() if name.rpartition(".")[2] in FREQUENCIES]
+    divisors = torch.tensor(rotary_frequencies_of(base.config)) / frequencies
     attention_factor = 1.0
     if method == "yarn":
         attention_factor = 0.1 * math.log(extension.scale_of(base.config)) + 1
-    return Candidate(tuple(logarithms), attention_factor)
+    return Candidate(tuple(divisors.clamp(1, DROPPED).log().tolist()), attention_factor)
 
 
 def child_of(parents: Sequence[Candidate], rng: random.Random) -> Candidate:
