@@ -34,7 +34,7 @@ SETTINGS = {
         "1024",
         "float32",
         "--minutes 5",
-        "--documents 11 --windows 256,1024 --truncate 4096",
+        "--documents 11 --windows 256,1024 --truncate 2048",
         "--depths 8 --trials 10 --seed 11",
     ),
     "smollm2": (

@@ -20,6 +20,7 @@ import time
 from collections.abc import Mapping, Sequence
 from itertools import product
 from pathlib import Path
+from statistics import fmean
 from typing import Any, NamedTuple
 
 import torch
@@ -77,14 +78,18 @@ class Candidate(NamedTuple):
 
 
 class Exam(NamedTuple):
-    """A text with needles: token ids (1, tokens), the tokens of the answers and all whose losses are needed, and other
-    inputs of the model.
+    """A text with needles: token ids (1, tokens), the first token that is scored, the tokens of the answers, counted
+    from there, and other inputs of the model.
     """
 
     ids: torch.Tensor
+    first: int
     answers: list[int]
-    scored: list[int]
     inputs: Mapping[str, torch.Tensor]
+
+    def needle_loss(self, losses: Sequence[float]) -> float:
+        """Return the mean loss of the answers."""
+        return fmean(losses[answer] for answer in self.answers)
 
 
 class Scored(BaseModel):
@@ -129,11 +134,9 @@ class Searched:
             raise DataError(f"--data: {text}: one document is long enough; the search and its test need two")
         rng = random.Random(options.seed)
         self.short = self._exam(min(SHORT_TOKENS, self.target // 2), rng, chunks=CHUNKS)
-        self.long = self._exam(self.target, rng, chunks=1)
-        window = base.window
-        self.inside = list(range(window // 2, window))
-        self.beyond = list(range(window, self.long.answers[0] - 1))
-        self.long.scored[:0] = self.inside + self.beyond
+        # The first half of the window is left out: its tokens have little before them.
+        self.half = base.window // 2
+        self.long = self._exam(self.target, rng, chunks=1, first=self.half)
         self.unscaled = self._unscaled_losses()
         self.rotary = [
             (part, name, plain.clone())
@@ -142,9 +145,9 @@ class Searched:
             if name in FREQUENCIES
         ]
 
-    def _exam(self, tokens: int, rng: random.Random, chunks: int) -> Exam:
+    def _exam(self, tokens: int, rng: random.Random, chunks: int, first: int | None = None) -> Exam:
         """Return a text of at most `tokens` tokens with needles at all depths. Several chunks are spread over the
-        target window.
+        target window. By default the questions are scored.
         """
         number = min(NEEDLES, tokens // 64)
         needles = []
@@ -159,9 +162,9 @@ class Searched:
         for question in questions:
             # The value and a full stop are the last word.
             before, _, _ = question.rpartition(" ")
-            first = len(asked) + len(self._tokens(before))
+            answer = len(asked) + len(self._tokens(before))
             asked += self._tokens(question)
-            answers += range(first, len(asked) - 1)
+            answers += range(answer, len(asked) - 1)
         part = (tokens - 1 - len(asked) - sum(map(len, needles))) // max(1, number)
         if part < 1:
             raise DataError(f"context.target: {self.target} tokens hold no needles; choose a longer window")
@@ -169,7 +172,8 @@ class Searched:
         ids = [] if bos is None else [bos]
         for index, needle in enumerate(needles):
             ids += self.text.ids[index * part : (index + 1) * part].tolist() + needle
-        answers = [len(ids) + index for index in answers]
+        first = len(ids) if first is None else first
+        answers = [len(ids) - first + answer for answer in answers]
         ids += asked
         inputs = {}
         if chunks > 1:
@@ -178,19 +182,18 @@ class Searched:
             positions += gap * (positions * chunks // len(ids))
             # A mask of ones says that chunks with gaps between their positions are one sequence.
             inputs = {"position_ids": positions[None], "attention_mask": torch.ones(1, len(ids), dtype=torch.long)}
-        return Exam(torch.tensor([ids]), answers, scored=[*answers], inputs=inputs)
+        return Exam(torch.tensor([ids]), first, answers, inputs)
 
     def _unscaled_losses(self) -> torch.Tensor:
-        """Return the losses of the tokens of the long text under the unscaled base, with half of its window or more
-        before them: (tokens).
+        """Return the losses of the scored tokens of the long text under the unscaled base, with half of its window or
+        more before them: (tokens).
         """
         ids = self.long.ids[0].tolist()
         unscaled = torch.zeros(len(ids))
-        window = self.base.window
-        for pieces in Sweep((window,), window // 2).passes(len(ids), 1):
+        for pieces in Sweep((self.base.window,), self.half).passes(len(ids), 1):
             for _, tokens, losses in scored_losses(self.loaded.module, ids, pieces, added_bos(self.loaded.tokenizer)):
                 unscaled[tokens.start : tokens.stop] = losses
-        return unscaled
+        return unscaled[self.half :]
 
     def _tokens(self, text: str) -> list[int]:
         ids: list[int] = self.loaded.tokenizer(text, add_special_tokens=False).input_ids
@@ -208,29 +211,25 @@ class Searched:
         self.use(candidate)
         module = self.loaded.module
         inputs = {name: values.to(module.device) for name, values in exam.inputs.items()}
-        losses = token_losses(module, exam.ids.to(module.device), exam.scored, **inputs)
+        scored = range(exam.first, exam.ids.shape[1])
+        [losses] = token_losses(module, exam.ids.to(module.device), scored, **inputs)
         check_numbers(self.loaded, finite(losses))
-        scored: list[float] = losses[0].tolist()
-        return scored
+        return list(map(float, losses))
 
     def key_tokens(self, starts: Sequence[Sequence[float]]) -> list[int]:
-        """Return the key tokens under one of the starts, from the losses of the long text. They are counted from the
-        end of the original window.
+        """Return the tokens beyond the original window that are key tokens under one of the starts, from the losses
+        of the long text.
         """
-        far = torch.tensor(starts).min(dim=0).values[len(self.inside) : -len(self.long.answers)]
-        near = self.unscaled[self.beyond]
-        is_key = (near - far > LEAST_GAIN) & (far < MOST_LOSS)
-        key_tokens: list[int] = is_key.nonzero().flatten().tolist()
-        return key_tokens
+        far = torch.tensor(starts).min(dim=0).values
+        is_key = (self.unscaled - far > LEAST_GAIN) & (far < MOST_LOSS)
+        return [token for token in range(self.half, self.long.answers[0] - 1) if is_key[token]]
 
     def score(self, losses: Sequence[float], key_tokens: Sequence[int]) -> Scored:
         """Return the scores of a candidate from the losses of the long text."""
-        sizes = [len(self.inside), len(self.beyond), len(self.long.answers)]
-        inside, beyond, needles = torch.split(torch.tensor(losses), sizes)
-        needle_loss = needles.mean().item()
-        key_loss = beyond[key_tokens].mean().item() if key_tokens else 0.0
-        original_loss = inside.mean().item()
-        lost = max(0.0, original_loss - self.unscaled[self.inside].mean().item())
+        needle_loss = self.long.needle_loss(losses)
+        key_loss = fmean(losses[token] for token in key_tokens) if key_tokens else 0.0
+        original_loss = fmean(losses[: self.half])
+        lost = max(0.0, original_loss - fmean(self.unscaled[: self.half].tolist()))
         return Scored(
             needles=needle_loss,
             key_tokens=key_loss,
@@ -306,7 +305,7 @@ def search(base: ModelSource, options: SearchOptions, *, dtype: str | None = Non
 
         def measured(exam: Exam, candidate: Candidate) -> list[float]:
             losses: list[float]
-            key = digest_of([exam.scored, candidate.divisors])
+            key = digest_of([exam.first, candidate.divisors])
             if key not in kept:
                 started = time.monotonic()
                 losses = searched.losses(exam, candidate)
@@ -325,7 +324,7 @@ def search(base: ModelSource, options: SearchOptions, *, dtype: str | None = Non
         rng = random.Random(options.seed)
         while sum(spent) < limit:
             children = [child_of(by_score[:PARENTS], rng) for _ in range(CHILDREN)]
-            child = min(children, key=lambda child: sum(measured(searched.short, child)))
+            child = min(children, key=lambda child: searched.short.needle_loss(measured(searched.short, child)))
             scores[child] = searched.score(measured(searched.long, child), key_tokens)
             by_score = sorted(scores, key=lambda candidate: scores[candidate].value)
             note = f"{len(spent):,} texts read, the best has {scores[by_score[0]].value:.3f} nats"

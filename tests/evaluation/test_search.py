@@ -101,12 +101,12 @@ def test_needles_stand_at_all_depths_and_are_asked_for(searched: Searched) -> No
     decode = searched.loaded.tokenizer.decode
     ids = searched.long.ids[0].tolist()
     assert len(ids) <= 512
-    first = searched.long.answers[0]
-    asked = decode(ids[first - 1 :])
+    answers = [searched.long.first + answer for answer in searched.long.answers]
+    asked = decode(ids[answers[0] - 1 :])
     text = decode(ids)
     values: list[str] = []
-    for token in searched.long.answers:
-        if token - 1 not in searched.long.answers:
+    for token in answers:
+        if token - 1 not in answers:
             values.append("")
         values[-1] += decode([ids[token]])
     assert len(values) == 8
@@ -136,30 +136,29 @@ def test_chunks_of_a_spread_text_see_the_chunks_before_them(searched: Searched) 
 
 
 def test_what_the_original_window_loses_costs(searched: Searched) -> None:
-    unscaled = searched.unscaled[searched.inside].mean().item()
-    rest = [0.0] * (len(searched.beyond) + len(searched.long.answers))
-    kept = [unscaled] * len(searched.inside) + rest
-    lost = [unscaled + 0.1] * len(searched.inside) + rest
-    gained = [0.0] * len(searched.inside) + rest
+    half = searched.half
+    unscaled = searched.unscaled[:half].mean().item()
+    rest = [0.0] * (len(searched.unscaled) - half)
+    kept = [unscaled] * half + rest
+    lost = [unscaled + 0.1] * half + rest
+    gained = [0.0] * half + rest
     assert searched.score(kept, []).value == pytest.approx(0, abs=1e-5)
     assert searched.score(lost, []).value == pytest.approx(0.1 * PENALTY, rel=1e-4)
     assert searched.score(gained, []).value == 0
-    kept[len(searched.inside) + 2] = 3.0
-    assert searched.score(kept, [2]).key_tokens == 3
-    kept[-1] = 5.0
+    kept[half + 2] = 3.0
+    assert searched.score(kept, [half + 2]).key_tokens == 3
+    kept[searched.long.answers[3]] = 5.0
     assert searched.score(kept, []).needles == pytest.approx(5 / len(searched.long.answers))
 
 
 def test_key_tokens_are_lost_near_and_found_far(searched: Searched) -> None:
-    near = searched.unscaled[searched.beyond]
-    far = (near - 3).clamp(min=0.0)
-    rest = [0.0] * len(searched.inside), [0.0] * len(searched.long.answers)
-    found = [*rest[0], *far.tolist(), *rest[1]]
-    lost = [9.0] * len(found)
-    expected = [index for index, loss in enumerate(near.tolist()) if 2 < loss < 5]
-    assert searched.key_tokens([lost, found]) == expected
+    far = (searched.unscaled - 3).clamp(min=0.0)
+    lost = [9.0] * len(far)
+    beyond = range(searched.half, searched.long.answers[0] - 1)
+    expected = [token for token in beyond if 2 < searched.unscaled[token] < 5]
+    assert searched.key_tokens([lost, far.tolist()]) == expected
     assert searched.key_tokens([lost]) == []
-    assert 0 < len(expected) < len(searched.beyond)
+    assert 0 < len(expected) < len(beyond)
 
 
 def test_the_unscaled_base_has_half_its_window_or_more_before_a_token(searched: Searched) -> None:
@@ -167,12 +166,12 @@ def test_the_unscaled_base_has_half_its_window_or_more_before_a_token(searched: 
     window = searched.base.window
     searched.use(Candidate((0.0,) * 16, 1.0))
     ids = searched.long.ids
-    first = token_losses(module, ids[:, :window], range(1, window))[0]
+    first = token_losses(module, ids[:, :window], range(window // 2, window))[0]
     later = ids[:, window // 2 : 3 * window // 2].clone()
     later[0, 0] = ids[0, 0]  # BOS
     second = token_losses(module, later, range(window // 2, window))[0]
-    torch.testing.assert_close(searched.unscaled[1:window], first)
-    torch.testing.assert_close(searched.unscaled[window : 3 * window // 2], second)
+    torch.testing.assert_close(searched.unscaled[: window // 2], first)
+    torch.testing.assert_close(searched.unscaled[window // 2 : window], second)
 
 
 def test_an_interrupted_search_ends_with_the_same_divisors(monkeypatch: pytest.MonkeyPatch) -> None:
