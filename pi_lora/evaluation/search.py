@@ -175,14 +175,15 @@ class Searched:
         first = len(ids) if first is None else first
         answers = [len(ids) - first + answer for answer in answers]
         ids += asked
+        row = torch.tensor([ids], device=self.loaded.module.device)
         inputs = {}
         if chunks > 1:
-            positions = torch.arange(len(ids))
+            positions = torch.arange(len(ids), device=row.device)
             gap = (self.target - len(ids)) // (chunks - 1)
             positions += gap * (positions * chunks // len(ids))
             # A mask of ones says that chunks with gaps between their positions are one sequence.
-            inputs = {"position_ids": positions[None], "attention_mask": torch.ones(1, len(ids), dtype=torch.long)}
-        return Exam(torch.tensor([ids]), first, answers, inputs)
+            inputs = {"position_ids": positions[None], "attention_mask": torch.ones_like(row)}
+        return Exam(row, first, answers, inputs)
 
     def _unscaled_losses(self) -> torch.Tensor:
         """Return the losses of the scored tokens of the long text under the unscaled base, with half of its window or
@@ -209,10 +210,8 @@ class Searched:
     def losses(self, exam: Exam, candidate: Candidate) -> list[float]:
         """Return the losses in nats of the scored tokens of a text."""
         self.use(candidate)
-        module = self.loaded.module
-        inputs = {name: values.to(module.device) for name, values in exam.inputs.items()}
         scored = range(exam.first, exam.ids.shape[1])
-        [losses] = token_losses(module, exam.ids.to(module.device), scored, **inputs)
+        [losses] = token_losses(self.loaded.module, exam.ids, scored, **exam.inputs)
         check_numbers(self.loaded, finite(losses))
         return list(map(float, losses))
 
