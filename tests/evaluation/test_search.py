@@ -177,22 +177,27 @@ def test_the_unscaled_base_has_half_its_window_or_more_before_a_token(searched: 
 def test_an_interrupted_search_ends_with_the_same_divisors(monkeypatch: pytest.MonkeyPatch) -> None:
     base = resolve_model("builtin:tiny")
     options = SearchOptions(target=512, minutes=0.75)
-    whole = search(base, options)
-    assert whole.candidates >= 4 + 2 * searching.CHILDREN
     write = searching.append_journal
-    written = itertools.count()
+    written: list[Any] = []
+    kept = 21
 
-    def interrupted(*result: Any) -> None:
+    def journal(*result: Any) -> None:
         write(*result)
-        if next(written) == 20:
+        written.append(result)
+        if len(written) == kept:
             raise KeyboardInterrupt
 
-    monkeypatch.setattr(searching, "append_journal", interrupted)
+    monkeypatch.setattr(searching, "append_journal", journal)
     with pytest.raises(Interrupted):
         search(base, options)
-    monkeypatch.setattr(searching, "append_journal", write)
     again = search(base, options)
+    resumed = len(written) - kept
+    written.clear()
+    kept = 0
+    whole = search(base, options)
     assert again == whole
+    assert resumed == len(written) - 21
+    assert whole.candidates >= 4 + 2 * searching.CHILDREN
     assert whole.scores["factors"].value <= min(score.value for score in whole.scores.values())
 
 
