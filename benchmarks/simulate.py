@@ -37,7 +37,7 @@ from pi_lora.models.attention import BLOCK_ON_GPU, BlockwiseMask, use_blockwise
 from pi_lora.models.quiet import quiet_loading
 from pi_lora.models.resolve import resolve_for_training
 from pi_lora.planning.gpus import CPU, Gpu, find_gpu
-from pi_lora.planning.memory import NF4
+from pi_lora.planning.memory import ADAMW_8BIT, NF4
 from pi_lora.planning.training_plan import plan_training
 from pi_lora.recipe.files import load_recipe
 from pi_lora.recipe.schema import Recipe
@@ -45,6 +45,14 @@ from pi_lora.training.loss import compute_loss_in_place
 from pi_lora.training.trainer import _checkpointing_options, _change_modules
 
 aten = torch.ops.aten
+COUNTED = {
+    **flop_registry,
+    aten._grouped_mm: None,
+    aten._scaled_dot_product_flash_attention_for_cpu: flop_registry[aten._scaled_dot_product_flash_attention],
+    aten._scaled_dot_product_flash_attention_for_cpu_backward: flop_registry[
+        aten._scaled_dot_product_flash_attention_backward
+    ],
+}
 
 
 def attend(
@@ -78,6 +86,22 @@ def attend(
     return output
 
 
+def operations(packet: Any, args: Any, kwargs: Any, made: Any) -> float:
+    """Return the operations of a kernel. Causal attention leaves half of the pairs out. Backwards of attention count
+    four products, as a plan does, without the one that is computed again.
+    """
+    if packet is aten._grouped_mm:
+        return 2.0 * args[0].numel() * args[1].shape[-1]
+    shaped = args[:3] if packet is aten.addmm else args
+    flops = float(COUNTED[packet](*shaped, **kwargs, out_val=made))
+    name = str(packet)
+    if "flash" in name and any(arg is True for arg in args):
+        flops /= 2
+    if "attention_backward" in name or "for_cpu_backward" in name:
+        flops *= 4 / 5
+    return flops
+
+
 class Simulation(TorchDispatchMode):
     """Counts operations, and the bytes of storages that live, by the part of a step that made them."""
 
@@ -89,18 +113,14 @@ class Simulation(TorchDispatchMode):
         self.total = 0
         self.most = 0
         self.at_most: Counter[str] = Counter()
-        self.flops: Counter[str] = Counter()
+        self.flops = 0.0
 
     def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         made = self.run(function, args, kwargs)
         packet = function.overloadpacket
-        if packet in flop_registry:
-            shaped = args[:3] if packet is aten.addmm else args
-            flops = flop_registry[packet](*shaped, **kwargs, out_val=made)
-            # Causal attention leaves half of the pairs out.
-            is_causal = "flash" in str(packet)
-            self.flops[str(packet)] += flops // 2 if is_causal else flops
+        if packet in COUNTED:
+            self.flops += operations(packet, args, kwargs, made)
         for tensor in tree_leaves(made):
             if isinstance(tensor, torch.Tensor):
                 self.follow(tensor.untyped_storage())
@@ -115,6 +135,10 @@ class Simulation(TorchDispatchMode):
             return args[0].new_empty(args[0].numel())
         if function is aten._local_scalar_dense.default:
             return True
+        if function is aten._grouped_mm.default:
+            left, right, offsets = args[0], args[1], kwargs.get("offs", args[-1])
+            experts = (len(offsets),) if right.dim() == 2 else ()
+            return left.new_empty(*experts, left.shape[0], right.shape[-1])
         if function.overloadpacket in (aten.index_put, aten._index_put_impl_, aten._unsafe_index_put):
             if args[1][0].dtype == torch.bool:
                 return args[0] if "_impl_" in str(function) else torch.empty_like(args[0])
@@ -201,7 +225,7 @@ class Simulated:
     """Bytes at the highest point of a step by part, and operations of one pass by kind."""
 
     parts: dict[str, int]
-    flops: dict[str, int]
+    flops: float
     seconds: float
 
     @property
@@ -234,7 +258,7 @@ def simulate(recipe: Recipe, config: PreTrainedConfig, original: int, gpu: Gpu) 
         for tensor in (*tuned.parameters(), *tuned.buffers()):
             simulation.follow(tensor.untyped_storage())
         trained = [weight for weight in tuned.parameters() if weight.requires_grad]
-        optimizer = take_step(simulation, recipe, trained)
+        optimizer = take_step(simulation, recipe, trained, config.get_text_config().vocab_size)
         for weight in trained:
             weight.register_post_accumulate_grad_hook(lambda weight: simulation.move(weight.grad, "gradients"))
         mark_parts(simulation, tuned if recipe.tuning.method == "full" else tuned.get_base_model())
@@ -245,9 +269,10 @@ def simulate(recipe: Recipe, config: PreTrainedConfig, original: int, gpu: Gpu) 
                 loss = forward(tuned, ids, on_cpu)
             loss.backward()
         torch.nn.utils.clip_grad_norm_(trained, 1.0)
-        optimizer.step()
+        if recipe.training.optimizer == "adamw":
+            optimizer.step()
     seconds = time.perf_counter() - started
-    return Simulated(dict(simulation.at_most), dict(simulation.flops), seconds)
+    return Simulated(dict(simulation.at_most), simulation.flops, seconds)
 
 
 def forward(tuned: Any, ids: torch.Tensor, on_cpu: bool) -> torch.Tensor:
@@ -318,14 +343,19 @@ def mark_parts(simulation: Simulation, base: Any) -> None:
     base.base_model.register_forward_hook(after_layers)
 
 
-def take_step(simulation: Simulation, recipe: Recipe, trained: list[nn.Parameter]) -> torch.optim.Optimizer:
+def take_step(simulation: Simulation, recipe: Recipe, trained: list[nn.Parameter], vocabulary: int) -> Any:
     """Make the moments of the optimizer, and keep the gradients if a step accumulates them."""
     simulation.part = "gradients"
     for weight in trained:
         weight.grad = torch.zeros_like(weight)
     simulation.part = "optimizer"
     optimizer = torch.optim.AdamW(trained, fused=True)
-    optimizer.step()
+    if recipe.training.optimizer == "adamw":
+        optimizer.step()
+    else:
+        eight_bit = [weight for weight in trained if len(weight) != vocabulary]
+        optimizer.moments = [torch.empty(round(weight.numel() * ADAMW_8BIT), dtype=torch.uint8) for weight in eight_bit]
+        optimizer.moments += [torch.empty(2, *weight.shape) for weight in trained if len(weight) == vocabulary]
     if recipe.training.global_batch_size == recipe.sequences_at_once:
         optimizer.zero_grad()
     return optimizer
@@ -346,7 +376,7 @@ def report(recipe: Recipe, gpu: Gpu, name: str) -> None:
           f"ratio {plan.memory.highest / simulated.peak:.3f}, {simulated.seconds:.1f} s")
     print({part: round(size / 2**30, 2) for part, size in simulated.parts.items()})
     print({part: round(size / 2**30, 2) for part, size in plan.memory.components.items()})
-    print({kind: f"{flops:.3e}" for kind, flops in simulated.flops.items()}, f"{sum(plan.flops) / sequences:.3e}", f"{sum(simulated.flops.values()):.3e}")
+    print(f"{sum(plan.flops) / sequences:.3e}", f"{simulated.flops:.3e}")
 
 
 if __name__ == "__main__":

@@ -40,6 +40,7 @@ class Shape:
         norm_weights: The weights of all norms.
         head_normed: Whether attention has norms.
         in_blocks: Whether attention has sinks or soft caps, for which the default kernel takes all layers in blocks.
+        soft_capped: Whether attention has soft caps.
         full_layers: The layers that attend to everything.
         sliding_layers: The layers that attend to a window.
         sliding_window: The length of that window, in tokens.
@@ -63,6 +64,7 @@ class Shape:
     norm_weights: int
     head_normed: bool
     in_blocks: bool
+    soft_capped: bool
     full_layers: int
     sliding_layers: int
     sliding_window: int
@@ -89,6 +91,7 @@ def shape_of(model: "PreTrainedModel") -> Shape:
     modules = dict(model.named_modules())
     experts = _experts(model)
     sinks = any(name.endswith(".sinks") for name, _ in model.named_parameters())
+    soft_capped = bool(getattr(config, "attn_logit_softcapping", None))
     norms = {name: module for name, module in modules.items() if "Norm" in type(module).__name__}
     attention_norms = [name for name in norms if _in_attention(name)]
     linears = {name: module for name, module in modules.items() if isinstance(module, nn.Linear) and module is not head}
@@ -111,7 +114,8 @@ def shape_of(model: "PreTrainedModel") -> Shape:
         norms=(len(norms) - len(attention_norms)) // len(layers),
         norm_weights=_count_parameters(nn.ModuleList(norms.values())),
         head_normed=bool(attention_norms),
-        in_blocks=sinks or bool(getattr(config, "attn_logit_softcapping", None)),
+        in_blocks=sinks or soft_capped,
+        soft_capped=soft_capped,
         full_layers=full_layers,
         sliding_layers=sliding_layers,
         sliding_window=window,

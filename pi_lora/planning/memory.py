@@ -13,7 +13,7 @@ from collections.abc import Mapping
 from typing import Literal, NamedTuple
 
 from pi_lora.models.shape import Shape
-from pi_lora.planning.flops import trained_parameters
+from pi_lora.planning.flops import blocks_of, trained_parameters
 from pi_lora.planning.gpus import CPU, GIB, Gpu
 from pi_lora.recipe.schema import Recipe, Tuning
 
@@ -50,15 +50,14 @@ MEASURED_LOGITS = 10 * 2**28
 # Logits of a measurement on a CPU, and bytes of those that are twice in float32.
 MEASURED_LOGITS_ON_CPU = 2**25
 MEASURED_FLOATS_ON_CPU = 2 * FLOAT32 * 2**21
-# Queries of a block, on a CPU at most as many as the window has tokens, and channels for attention sinks
-# (models/attention.py).
-BLOCK = 256
-BLOCK_ON_GPU = 1024
+# Channels for attention sinks (models/attention.py).
 SINK_CHANNELS = 8
 # Bytes per head and pair of tokens that `eager` keeps in a layer, and has at the peak: the weights, in float32 and in
 # the dtype of the products.
 _EAGER = {FLOAT32: 4, BFLOAT16: 6}
 _EAGER_PEAK = 12
+# Bytes per head and pair of tokens of a block with soft caps, at the peak.
+_CAPPED_PEAK = 14
 
 
 # The dtypes of weights and hidden states.
@@ -121,7 +120,8 @@ def memory(shape: Shape, recipe: Recipe, original: int, gpu: Gpu) -> DeviceMemor
     """Return bytes on one device over a training step of a model with an original window of `original` tokens.
 
     These moments are compared: the loss, the backward through the last layer (all activations are still there), the
-    backward through the first layer (all gradients are there), and measuring between two steps.
+    backward through the first layer (all gradients but that of the embedding are there), that of the embedding, and
+    measuring between two steps.
     """
     on_cpu = gpu.name == CPU
     sequence_tokens = recipe.data.tokens_per_sequence(original, recipe.context.target)
@@ -129,9 +129,9 @@ def memory(shape: Shape, recipe: Recipe, original: int, gpu: Gpu) -> DeviceMemor
     float32_weights = recipe.dtype_of_base(on_cpu, gpu.bfloat16) == "float32"
     arithmetic = _arithmetic(recipe, gpu, float32_weights)
     states = _states(shape, recipe, FLOAT32 if float32_weights else BFLOAT16)
-    before_loss, last_layer, first_layer = _moments_of_step(shape, recipe, states, tokens, arithmetic, on_cpu)
+    before_loss, *in_backward = _moments_of_step(shape, recipe, states, tokens, arithmetic, on_cpu)
     logits = loss_bytes(shape, tokens, arithmetic, on_cpu) + _head_gradient(shape, recipe.tuning)
-    moments = [before_loss._replace(logits=logits), last_layer, first_layer]
+    moments = [before_loss._replace(logits=logits), *in_backward]
     if recipe.evaluation.every:
         longest = max(original, recipe.context.target)
         moments.append(_measuring(shape, states, longest, arithmetic, on_cpu=on_cpu))
@@ -151,8 +151,8 @@ def memory(shape: Shape, recipe: Recipe, original: int, gpu: Gpu) -> DeviceMemor
 
 def _moments_of_step(
     shape: Shape, recipe: Recipe, states: States, tokens: int, arithmetic: Arithmetic, on_cpu: bool
-) -> tuple[Moment, Moment, Moment]:
-    """Return the moments before the loss, and at the backward through the last and the first layer."""
+) -> tuple[Moment, Moment, Moment, Moment]:
+    """Return the moments before the loss, at the backward through the last and the first layer, and after it."""
     full = recipe.tuning.method == "full"
     accumulates = recipe.training.global_batch_size > recipe.sequences_at_once
     accumulated = states.gradients if accumulates else 0
@@ -165,17 +165,26 @@ def _moments_of_step(
         activations=kept,
         logits=0,
     )
+    head = _head_gradient(shape, recipe.tuning) // recipe.shards
+    # The gradient of a tied head waits for that of the embedding, which comes last.
+    waiting = head if shape.tied else 0
+    embedding = shape.embedding * FLOAT32 // recipe.shards if full or recipe.tuning.with_embeddings else 0
+    gradients = states.gradients + waiting if accumulates else states.gradients - embedding + waiting
     last_layer = before_loss._replace(
         weights=states.weights + kept_casts,
-        gradients=accumulated or _head_gradient(shape, recipe.tuning) // recipe.shards,
+        gradients=accumulated + (waiting if accumulates else head),
         activations=kept + working,
     )
     first_layer = before_loss._replace(
         weights=states.weights,
-        gradients=states.gradients,
+        gradients=gradients,
         activations=working + kept // shape.layers,
     )
-    return before_loss, last_layer, first_layer
+    after_layers = first_layer._replace(
+        gradients=gradients + embedding,
+        activations=hidden_states(shape, tokens, arithmetic),
+    )
+    return before_loss, last_layer, first_layer, after_layers
 
 
 def _measuring(shape: Shape, states: States, longest: int, arithmetic: Arithmetic, *, on_cpu: bool) -> Moment:
@@ -357,29 +366,29 @@ def attention_bytes(shape: Shape, attention: str, tokens: int, arithmetic: Arith
         return AttentionBytes(kept, kept, pairs * shape.heads * _EAGER_PEAK, masks * pairs * number_bytes)
     if attention == "sdpa" and slides:
         return AttentionBytes(sliding=pairs * number_bytes + repeated_keys, masks=pairs)
-    full = sliding = 0.0
-    size = BLOCK if on_cpu else BLOCK_ON_GPU
-    if attention == "auto" and shape.in_blocks:
-        full = _block_numbers(shape, tokens, size, (tokens + size) / 2) * number_bytes
-        sliding = full
-    if attention == "auto" and slides:
-        if on_cpu:
-            size = min(size, shape.sliding_window)
-        blocks_before = -(-(shape.sliding_window - 1) // size)
-        sliding = _block_numbers(shape, tokens, size, size + blocks_before * size) * number_bytes
-    return AttentionBytes(full, sliding)
+    full = sliding = peak = 0.0
+    if attention == "auto":
+        blocks = blocks_of(shape, tokens, on_cpu)
+        if shape.in_blocks:
+            full = _block_numbers(shape, tokens, blocks.size, blocks.full) * number_bytes
+            sliding = full
+        if slides:
+            sliding = _block_numbers(shape, tokens, blocks.size, blocks.sliding) * number_bytes
+        if shape.soft_capped:
+            peak = full + blocks.size * tokens * shape.heads * _CAPPED_PEAK
+    return AttentionBytes(full, sliding, peak)
 
 
-def _block_numbers(shape: Shape, tokens: int, size: int, keys: float) -> float:
-    """Return the numbers that blocks of `size` queries keep, which meet `keys` keys on average: their masks, for all
-    heads that share keys, copies of keys and values, and the outputs, which are joined later.
+def _block_numbers(shape: Shape, tokens: int, size: int, pairs: float) -> float:
+    """Return the numbers that blocks of `size` queries keep, which compute so many pairs: their masks, for all heads
+    that share keys, copies of keys and values, and the outputs, which are joined later.
     """
-    masks = shape.queries / shape.keys * keys
-    copies = 2 * shape.keys * (keys / size - 1)
+    masks = shape.queries / shape.keys * pairs
+    copies = 2 * shape.keys * (pairs / size - tokens)
     width = 1.0
     if shape.in_blocks:
         width += SINK_CHANNELS * shape.heads / shape.queries
-    return tokens * (masks + width * (copies + shape.queries))
+    return masks + width * (copies + tokens * shape.queries)
 
 
 def layer_bytes(
