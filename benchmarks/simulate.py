@@ -70,6 +70,8 @@ def attend(
     """Return the output of the kernel that torch chooses: FlashAttention; with a mask on a GPU the memory-efficient
     one, for which the mask becomes numbers.
     """
+    if torch.is_autocast_enabled("cpu"):
+        query, key, value = (tensor.to(torch.bfloat16) for tensor in (query, key, value))
     if attn_mask is not None and attn_mask.dtype == torch.bool:
         attn_mask = torch.zeros_like(attn_mask, dtype=query.dtype)
     if on_cpu:
@@ -326,7 +328,8 @@ def prepare(tuned: Any, recipe: Recipe, on_cpu: bool) -> None:
     if recipe.training.activation_checkpointing:
         if recipe.tuning.method != "full":
             tuned.enable_input_require_grads()
-        tuned.gradient_checkpointing_enable(_checkpointing_options(recipe))
+        options = _checkpointing_options(recipe) or {}
+        tuned.activation_checkpointing_enable(every_n_layers=options.get("every_n_layers", 1))
 
 
 def mark_parts(simulation: Simulation, base: Any) -> None:

@@ -36,6 +36,7 @@ class Shape:
         lora: The numbers in the matrices of LoRA per rank, by names of `tuning.target_modules`.
         experts: The numbers in the weights of experts.
         active_experts: Those of them that a token is multiplied with.
+        experts_per_token: The experts of a layer that a token is multiplied with; 0 without experts.
         norms: The norms of hidden states in a layer.
         norm_weights: The weights of all norms.
         head_normed: Whether attention has norms.
@@ -60,6 +61,7 @@ class Shape:
     lora: dict[str, int]
     experts: int
     active_experts: int
+    experts_per_token: int
     norms: int
     norm_weights: int
     head_normed: bool
@@ -111,6 +113,7 @@ def shape_of(model: "PreTrainedModel") -> Shape:
         lora=_lora_numbers(linears, experts),
         experts=sum(weight.numel() for weight in experts.values()),
         active_experts=_active_numbers(experts, experts_per_token),
+        experts_per_token=experts_per_token if experts and experts_per_token else 0,
         norms=(len(norms) - len(attention_norms)) // len(layers),
         norm_weights=_count_parameters(nn.ModuleList(norms.values())),
         head_normed=bool(attention_norms),

@@ -78,6 +78,10 @@ _BACKWARD = {"bfloat16": (2, 2), "autocast": (2, 2), "float32": (4, 4), "casts":
 # LoRA on experts adds a product to the weights of the experts: bytes at the peak per number of one layer's experts. The
 # backward keeps 2.0 of them.
 ADAPTED_EXPERTS = 2.7
+# Tensors of the hidden width for each expert of a token: kept, and added by the backward. Under autocast experts compute
+# in float32 if their weights are float32 (transformers 5.23, `_grouped_mm`).
+_EXPERTS_KEPT = 2
+_EXPERTS_BACKWARD = 3
 # Tensors of the hidden width at the peak of a chunked MLP, beyond kept ones and those of a chunk; full tuning takes 8.
 _AROUND_CHUNKS = 12
 
@@ -243,14 +247,14 @@ def _overhead(shape: Shape, tokens: int, arithmetic: Arithmetic, on_cpu: bool) -
 
 
 def _autocast_copies(shape: Shape, recipe: Recipe, arithmetic: Arithmetic) -> tuple[int, int]:
-    """Return bytes of autocast's bfloat16 copies of float32 weights: of all layers, and of those without checkpointing.
+    """Return bytes of autocast's bfloat16 copies of float32 weights, but not of experts: of all layers, and of those without checkpointing.
 
     The backward needs the copies. Checkpointed layers have copies only of weights that train, until the forward pass
     ends.
     """
     if arithmetic != "autocast":
         return 0, 0
-    copies = (shape.linear_weights + shape.experts) * BFLOAT16
+    copies = shape.linear_weights * BFLOAT16
     checkpointed = recipe.training.checkpointed_layers(shape.layers)
     return copies, copies * (shape.layers - checkpointed) // shape.layers
 
@@ -414,8 +418,14 @@ def layer_bytes(
     if tuning.with_norms and not full:
         norms += 4 if arithmetic in WIDE_STREAM else 2  # the normalized values, of norms that train with LoRA
     common = _bytes(shape, norms, heads=heads)
+    experts_hidden = float(shape.experts_per_token)
+    if full and arithmetic in WIDE_STREAM:
+        experts_hidden *= 2
+    if full and arithmetic == "autocast" and shape.experts:
+        intermediate *= 2
+    hidden += _EXPERTS_KEPT * experts_hidden
     kept = _bytes(shape, hidden, intermediate)
-    peak = kept + _bytes(shape, *_BACKWARD[arithmetic])
+    peak = kept + _bytes(shape, *_BACKWARD[arithmetic]) + _bytes(shape, _EXPERTS_BACKWARD * experts_hidden)
     if arithmetic != "float32":
         peak += _bytes(shape, more_norms)  # their backward is in float32
     if mlp_share < 1:
