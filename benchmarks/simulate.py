@@ -32,7 +32,7 @@ from trl.kernels import chunked_logprob
 from trl.trainer import utils as of_trl
 
 from pi_lora.models import attention
-from pi_lora.models.adapter import prepare_for_tuning
+from pi_lora.models.adapter import prepare_for_tuning, without_known_warnings
 from pi_lora.models.attention import BLOCK_ON_GPU, BlockwiseMask, use_blockwise
 from pi_lora.models.quiet import quiet_loading
 from pi_lora.models.resolve import resolve_for_training
@@ -260,7 +260,7 @@ def simulate(recipe: Recipe, config: PreTrainedConfig, original: int, gpu: Gpu) 
         for tensor in (*tuned.parameters(), *tuned.buffers()):
             simulation.follow(tensor.untyped_storage())
         trained = [weight for weight in tuned.parameters() if weight.requires_grad]
-        optimizer = take_step(simulation, recipe, trained, config.get_text_config().vocab_size)
+        optimizer = take_step(simulation, recipe, trained, tuned.get_input_embeddings().weight)
         for weight in trained:
             weight.register_post_accumulate_grad_hook(lambda weight: simulation.move(weight.grad, "gradients"))
         mark_parts(simulation, tuned if recipe.tuning.method == "full" else tuned.get_base_model())
@@ -329,7 +329,8 @@ def prepare(tuned: Any, recipe: Recipe, on_cpu: bool) -> None:
         if recipe.tuning.method != "full":
             tuned.enable_input_require_grads()
         options = _checkpointing_options(recipe) or {}
-        tuned.activation_checkpointing_enable(every_n_layers=options.get("every_n_layers", 1))
+        with without_known_warnings():
+            tuned.activation_checkpointing_enable(every_n_layers=options.get("every_n_layers", 1))
 
 
 def mark_parts(simulation: Simulation, base: Any) -> None:
@@ -346,7 +347,7 @@ def mark_parts(simulation: Simulation, base: Any) -> None:
     base.base_model.register_forward_hook(after_layers)
 
 
-def take_step(simulation: Simulation, recipe: Recipe, trained: list[nn.Parameter], vocabulary: int) -> Any:
+def take_step(simulation: Simulation, recipe: Recipe, trained: list[nn.Parameter], embedding: nn.Parameter) -> Any:
     """Make the moments of the optimizer, and keep the gradients if a step accumulates them."""
     simulation.part = "gradients"
     for weight in trained:
@@ -356,9 +357,10 @@ def take_step(simulation: Simulation, recipe: Recipe, trained: list[nn.Parameter
     if recipe.training.optimizer == "adamw":
         optimizer.step()
     else:
-        eight_bit = [weight for weight in trained if len(weight) != vocabulary]
-        optimizer.moments = [torch.empty(round(weight.numel() * ADAMW_8BIT), dtype=torch.uint8) for weight in eight_bit]
-        optimizer.moments += [torch.empty(2, *weight.shape) for weight in trained if len(weight) == vocabulary]
+        optimizer.moments = [
+            torch.empty(round(weight.numel() * (8 if weight is embedding else ADAMW_8BIT)), dtype=torch.uint8)
+            for weight in trained
+        ]
     if recipe.training.global_batch_size == recipe.sequences_at_once:
         optimizer.zero_grad()
     return optimizer

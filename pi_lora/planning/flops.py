@@ -39,21 +39,23 @@ BLOCK_ON_GPU = 1024
 
 
 class Blocks(NamedTuple):
-    """Attention in blocks of `size` queries, and the pairs of a query and a key that they compute in a layer."""
+    """Attention of a layer in blocks of `size` queries, and the pairs of a query and a key that it computes."""
 
     size: int
-    full: float
-    sliding: float
+    pairs: float
 
 
-def blocks_of(shape: Shape, tokens: int, on_cpu: bool) -> Blocks:
-    """Return the blocks of a sequence: a block of queries meets whole blocks of keys. The last one may be shorter."""
-    full_size = BLOCK if on_cpu else BLOCK_ON_GPU
-    size = min(full_size, shape.sliding_window) if on_cpu and shape.sliding_window else full_size
-    before = min(-(-(shape.sliding_window - 1) // size), tokens // size)
+def blocks_of(tokens: int, window: int, on_cpu: bool) -> Blocks:
+    """Return the blocks of a layer with a window, or 0 for none: a block of queries meets whole blocks of keys."""
+    size = BLOCK if on_cpu else BLOCK_ON_GPU
+    if not 0 < window < tokens:
+        return Blocks(size, tokens * (tokens + size) / 2)
+    if on_cpu:
+        size = min(size, window)
+    before = -(-(window - 1) // size)
     # The first blocks have fewer blocks before them.
     missing = before * (before + 1) / 2 * size * size
-    return Blocks(size, full=tokens * (tokens + full_size) / 2, sliding=tokens * size * (1 + before) - missing)
+    return Blocks(size, tokens * size * (1 + before) - missing)
 
 
 class Flops(NamedTuple):
@@ -118,11 +120,8 @@ def _attention_pairs(shape: Shape, tokens: int, attention: str, on_cpu: bool) ->
         full = tokens * tokens
     if attention == "eager" or (attention == "sdpa" and window < tokens):
         sliding = tokens * tokens
-    if attention == "auto":
-        blocks = blocks_of(shape, tokens, on_cpu)
-        if shape.in_blocks:
-            full = blocks.full
-            sliding = blocks.full
-        if window < tokens:
-            sliding = blocks.sliding
+    if attention == "auto" and shape.in_blocks:
+        full = blocks_of(tokens, 0, on_cpu).pairs
+    if attention == "auto" and (shape.in_blocks or window < tokens):
+        sliding = blocks_of(tokens, window, on_cpu).pairs
     return shape.full_layers * full + shape.sliding_layers * sliding

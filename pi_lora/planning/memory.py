@@ -13,7 +13,7 @@ from collections.abc import Mapping
 from typing import Literal, NamedTuple
 
 from pi_lora.models.shape import Shape
-from pi_lora.planning.flops import blocks_of, trained_parameters
+from pi_lora.planning.flops import Blocks, blocks_of, trained_parameters
 from pi_lora.planning.gpus import CPU, GIB, Gpu
 from pi_lora.recipe.schema import Recipe, Tuning
 
@@ -301,7 +301,10 @@ def loss_bytes(shape: Shape, tokens: int, arithmetic: Arithmetic, on_cpu: bool) 
     """Return bytes of a loss: a tile of logits, and the final hidden states with their gradients, once more in
     float32.
     """
-    tile = min(tokens, LOSS_TILE_TOKENS) * min(shape.vocabulary, LOSS_TILE_VOCABULARY)
+    rows = min(shape.vocabulary, LOSS_TILE_VOCABULARY)
+    tile = min(tokens, LOSS_TILE_TOKENS) * rows
+    if arithmetic == "autocast":
+        tile += 2 * rows * shape.hidden  # copies of the head, for this tile and the last one
     if on_cpu:
         tile = min(tokens, LOSS_TOKENS) * shape.vocabulary
     states_and_gradients = 2 * hidden_states(shape, tokens, arithmetic) + tokens * shape.hidden * FLOAT32
@@ -371,24 +374,23 @@ def attention_bytes(shape: Shape, attention: str, tokens: int, arithmetic: Arith
     if attention == "sdpa" and slides:
         return AttentionBytes(sliding=pairs * number_bytes + repeated_keys, masks=pairs)
     full = sliding = peak = 0.0
-    if attention == "auto":
-        blocks = blocks_of(shape, tokens, on_cpu)
-        if shape.in_blocks:
-            full = _block_numbers(shape, tokens, blocks.size, blocks.full) * number_bytes
-            sliding = full
-        if slides:
-            sliding = _block_numbers(shape, tokens, blocks.size, blocks.sliding) * number_bytes
+    if attention == "auto" and shape.in_blocks:
+        blocks = blocks_of(tokens, 0, on_cpu)
+        full = _block_numbers(shape, tokens, blocks) * number_bytes
+        sliding = full
         if shape.soft_capped:
             peak = full + blocks.size * tokens * shape.heads * _CAPPED_PEAK
+    if attention == "auto" and slides:
+        sliding = _block_numbers(shape, tokens, blocks_of(tokens, shape.sliding_window, on_cpu)) * number_bytes
     return AttentionBytes(full, sliding, peak)
 
 
-def _block_numbers(shape: Shape, tokens: int, size: int, pairs: float) -> float:
-    """Return the numbers that blocks of `size` queries keep, which compute so many pairs: their masks, for all heads
-    that share keys, copies of keys and values, and the outputs, which are joined later.
+def _block_numbers(shape: Shape, tokens: int, blocks: Blocks) -> float:
+    """Return the numbers that blocks keep: their masks, for all heads that share keys, copies of keys and values, and
+    the outputs, which are joined later.
     """
-    masks = shape.queries / shape.keys * pairs
-    copies = 2 * shape.keys * (pairs / size - tokens)
+    masks = shape.queries / shape.keys * blocks.pairs
+    copies = 2 * shape.keys * (blocks.pairs / blocks.size - tokens)
     width = 1.0
     if shape.in_blocks:
         width += SINK_CHANNELS * shape.heads / shape.queries
