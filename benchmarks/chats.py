@@ -13,7 +13,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import record
-from experiment import BASE, BOOKS, NOVELS, ORIGINAL, STRIDE, TARGET, Command, run_missing, split_books, untuned
+from experiment import BASE, BOOKS, NOVELS, ORIGINAL, STRIDE, TARGET, Command, run_missing, score, split_books, untuned
 
 RESULTS = record.RESULTS / "chats"
 RUNS = Path("adapters/chats")
@@ -43,21 +43,14 @@ def commands() -> Iterator[Command]:
         words.append(f"data.source=[{sources}]")
         yield run / "run.json", ["train", "smollm2_135m_16k_cpu", *words, "--output", str(run)]
     models = {"tuned": [str(RUNS / name) for name in MIXTURES], "untuned": untuned("yarn")}
-    chats = ["--data", "chats/test.jsonl", "--base", BASE, "--dtype", "float32"]
+    chats = ["--data", "chats/test.jsonl", "--base", BASE]
     for row, model in models.items():
-        yield evaluation("chat", row, model, chats)
-    novels = ["--data", str(NOVELS / MEASURED), "--windows", str(TARGET), "--stride", str(STRIDE)]
-    novels += ["--truncate", str(TARGET), "--dtype", "bfloat16"]
+        yield score("chat", row, model, *chats, results=RESULTS, dtype="float32")
+    novels = f"--data {NOVELS / MEASURED} --windows {TARGET} --stride {STRIDE} --truncate {TARGET}".split()
     for row, model in models.items():
-        yield evaluation("perplexity", row, model, novels)
-    few = ["--target", str(TARGET), "--depths", "8", "--trials", "1", "--seed", "7", "--dtype", "bfloat16"]
-    yield evaluation("passkey", "tuned", models["tuned"], few)
-
-
-def evaluation(measurement: str, row: str, model: list[str], options: list[str]) -> Command:
-    """Return the command that measures the models of a row, and the file of the scores."""
-    file = RESULTS / f"{measurement}-{row}.json"
-    return file, ["eval", measurement, *model, *options, "--json", str(file)]
+        yield score("perplexity", row, model, *novels, results=RESULTS)
+    few = f"--target {TARGET} --depths 8 --trials 1 --seed 7".split()
+    yield score("passkey", "tuned", models["tuned"], *few, results=RESULTS)
 
 
 def main() -> None:

@@ -10,12 +10,13 @@ again until it prints no command.
 """
 
 import argparse
-import subprocess
 import sys
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 
 import record
+
+from pi_lora.cli import app
 
 RESULTS = Path("benchmarks/results/smollm2_16k")
 NOVELS = Path("100_english_novels/corpus")
@@ -84,10 +85,12 @@ def write_book(book: Path, part: str) -> None:
         (folder / f"{book.stem}_half.txt").write_text(second_half, encoding="utf-8")
 
 
-def score(measurement: str, row: str, model: list[str], *options: str) -> Command:
+def score(
+    measurement: str, row: str, model: list[str], *options: str, results: Path = RESULTS, dtype: str = "bfloat16"
+) -> Command:
     """Return the command that measures a model, and the file of the scores."""
-    file = RESULTS / f"{measurement} {row}.json".replace(" ", "-")
-    return file, ["eval", measurement, *model, "--dtype", "bfloat16", *options, "--json", str(file)]
+    file = results / f"{measurement} {row}.json".replace(" ", "-")
+    return file, ["eval", measurement, *model, "--dtype", dtype, *options, "--json", str(file)]
 
 
 def perplexity(row: str, model: list[str], part: str, windows: str, *options: str, stride: int = STRIDE) -> Command:
@@ -190,14 +193,16 @@ def test_commands() -> Iterator[Command]:
 
 
 def run_missing(commands: Iterable[Command]) -> None:
-    """Run the commands whose result does not exist, and note on what machine a result was measured."""
-    program = Path(sys.executable).with_name("pi-lora")
+    """Run the commands whose result does not exist, and note on what machine a result was measured. They run in this
+    process: starting one would take longer than many of them take on a GPU.
+    """
     for file, words in commands:
         if not file.exists():
             print("pi-lora", *words, file=sys.stderr, flush=True)
-            subprocess.run([program, *words], check=True)
+            app(words, exit_on_error=False, result_action="return_value")
             if words[0] == "eval":
-                record.write_row(f"{file.parent.name}/machines", (file.stem,), {})
+                results = file.parent.resolve().relative_to(record.RESULTS)
+                record.write_row(f"{results}/machines", (file.stem,), {})
 
 
 def main() -> None:

@@ -151,6 +151,13 @@ FIGURES: dict[str, Figure] = {
         data="the novels",
         hours="1; continues",
     ),
+    "search": Figure(
+        claim="[divisors of the frequencies that a search finds](../docs/results.md#factors-by-measuring)",
+        commands=("benchmarks/search.py builtin", FETCH, "benchmarks/search.py smollm2"),
+        result="`search/`",
+        data="builtin:stdlib; the novels",
+        hours="3; continues",
+    ),
     "engines": Figure(
         claim="[what other engines compute](../docs/engines.md#measured) beyond the base's window",
         commands=(FETCH, "benchmarks/engines.py"),

@@ -58,17 +58,12 @@ def write_row(name: str, path: tuple[str, ...], row: Mapping[str, Any]) -> None:
     write(name, result)
 
 
-def seconds_of(work: Callable[[], object]) -> float:
-    """Seconds on the clock."""
-    started = time.perf_counter()
-    work()
-    return time.perf_counter() - started
-
-
 def cost_here(work: Callable[[], object]) -> dict[str, Any]:
     """Seconds that `work` takes in this process, and the peak of the process meanwhile."""
     Path("/proc/self/clear_refs").write_text("5")  # forget the peak of loading
-    seconds = seconds_of(work)
+    started = time.perf_counter()
+    work()
+    seconds = time.perf_counter() - started
     status = Path("/proc/self/status").read_text().splitlines()
     peak = next(line for line in status if line.startswith("VmHWM"))
     _, kibibytes, _unit = peak.split()

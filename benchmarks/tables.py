@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import record  # first: it finds scripts/
+import search
 import tables_context
 import tables_gpu
 import tables_smollm2
@@ -211,6 +212,7 @@ BLOCKS: list[tuple[Path, str, str, Callable[[Result], Iterable[str]]]] = [
     (DOCS / "experiments.md", "validation", "smollm2_16k/perplexity-validation-tuned-yarn", tables_smollm2.validation),
     (DOCS / "results.md", "probe_builtin", "probe_builtin", probe),
     (DOCS / "results.md", "probe_smollm2", "probe_smollm2", probe),
+    (DOCS / "results.md", "search", "search/builtin", search.tables),
     (DOCS / "results.md", "chats", "chats/chat-tuned", chats),
     (DOCS / "results.md", "methods", "methods", methods),
     (DOCS / "experiments.md", "rates", "methods", rates),

@@ -7,7 +7,8 @@ from typing import Any
 
 import record
 from pages import machines_of, table
-from tables_smollm2 import in_percent, percent
+from tables_smollm2 import in_percent, retrieved, validation_perplexity
+from use_context import RATES
 
 from pi_lora.evaluation.chat import Chats, ChatScores
 from pi_lora.evaluation.intervals import of_means
@@ -82,22 +83,12 @@ def key_gain(documents: Sequence[Result]) -> str:
     return f"{mean(documents, 'key_gain', 'key_tokens'):.1f} ({' to '.join(bounds)})"
 
 
-def passkeys(row: str) -> str:
-    """The passkeys that a model retrieves in 16,384 tokens."""
-    scores = record.read(f"use_context/passkey-{row}".replace(" ", "-"))
-    if not scores:
-        return ""
-    outcomes = [outcome for depth in scores["depths"] for outcome in depth["outcomes"]]
-    share = sum(outcomes) / len(outcomes)
-    return f"{sum(outcomes)} of {len(outcomes)} {percent(share, len(outcomes))}"
-
-
 def readme(machines: Result) -> Iterator[str]:
     """Five rows for the README, and where they were measured."""
     rows = []
     for row in IN_README:
         documents = documents_of("use_context", row, "novels")
-        rows.append((SMOLLM2[row], *perplexities(documents), passkeys(row)))
+        rows.append((SMOLLM2[row], *perplexities(documents), retrieved(f"use_context/passkey-{row}")))
     head = ("model", "perplexity, near context", "16k", "LongPPL, near context", "16k", "passkeys at 16k")
     yield from table(head, rows)
     yield ""
@@ -112,7 +103,7 @@ def smollm2(machines: Result) -> Iterator[str]:
         for row, label in SMOLLM2.items():
             documents = documents_of("use_context", row, text)
             beside = "" if row == "evaluator" else beside_control(documents, control)
-            found = (passkeys(row),) if text == "novels" else ()
+            found = (retrieved(f"use_context/passkey-{row}"),) if text == "novels" else ()
             rows.append((label, *perplexities(documents), key_gain(documents), beside, *found))
         head = (
             text,
@@ -161,9 +152,5 @@ def validation(machines: Result) -> Iterator[str]:
     """Perplexity of the validation novels, a rate a column."""
     rows = []
     for name in ("whole", CONTROL):
-        cells = []
-        for rate in ("1e-3", "2e-3", "4e-3", "8e-3"):
-            scores = record.read(f"use_context/perplexity-validation-{name}_{rate}")
-            cells.append(f"{scores['windows'][-1]['perplexity']:.2f}" if scores else "")
-        rows.append((name, *cells))
-    yield from table(("26 steps at", "1e-3", "2e-3", "4e-3", "8e-3"), rows)
+        rows.append((name, *(validation_perplexity("use_context", f"{name}_{rate}") for rate in RATES)))
+    yield from table(("26 steps at", *RATES), rows)

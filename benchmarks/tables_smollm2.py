@@ -86,9 +86,9 @@ def in_percent(change_of_loss: float) -> str:
     return f"{100 * math.expm1(change_of_loss):+.1f}"
 
 
-def retrieved(row: str) -> str:
+def retrieved(name: str) -> str:
     """The passkeys that were retrieved, with the interval."""
-    scores = scores_of("passkey", row)
+    scores = record.read(name.replace(" ", "-"))
     if not scores:
         return "not asked"
     outcomes = [outcome for depth in scores["depths"] for outcome in depth["outcomes"]]
@@ -111,7 +111,7 @@ def perplexities() -> Iterator[str]:
         at_original = f"{perplexity_at(scores, ORIGINAL):.2f}"
         at_target = f"{perplexity_at(scores, TARGET):.2f}"
         changes = [change(measured.get(other, {}), scores) for other in ("base", CONTROL)]
-        cells.append((MODELS[row], at_original, at_target, *changes, retrieved(row)))
+        cells.append((MODELS[row], at_original, at_target, *changes, retrieved(f"{RESULTS}/passkey-{row}")))
     beside = (f"16k beside the {other} at 8k" for other in ("base", CONTROL))
     yield from table(("model", "perplexity at 8k", "at 16k", *beside, "passkeys at 16k"), cells)
     novels = by_novel(scores, TARGET)
@@ -137,15 +137,15 @@ def validation(_: Result) -> Iterator[str]:
     most = max(RATES.values(), key=len)
     for scaling in RATES:
         trials = [f"{scaling}_{rate}" for rate in most]
-        cells = [validation_perplexity(name) for name in (f"untuned {scaling}", *trials, f"tuned {scaling}")]
+        cells = [validation_perplexity(RESULTS, name) for name in (f"untuned {scaling}", *trials, f"tuned {scaling}")]
         rows.append((scaling, *cells))
     columns = (f"{TRIAL_STEPS} steps at {rate}" for rate in most)
     yield from table(("", "untuned", *columns, f"{STEPS} steps at the best rate"), rows)
 
 
-def validation_perplexity(name: str) -> str:
+def validation_perplexity(results: str, name: str) -> str:
     """The perplexity of the longest window on the validation novels; empty if it is not measured."""
-    scores = scores_of("perplexity", f"validation {name}")
+    scores = record.read(f"{results}/perplexity-validation-{name}".replace(" ", "-"))
     if not scores:
         return ""
     longest = scores["windows"][-1]

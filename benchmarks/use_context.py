@@ -2,30 +2,23 @@
 
     python scripts/fetch_model.py smollm2_135m_instruct
     python scripts/fetch_model.py gemma3_270m
-    python benchmarks/use_context.py smollm2 [--tiny]
-    python benchmarks/use_context.py gemma3 [--tiny]
+    python benchmarks/use_context.py smollm2
+    python benchmarks/use_context.py gemma3
 
 The second is Gemma 3 270M from 32k to 64k: untuned scalings, and the road from `probe` to `merge`. The novels are those
-of experiment.py, and math/ holds long LaTeX files. The experiment is a list of `pi-lora` commands, which run in this
-process, as starting one would take longer than many of them take on a GPU. A command whose result exists is left out,
-and one that fails is named and passed over. --tiny runs every command on the built-in model.
+of experiment.py, and math/ holds long LaTeX files. The experiment is a list of `pi-lora` commands. A command whose
+result exists is left out.
 """
 
-import argparse
 import json
 import sys
-import traceback
 from collections.abc import Iterator
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
 
-import record  # first: it finds scripts/
-from experiment import BOOKS, Command
+from experiment import BOOKS, Command, run_missing, score
 
-from pi_lora.cli import app
-
-SEEDS = (0, 1, 2)
+SEEDS = (1, 2)
 CONTROL = "control"
 RELEASED = "adapters/smollm2_135m_16k"
 # As chats.py makes them.
@@ -43,18 +36,12 @@ class Setting:
     """Models, text and sizes in tokens; the window that is near has at most the base's tokens."""
 
     base: str = "models/smollm2_135m_instruct"
-    evaluator: str = "models/gemma3_270m"
-    books: str = str(BOOKS)
-    mathematics: str = "math"
     original: int = 8192
     target: int = 16384
     near: int = 6144
     stride: int = 2048
     windows: int = 3
     documents: int = 10
-    steps: int = 26
-    more_steps: int = 208
-    depths: int = 8
 
 
 GEMMA3 = Setting(
@@ -65,21 +52,6 @@ GEMMA3 = Setting(
     stride=8192,
     windows=1,
     documents=7,
-)
-TINY = Setting(
-    base="builtin:tiny",
-    evaluator="builtin:tiny",
-    books="/tmp/tiny_books",
-    mathematics="/tmp/tiny_books/test",
-    original=256,
-    target=1024,
-    near=192,
-    stride=64,
-    windows=1,
-    documents=2,
-    steps=2,
-    more_steps=3,
-    depths=2,
 )
 
 
@@ -97,7 +69,7 @@ class Experiment:
         """Return the command that tunes on whole sequences, and the file that says that the run is complete."""
         setting = self.setting
         control = name.startswith(CONTROL)
-        sources = [f"{{name: {setting.books}/train, weight: {NOVELS}{select}}}"]
+        sources = [f"{{name: {BOOKS}/train, weight: {NOVELS}{select}}}"]
         sources += [f"{{name: {source}, weight: {weight}}}" for source, weight in mixture.items()]
         words = {
             "model.name": setting.base,
@@ -109,7 +81,7 @@ class Experiment:
             "data.sequence_tokens": "null",
             "data.seed": seed,
             "training.seed": seed,
-            "training.steps": setting.steps,
+            "training.steps": 26,
             "training.learning_rate": rate,
             "training.global_batch_size": setting.target // setting.original if control else 1,
             "training.warmup_steps": 2,
@@ -123,15 +95,14 @@ class Experiment:
 
     def score(self, measurement: str, row: str, model: list[str], *options: str) -> Command:
         """Return the command that measures a model, and the file of the scores."""
-        file = self.results / f"{measurement} {row}.json".replace(" ", "-")
-        return file, ["eval", measurement, *model, "--dtype", "bfloat16", *options, "--json", str(file)]
+        return score(measurement, row, model, *options, results=self.results)
 
     def context(self, row: str, model: list[str], text: str) -> Command:
         """Return the command that measures the use of context on a text, on the key tokens of the evaluator."""
         setting = self.setting
         documents, windows = {
-            "novels": (f"{setting.books}/test/*[0-9].txt", setting.windows),
-            "mathematics": (setting.mathematics, 1),
+            "novels": (f"{BOOKS}/test/*[0-9].txt", setting.windows),
+            "mathematics": ("math", 1),
         }[text]
         options = {
             "data": documents,
@@ -159,7 +130,7 @@ class Experiment:
     def validation(self, name: str) -> Command:
         """Return the command that measures the first tokens of the validation novels, of the control in its window."""
         window = self.setting.original if name.startswith(CONTROL) else self.setting.target
-        text = ["--data", f"{self.setting.books}/validation", "--truncate", str(self.setting.target)]
+        text = ["--data", f"{BOOKS}/validation", "--truncate", str(self.setting.target)]
         sizes = ["--windows", str(window), "--stride", str(window)]
         return self.score("perplexity", f"validation {name}", self.tuned(name), *text, *sizes)
 
@@ -184,7 +155,7 @@ class Experiment:
         yield self.training(CONTROL, control, MIXTURE)
         yield self.training("chosen", whole, AGGREGATION, select=SELECT)
         for text in ("novels", "mathematics"):
-            yield self.context("evaluator", [self.setting.evaluator], text)
+            yield self.context("evaluator", ["models/gemma3_270m"], text)
         models = {
             "untuned": self.untuned(),
             "whole": self.tuned("whole"),
@@ -196,14 +167,13 @@ class Experiment:
         yield from self.tests(models)
         tuned = [*self.tuned("whole"), RELEASED, *self.tuned(CONTROL)]
         yield self.score("chat", "whole released control", tuned, "--data", CHATS, "--base", self.setting.base)
-        for seed in SEEDS[1:]:
+        for seed in SEEDS:
             names = {f"whole seed {seed}": f"whole_{seed}", f"{CONTROL} seed {seed}": f"{CONTROL}_{seed}"}
             yield self.training(f"whole_{seed}", whole, MIXTURE, seed=seed)
             yield self.training(f"{CONTROL}_{seed}", control, MIXTURE, seed=seed)
             yield from self.tests({row: self.tuned(name) for row, name in names.items()})
-        steps = self.setting.more_steps
-        yield self.training("whole_more", whole, MIXTURE, training__steps=steps)
-        yield self.training(f"{CONTROL}_more", control, MIXTURE, training__steps=steps)
+        yield self.training("whole_more", whole, MIXTURE, training__steps=208)
+        yield self.training(f"{CONTROL}_more", control, MIXTURE, training__steps=208)
         names = {"whole more": "whole_more", f"{CONTROL} more": f"{CONTROL}_more"}
         yield from self.tests({row: self.tuned(name) for row, name in names.items()})
 
@@ -213,7 +183,7 @@ class Experiment:
             for text in ("novels", "mathematics"):
                 yield self.context(row, model, text)
             window = () if "--target" in model else ("--target", str(self.setting.target))
-            trials = ("--depths", str(self.setting.depths), "--trials", "5", "--seed", "11")
+            trials = ("--depths", "8", "--trials", "5", "--seed", "11")
             yield self.score("passkey", row, model, *window, *trials)
 
     def road(self) -> Iterator[Command]:
@@ -225,17 +195,15 @@ class Experiment:
         target = ["--target", str(setting.target)]
         probe = self.results / "probe.json"
         few = ["--documents", "1", "--trials", "3", "--json", str(probe)]
-        yield probe, ["probe", base, *target, "--data", f"{setting.books}/validation", *few]
-        gpu = [] if setting is TINY else ["--gpu", "80GB"]
-        written = [*gpu, "--output", str(recipe)]
-        yield recipe, ["new", base, *target, "--data", f"{setting.books}/train", *written]
-        # Fewer prompts and passes than `new` asks for; the steps are those that it asks for.
+        yield probe, ["probe", base, *target, "--data", f"{BOOKS}/validation", *few]
+        written = ["--gpu", "80GB", "--output", str(recipe)]
+        yield recipe, ["new", base, *target, "--data", f"{BOOKS}/train", *written]
+        # Fewer prompts and passes than `new` asks for.
         fewer = (
-            f"evaluation.passkey={{depths: {setting.depths}, trials: 3}}",
+            "evaluation.passkey={depths: 8, trials: 3}",
             f"evaluation.perplexity.stride={setting.stride}",
         )
-        steps = [f"training.steps={setting.steps}"] if setting is TINY else []
-        yield run / "run.json", ["train", str(recipe), *fewer, *steps, "--output", str(run)]
+        yield run / "run.json", ["train", str(recipe), *fewer, "--output", str(run)]
         comparison = self.results / "compare.json"
         yield comparison, ["compare", base, str(run), "--dtype", "bfloat16", "--json", str(comparison)]
         merged = self.runs / "merged"
@@ -252,38 +220,12 @@ def measured(file: Path) -> float:
     return float(json.loads(file.read_bytes())["windows"][-1]["perplexity"])
 
 
-def run(experiment: Experiment, commands: Iterator[Command]) -> None:
-    """Run the commands whose result does not exist, and note on what machine a result was measured."""
-    for file, words in commands:
-        if file.exists():
-            continue
-        print("pi-lora", *words, file=sys.stderr, flush=True)
-        try:
-            seconds = record.seconds_of(partial(app, words, exit_on_error=False, result_action="return_value"))
-        except Exception:  # the other rows stand for themselves
-            traceback.print_exc()
-            continue
-        if words[0] == "train":
-            [*_, last] = (file.parent / "training.jsonl").read_text(encoding="utf-8").splitlines()
-            (experiment.results / f"training-{file.parent.name}.json").write_text(last + "\n", encoding="utf-8")
-        row = f"{file.parent.name} {file.stem}"
-        record.write_row(f"{experiment.results.name}/machines", (row,), {"seconds": round(seconds, 1)})
-
-
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("model", choices=("smollm2", "gemma3"))
-    parser.add_argument("--tiny", action="store_true", help="the built-in model instead, which says nothing")
-    options = parser.parse_args()
-    name = {"smollm2": "use_context", "gemma3": "gemma3_64k"}[options.model]
-    setting = GEMMA3 if options.model == "gemma3" else Setting()
-    if options.tiny:
-        name += "_tiny"
-        setting = TINY
-    results = record.RESULTS / name
+    is_gemma3 = sys.argv[-1] == "gemma3"
+    results = Path("benchmarks/results/gemma3_64k" if is_gemma3 else "benchmarks/results/use_context")
     results.mkdir(exist_ok=True)
-    experiment = Experiment(setting, Path("adapters") / name, results.relative_to(Path.cwd()))
-    run(experiment, experiment.road() if options.model == "gemma3" else experiment.commands())
+    experiment = Experiment(GEMMA3 if is_gemma3 else Setting(), Path("adapters") / results.name, results)
+    run_missing(experiment.road() if is_gemma3 else experiment.commands())
 
 
 if __name__ == "__main__":

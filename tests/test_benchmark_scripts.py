@@ -4,10 +4,12 @@ import argparse
 import dataclasses
 import doctest
 import hashlib
+import itertools
 import json
 import subprocess
 import sys
 import zipfile
+from collections.abc import Iterator
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -26,9 +28,11 @@ import fetch_model  # noqa: E402
 import figures  # noqa: E402
 import gpu  # noqa: E402
 import record  # noqa: E402
+import search  # noqa: E402
 import tables  # noqa: E402
 import tables_gpu  # noqa: E402
 import tables_smollm2  # noqa: E402
+import use_context  # noqa: E402
 from on_gpu import parts  # noqa: E402
 from on_gpu.setting import TINY, setting_of  # noqa: E402
 from pages import block  # noqa: E402
@@ -163,10 +167,42 @@ def test_every_method_that_is_compared_is_a_recipe(words: list[str]) -> None:
     assert load_recipe(compare_methods.ROOT / "recipes" / "demo.yaml", words).recipe.paper is None
 
 
-@pytest.mark.parametrize("script", [chats, experiment])
-def test_the_commands_of_the_experiments_parse(script: ModuleType) -> None:
-    for _, words in script.commands():
+USE_CONTEXT = use_context.Experiment(use_context.Setting(), Path("runs"), Path("results"))
+
+
+@pytest.mark.parametrize(
+    "commands",
+    [
+        chats.commands(),
+        experiment.commands(),
+        # After the rates, of which the best is known when they are tried.
+        itertools.islice(USE_CONTEXT.commands(), 14),
+        USE_CONTEXT.road(),
+        search.commands("builtin"),
+        search.commands("smollm2"),
+    ],
+    ids=["chats", "experiment", "use_context", "road", "builtin", "smollm2"],
+)
+def test_the_commands_of_the_experiments_parse(commands: Iterator[experiment.Command], tmp_path: Path) -> None:
+    found = tmp_path / "found.json"
+    found.write_text('{"factors": [1.0]}')
+    for _, words in commands:
+        words = [str(found) if word.endswith(("smollm2.json", "builtin.json")) else word for word in words]
         app.parse_args(words, exit_on_error=False, print_error=False)
+
+
+def test_a_command_whose_result_exists_is_left_out(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    ran: list[list[str]] = []
+    noted: list[str] = []
+    monkeypatch.setattr(experiment, "app", lambda words, **_options: ran.append(words))
+    monkeypatch.setattr(record, "RESULTS", tmp_path)
+    monkeypatch.setattr(record, "write_row", lambda name, path, _row: noted.append(f"{name} {path}"))
+    (tmp_path / "search").mkdir()
+    (tmp_path / "search" / "done.json").touch()
+    rows = [(tmp_path / "search" / f"{name}.json", ["eval", name]) for name in ("done", "new")]
+    experiment.run_missing([*rows, (tmp_path / "run.json", ["train"])])
+    assert ran == [["eval", "new"], ["train"]]
+    assert noted == ["search/machines ('new',)"]
 
 
 def test_pages_agree_with_the_results() -> None:

@@ -17,30 +17,31 @@ the target window.
 import math
 import random
 import time
-from collections.abc import Callable, Mapping, Sequence
-from operator import itemgetter
+from collections.abc import Mapping, Sequence
+from itertools import product
 from pathlib import Path
 from statistics import fmean
-from types import MappingProxyType
 from typing import Any, NamedTuple
 
 import torch
 from pydantic import BaseModel
 
-from pi_lora.data.recall import FORMS, NAMES, THINGS
+from pi_lora.data.recall import DIGITS, FORMS, NAMES, THINGS
 from pi_lora.data.tokens import added_bos
 from pi_lora.errors import DataError, ModelError
 from pi_lora.evaluation.context import LEAST_GAIN, MOST_LOSS
 from pi_lora.evaluation.forward import check_numbers, token_losses
 from pi_lora.evaluation.measurement import Session, append_journal, read_journal
+from pi_lora.evaluation.perplexity import Sweep, scored_losses
 from pi_lora.evaluation.texts import choose_documents, complete
 from pi_lora.models.device import hardware, has_fast_bfloat16, versions
-from pi_lora.models.loaded import LoadedModel, load_model
+from pi_lora.models.loaded import load_model
 from pi_lora.models.source import ModelSource
+from pi_lora.models.weights import finite
 from pi_lora.recipe.evaluation import ProbeOptions, SearchOptions, TextOptions
-from pi_lora.scaling.config import Extension, Method, extend_config, methods_for, rotary_frequencies_of
+from pi_lora.scaling.config import FULL_ATTENTION, Extension, Method, extend_config, methods_for, rotary_frequencies_of
 from pi_lora.scaling.factors import DROPPED
-from pi_lora.scaling.verify import build_on_meta, config_of, rotary_frequencies
+from pi_lora.scaling.verify import build_on_meta, rotary_frequencies
 from pi_lora.storage import digest_of
 from pi_lora.types import SILENT, UI, Json
 
@@ -51,7 +52,6 @@ PENALTY = 10.0
 NEEDLES = 24
 SHORT_TOKENS = 4096
 CHUNKS = 8
-DIGITS = 5
 # Children of a generation, and the candidates they come from.
 CHILDREN = 8
 PARENTS = 4
@@ -59,7 +59,9 @@ PARENTS = 4
 SPREAD = 0.3
 ATTENTION_SPREAD = 0.03
 MAX_ATTENTION = 1.5
-STATEMENT, QUESTION = FORMS[0]
+STATEMENT, QUESTION = (f"\n{form}" for form in FORMS[0])
+# The frequencies of the layers that attend to the whole window, in a rotary module for all layers or by layer type.
+FREQUENCIES = ("inv_freq", f"{FULL_ATTENTION}_inv_freq")
 
 
 class Candidate(NamedTuple):
@@ -76,11 +78,18 @@ class Candidate(NamedTuple):
 
 
 class Exam(NamedTuple):
-    """A text with needles: token ids (1, tokens), the tokens of the answers, and other inputs of the model."""
+    """A text with needles: token ids (1, tokens), the first token that is scored, the tokens of the answers, counted
+    from there, and other inputs of the model.
+    """
 
     ids: torch.Tensor
+    first: int
     answers: list[int]
-    inputs: Mapping[str, torch.Tensor] = MappingProxyType({})
+    inputs: Mapping[str, torch.Tensor]
+
+    def needle_loss(self, losses: Sequence[float]) -> float:
+        """Return the mean loss of the answers."""
+        return fmean(losses[answer] for answer in self.answers)
 
 
 class Scored(BaseModel):
@@ -111,133 +120,121 @@ class SearchResult(BaseModel):
 
 
 class Searched:
-    """A loaded base whose rotary embeddings are exchanged, and the texts that score them."""
+    """A loaded base whose rotary frequencies are divided, and the texts that score the divisors."""
 
     def __init__(self, base: ModelSource, options: SearchOptions, dtype: str | None) -> None:
         self.base = base
         self.target = options.target
-        self.loaded: LoadedModel = load_model(base, dtype or ("bfloat16" if has_fast_bfloat16() else None))
+        self.loaded = load_model(base, dtype or ("bfloat16" if has_fast_bfloat16() else None))
         text_options = complete(TextOptions(data=options.data, column=options.column), [base])
-        documents, _ = choose_documents(self.loaded, text_options, options.target)
-        if len(documents) < 2:
+        # The first documents are those of a test.
+        [*self.others, self.text], _ = choose_documents(self.loaded, text_options, options.target)
+        if not self.others:
             text = text_options.data
             raise DataError(f"--data: {text}: one document is long enough; the search and its test need two")
-        self.documents = len(documents) - 1
-        # The first documents are those of a test.
-        self.ids = list(documents[-1].ids)
-        self.digest = documents[-1].digest
-        self.bos = added_bos(self.loaded.tokenizer)
         rng = random.Random(options.seed)
-        self.short = self._exam(min(SHORT_TOKENS, self.target // 2), rng, spread=True)
-        self.long = self._exam(self.target, rng, spread=False)
-        beyond = range(base.window, self.long.answers[0] - 1)
-        self.beyond = list(beyond)
-        self.inside = list(range(base.window // 2, base.window))
-        first_tokens = Exam(self.long.ids[:, : base.window], [])
-        self.inside_loss = self._losses(first_tokens, self.inside).mean().item()
-        self.near_losses = self._near_losses()
+        self.short = self._exam(min(SHORT_TOKENS, self.target // 2), rng, chunks=CHUNKS)
+        # The first half of the window is left out: its tokens have little before them.
+        self.half = base.window // 2
+        self.long = self._exam(self.target, rng, chunks=1, first=self.half)
+        self.unscaled = self._unscaled_losses()
+        self.rotary = [
+            (part, name, plain.clone())
+            for part in self.loaded.module.modules()
+            for name, plain in part.named_buffers(recurse=False)
+            if name in FREQUENCIES
+        ]
 
-    def _exam(self, tokens: int, rng: random.Random, *, spread: bool) -> Exam:
-        """Return a text of `tokens` tokens with needles at all depths; `spread` over the target window in chunks."""
+    def _exam(self, tokens: int, rng: random.Random, chunks: int, first: int | None = None) -> Exam:
+        """Return a text of at most `tokens` tokens with needles at all depths. Several chunks are spread over the
+        target window. By default the questions are scored.
+        """
         number = min(NEEDLES, tokens // 64)
         needles = []
         questions = []
-        for name, thing in rng.sample([(name, thing) for name in NAMES for thing in THINGS], number):
-            value = "".join(rng.choices("0123456789", k=DIGITS))
-            needles.append(self._tokens(f"\n{STATEMENT.format(thing=thing, name=name, value=value)}\n"))
-            question = f"\n{QUESTION.format(thing=thing, name=name, value=value)}"
-            before_answer = self._tokens(question[: question.rindex(value)].rstrip())
-            questions.append((self._tokens(question), len(before_answer)))
+        for name, thing in rng.sample([*product(NAMES, THINGS)], number):
+            fact = {"name": name, "thing": thing, "value": "".join(rng.choices(DIGITS, k=5))}
+            needles.append(self._tokens(STATEMENT.format(**fact) + "\n"))
+            questions.append(QUESTION.format(**fact))
         rng.shuffle(questions)
         asked: list[int] = []
         answers: list[int] = []
-        for question_ids, first in questions:
-            answers += range(len(asked) + first, len(asked) + len(question_ids) - 1)
-            asked += question_ids
-        text_tokens = tokens - 1 - len(asked) - sum(map(len, needles))
-        if text_tokens < number:
+        for question in questions:
+            # The value and a full stop are the last word.
+            before, _, _ = question.rpartition(" ")
+            answer = len(asked) + len(self._tokens(before))
+            asked += self._tokens(question)
+            answers += range(answer, len(asked) - 1)
+        part = (tokens - 1 - len(asked) - sum(map(len, needles))) // max(1, number)
+        if part < 1:
             raise DataError(f"context.target: {self.target} tokens hold no needles; choose a longer window")
-        part = text_tokens // number
-        ids = [] if self.bos is None else [self.bos]
+        bos = added_bos(self.loaded.tokenizer)
+        ids = [] if bos is None else [bos]
         for index, needle in enumerate(needles):
-            ids += self.ids[index * part : (index + 1) * part] + needle
-        answers = [len(ids) + index for index in answers]
+            ids += self.text.ids[index * part : (index + 1) * part].tolist() + needle
+        first = len(ids) if first is None else first
+        answers = [len(ids) - first + answer for answer in answers]
         ids += asked
-        exam = Exam(torch.tensor([ids]), answers)
-        if not spread:
-            return exam
-        chunk = -(-len(ids) // CHUNKS)
-        gap = (self.target - len(ids)) // (CHUNKS - 1)
-        positions = [position + gap * (position // chunk) for position in range(len(ids))]
-        # A mask of ones says that chunks with gaps between their positions are one sequence.
-        inputs = {"position_ids": torch.tensor([positions]), "attention_mask": torch.ones_like(exam.ids)}
-        return exam._replace(inputs=inputs)
+        row = torch.tensor([ids], device=self.loaded.module.device)
+        inputs = {}
+        if chunks > 1:
+            positions = torch.arange(len(ids), device=row.device)
+            gap = (self.target - len(ids)) // (chunks - 1)
+            positions += gap * (positions * chunks // len(ids))
+            # A mask of ones says that chunks with gaps between their positions are one sequence.
+            inputs = {"position_ids": positions[None], "attention_mask": torch.ones_like(row)}
+        return Exam(row, first, answers, inputs)
 
-    def _near_losses(self) -> torch.Tensor:
-        """Return the losses of the unscaled base for the tokens beyond the original window, with half of that window
-        or more before them.
+    def _unscaled_losses(self) -> torch.Tensor:
+        """Return the losses of the scored tokens of the long text under the unscaled base, with half of its window or
+        more before them: (tokens).
         """
-        window = self.base.window
-        parts = []
-        for start in range(window // 2, self.beyond[-1] + 1 - window // 2, window // 2):
-            ids = self.long.ids[:, start : start + window].clone()
-            if self.bos is not None:
-                ids[:, 0] = self.bos
-            scored = range(window // 2, min(window, self.beyond[-1] + 1 - start))
-            parts.append(token_losses(self.loaded.module, ids.to(self.loaded.module.device), scored)[0])
-        return torch.cat(parts)
+        ids = self.long.ids[0].tolist()
+        unscaled = torch.zeros(len(ids))
+        for pieces in Sweep((self.base.window,), self.half).passes(len(ids), 1):
+            for _, tokens, losses in scored_losses(self.loaded.module, ids, pieces, added_bos(self.loaded.tokenizer)):
+                unscaled[tokens.start : tokens.stop] = losses
+        return unscaled[self.half :]
 
     def _tokens(self, text: str) -> list[int]:
         ids: list[int] = self.loaded.tokenizer(text, add_special_tokens=False).input_ids
         return ids
 
-    def _losses(self, exam: Exam, tokens: Sequence[int]) -> torch.Tensor:
-        """Return the losses in nats of some tokens of a text."""
-        module = self.loaded.module
-        inputs = {name: values.to(module.device) for name, values in exam.inputs.items()}
-        return token_losses(module, exam.ids.to(module.device), tokens, **inputs)[0]
-
     def use(self, candidate: Candidate) -> None:
-        """Exchange the rotary embeddings of the model for those of a candidate."""
-        module = self.loaded.module
-        extension = Extension(self.target, scaling="factors", **candidate.divisors)
-        typed = config_of(type(module.config), extend_config(self.base.config, extension))
-        rotary = [name for name, part in module.named_modules() if has_frequencies(part)]
-        for name in rotary:
-            parent, _, child = name.rpartition(".")
-            kind: Any = type(module.get_submodule(name))
-            setattr(module.get_submodule(parent), child, kind(config=typed.get_text_config()).to(module.device))
+        """Divide the rotary frequencies, and set the factor of the attention."""
+        divisors = torch.tensor(candidate.divisors["factors"])
+        for part, name, plain in self.rotary:
+            setattr(part, name, plain / divisors.to(plain.device))
+            setattr(part, name.replace("inv_freq", "attention_scaling"), candidate.attention_factor)
 
-    def short_losses(self, candidate: Candidate) -> list[float]:
-        """Return the losses of the needles of the short text."""
+    def losses(self, exam: Exam, candidate: Candidate) -> list[float]:
+        """Return the losses in nats of the scored tokens of a text."""
         self.use(candidate)
-        return self._losses(self.short, self.short.answers).tolist()
+        scored = range(exam.first, exam.ids.shape[1])
+        [losses] = token_losses(self.loaded.module, exam.ids, scored, **exam.inputs)
+        check_numbers(self.loaded, finite(losses))
+        return list(map(float, losses))
 
-    def long_losses(self, candidate: Candidate) -> list[float]:
-        """Return the losses of text in the original window, of text beyond it, and of the needles."""
-        self.use(candidate)
-        return self._losses(self.long, [*self.inside, *self.beyond, *self.long.answers]).tolist()
+    def key_tokens(self, starts: Sequence[Sequence[float]]) -> list[int]:
+        """Return the tokens beyond the original window that are key tokens under one of the starts, from the losses
+        of the long text.
+        """
+        far = torch.tensor(starts).min(dim=0).values
+        is_key = (self.unscaled - far > LEAST_GAIN) & (far < MOST_LOSS)
+        return [token for token in range(self.half, self.long.answers[0] - 1) if is_key[token]]
 
-    def is_key(self, starts: Sequence[Sequence[float]]) -> torch.Tensor:
-        """Return which tokens beyond the original window are key tokens under one of the starts, from `long_losses`."""
-        far_losses = torch.stack([self._parts(losses)[1] for losses in starts]).min(dim=0).values
-        return (self.near_losses - far_losses > LEAST_GAIN) & (far_losses < MOST_LOSS)
-
-    def score(self, losses: Sequence[float], is_key: torch.Tensor) -> Scored:
-        """Return the scores of a candidate from `long_losses`."""
-        inside, beyond, needles = self._parts(losses)
-        key_loss = beyond[is_key].mean().item() if is_key.any() else 0.0
-        lost = max(0.0, inside.mean().item() - self.inside_loss)
+    def score(self, losses: Sequence[float], key_tokens: Sequence[int]) -> Scored:
+        """Return the scores of a candidate from the losses of the long text."""
+        needle_loss = self.long.needle_loss(losses)
+        key_loss = fmean(losses[token] for token in key_tokens) if key_tokens else 0.0
+        original_loss = fmean(losses[: self.half])
+        lost = max(0.0, original_loss - fmean(self.unscaled[: self.half].tolist()))
         return Scored(
-            needles=needles.mean().item(),
+            needles=needle_loss,
             key_tokens=key_loss,
-            original_window=inside.mean().item(),
-            value=needles.mean().item() + key_loss + PENALTY * lost,
+            original_window=original_loss,
+            value=needle_loss + key_loss + PENALTY * lost,
         )
-
-    def _parts(self, losses: Sequence[float]) -> Sequence[torch.Tensor]:
-        sizes = [len(self.inside), len(self.beyond), len(self.long.answers)]
-        return torch.split(torch.tensor(losses), sizes)
 
 
 def options_of_test(result: SearchResult, file: Path) -> ProbeOptions:
@@ -255,46 +252,35 @@ def options_of_test(result: SearchResult, file: Path) -> ProbeOptions:
     )
 
 
-def has_frequencies(module: torch.nn.Module) -> bool:
-    """Whether a module has rotary frequencies of its own."""
-    return any(name.endswith("inv_freq") for name, _ in module.named_buffers(recurse=False))
-
-
 def start_of(base: ModelSource, method: Method, target: int) -> Candidate:
     """Return the divisors of a scaling, from the frequencies that transformers computes."""
     extension = Extension(target, scaling=method)
     config_class = base.base.config_class
     assert config_class
-    plain, scaled = (
-        rotary_frequencies(build_on_meta(config_class, config))
-        for config in (base.config, extend_config(base.config, extension))
-    )
-    name = next(name for name in plain if not torch.equal(plain[name], scaled[name]))
-    logarithms = (plain[name] / scaled[name]).clamp(1, DROPPED).log().tolist()
+    scaled = rotary_frequencies(build_on_meta(config_class, extend_config(base.config, extension)))
+    [frequencies] = [values for name, values in scaled.items() if name.rpartition(".")[2] in FREQUENCIES]
+    divisors = torch.tensor(rotary_frequencies_of(base.config)) / frequencies
     attention_factor = 1.0
     if method == "yarn":
         attention_factor = 0.1 * math.log(extension.scale_of(base.config)) + 1
-    return Candidate(tuple(logarithms), attention_factor)
+    return Candidate(tuple(divisors.clamp(1, DROPPED).log().tolist()), attention_factor)
 
 
 def child_of(parents: Sequence[Candidate], rng: random.Random) -> Candidate:
     """Mix two parents, and change the divisors around a random frequency; higher frequencies are divided by no more."""
-    first, second = rng.choice(parents), rng.choice(parents)
+    first, second = rng.choices(parents, k=2)
     share = rng.random()
     number = len(first.logarithms)
     center = rng.uniform(0, number)
     width = rng.uniform(1, number / 3)
     change = rng.gauss(0, SPREAD)
-    logarithms = []
-    highest = 0.0
-    for index in range(number):
-        mixed = share * first.logarithms[index] + (1 - share) * second.logarithms[index]
-        mixed += change * max(0.0, 1 - abs(index - center) / width)
-        highest = min(max(highest, mixed), math.log(DROPPED))
-        logarithms.append(highest)
+    bump = (1 - (torch.arange(number) - center).abs() / width).clamp(min=0)
+    own = torch.tensor([first.logarithms, second.logarithms], dtype=torch.double)
+    mixed = share * own[0] + (1 - share) * own[1] + change * bump
+    logarithms = mixed.cummax(dim=0).values.clamp(0, math.log(DROPPED))
     attention = share * first.attention_factor + (1 - share) * second.attention_factor
     attention = min(max(1.0, attention + rng.gauss(0, ATTENTION_SPREAD)), MAX_ATTENTION)
-    return Candidate(tuple(logarithms), round(attention, 4))
+    return Candidate(tuple(logarithms.tolist()), round(attention, 4))
 
 
 def search(base: ModelSource, options: SearchOptions, *, dtype: str | None = None, ui: UI = SILENT) -> SearchResult:
@@ -307,57 +293,51 @@ def search(base: ModelSource, options: SearchOptions, *, dtype: str | None = Non
         raise ModelError(f"{base.name}: brings its own scaling; search for its base, {base.base.name}")
     frequencies = len(rotary_frequencies_of(base.config))
     base.extended(Extension(options.target, scaling="factors", factors=(2.0,) * frequencies))
-    methods = [method for method in methods_for(base.config) if method in STARTS]
     with Session(say=ui.say, journalled=True) as session, ui.progress(f"searching at {options.target:,}") as progress:
         searched = Searched(base, options, dtype)
-        decided_by = {**options.model_dump(exclude={"minutes"}), "text": searched.digest}
+        decided_by = {**options.model_dump(exclude={"minutes"}), "text": searched.text.digest}
         folder = session.journal(searched.loaded, decided_by)
         assert folder
         kept: dict[Any, Any] = dict(read_journal(folder))
         limit = 60 * options.minutes
-        spent = 0.0
+        spent: list[float] = []
 
-        def measured(measure: Callable[[Candidate], list[float]], candidate: Candidate) -> list[float]:
-            nonlocal spent
-            key = digest_of([measure.__name__, candidate.divisors])
+        def measured(exam: Exam, candidate: Candidate) -> list[float]:
+            losses: list[float]
+            key = digest_of([exam.first, candidate.divisors])
             if key not in kept:
                 started = time.monotonic()
-                kept[key] = {"losses": measure(candidate), "seconds": time.monotonic() - started}
+                losses = searched.losses(exam, candidate)
+                kept[key] = losses, time.monotonic() - started
                 append_journal(key, kept[key], folder)
-            spent += kept[key]["seconds"]
-            losses: list[float] = kept[key]["losses"]
-            check_numbers(searched.loaded, all(map(math.isfinite, losses)))
+            losses, seconds = kept[key]
+            spent.append(seconds)
             return losses
 
+        methods = [method for method in STARTS if method in methods_for(base.config)]
         starts = {method: start_of(base, method, options.target) for method in methods}
-        losses_of_starts = [measured(searched.long_losses, start) for start in starts.values()]
-        is_key = searched.is_key(losses_of_starts)
-        scores = {name: searched.score(losses, is_key) for name, losses in zip(starts, losses_of_starts, strict=True)}
-        population = [(score.value, starts[name]) for name, score in scores.items()]
-        best, best_score = min(zip(starts.values(), scores.values(), strict=True), key=lambda pair: pair[1].value)
+        losses_of_starts = {start: measured(searched.long, start) for start in starts.values()}
+        key_tokens = searched.key_tokens([*losses_of_starts.values()])
+        scores = {start: searched.score(losses, key_tokens) for start, losses in losses_of_starts.items()}
+        by_score = sorted(scores, key=lambda candidate: scores[candidate].value)
         rng = random.Random(options.seed)
-        tried = len(starts)
-        while spent < limit:
-            population.sort(key=itemgetter(0))
-            parents = [candidate for _, candidate in population[:PARENTS]]
-            children = [child_of(parents, rng) for _ in range(CHILDREN)]
-            child = min(children, key=lambda child: fmean(measured(searched.short_losses, child)))
-            score = searched.score(measured(searched.long_losses, child), is_key)
-            population.append((score.value, child))
-            tried += len(children)
-            if score.value < best_score.value:
-                best, best_score = child, score
-            note = f"{tried} candidates, the best has {best_score.value:.3f} nats"
-            progress(round(min(spent, limit)), round(limit), note)
+        while sum(spent) < limit:
+            children = [child_of(by_score[:PARENTS], rng) for _ in range(CHILDREN)]
+            child = min(children, key=lambda child: searched.short.needle_loss(measured(searched.short, child)))
+            scores[child] = searched.score(measured(searched.long, child), key_tokens)
+            by_score = sorted(scores, key=lambda candidate: scores[candidate].value)
+            note = f"{len(spent):,} texts read, the best has {scores[by_score[0]].value:.3f} nats"
+            progress(round(min(sum(spent), limit)), round(limit), note)
+    best = by_score[0]
     return SearchResult(
         model=base.name,
         original=base.window,
         **best.divisors,
         options=options,
         target=options.target,
-        candidates=tried,
-        test_documents=searched.documents,
-        scores={**scores, "factors": best_score},
+        candidates=len(spent) - len(scores) + len(starts),
+        test_documents=len(searched.others),
+        scores={**{name: scores[start] for name, start in starts.items()}, "factors": scores[best]},
         hardware=hardware(),
         versions=versions(),
     )

@@ -36,10 +36,12 @@ class Shape:
         lora: The numbers in the matrices of LoRA per rank, by names of `tuning.target_modules`.
         experts: The numbers in the weights of experts.
         active_experts: Those of them that a token is multiplied with.
+        experts_per_token: The experts of a layer that a token is multiplied with; 0 without experts.
         norms: The norms of hidden states in a layer.
         norm_weights: The weights of all norms.
         head_normed: Whether attention has norms.
         in_blocks: Whether attention has sinks or soft caps, for which the default kernel takes all layers in blocks.
+        soft_capped: Whether attention has soft caps.
         full_layers: The layers that attend to everything.
         sliding_layers: The layers that attend to a window.
         sliding_window: The length of that window, in tokens.
@@ -59,10 +61,12 @@ class Shape:
     lora: dict[str, int]
     experts: int
     active_experts: int
+    experts_per_token: int
     norms: int
     norm_weights: int
     head_normed: bool
     in_blocks: bool
+    soft_capped: bool
     full_layers: int
     sliding_layers: int
     sliding_window: int
@@ -89,6 +93,7 @@ def shape_of(model: "PreTrainedModel") -> Shape:
     modules = dict(model.named_modules())
     experts = _experts(model)
     sinks = any(name.endswith(".sinks") for name, _ in model.named_parameters())
+    soft_capped = bool(getattr(config, "attn_logit_softcapping", None))
     norms = {name: module for name, module in modules.items() if "Norm" in type(module).__name__}
     attention_norms = [name for name in norms if _in_attention(name)]
     linears = {name: module for name, module in modules.items() if isinstance(module, nn.Linear) and module is not head}
@@ -108,10 +113,12 @@ def shape_of(model: "PreTrainedModel") -> Shape:
         lora=_lora_numbers(linears, experts),
         experts=sum(weight.numel() for weight in experts.values()),
         active_experts=_active_numbers(experts, experts_per_token),
+        experts_per_token=experts_per_token if experts and experts_per_token else 0,
         norms=(len(norms) - len(attention_norms)) // len(layers),
         norm_weights=_count_parameters(nn.ModuleList(norms.values())),
         head_normed=bool(attention_norms),
-        in_blocks=sinks or bool(getattr(config, "attn_logit_softcapping", None)),
+        in_blocks=sinks or soft_capped,
+        soft_capped=soft_capped,
         full_layers=full_layers,
         sliding_layers=sliding_layers,
         sliding_window=window,

@@ -33,6 +33,31 @@ def trained_parameters(shape: Shape, tuning: Tuning) -> int:
     return parameters
 
 
+# Queries of a block, on a CPU at most as many as the window has tokens (models/attention.py).
+BLOCK = 256
+BLOCK_ON_GPU = 1024
+
+
+class Blocks(NamedTuple):
+    """Attention of a layer in blocks of `size` queries, and the pairs of a query and a key that it computes."""
+
+    size: int
+    pairs: float
+
+
+def blocks_of(tokens: int, window: int, on_cpu: bool) -> Blocks:
+    """Return the blocks of a layer with a window, or 0 for none: a block of queries meets whole blocks of keys."""
+    size = BLOCK if on_cpu else BLOCK_ON_GPU
+    if not 0 < window < tokens:
+        return Blocks(size, tokens * (tokens + size) / 2)
+    if on_cpu:
+        size = min(size, window)
+    before = -(-(window - 1) // size)
+    # The first blocks have fewer blocks before them.
+    missing = before * (before + 1) / 2 * size * size
+    return Blocks(size, tokens * size * (1 + before) - missing)
+
+
 class Flops(NamedTuple):
     """Operations of each part of training."""
 
@@ -48,20 +73,31 @@ def flops_of_training(
 
     A product with a weight costs 2 operations per token. Its backward pass costs 2 for the gradient of the input, and 2
     for the gradient of a weight that trains. The two products of attention are causal: 2 x 2 operations per channel for
-    each pair of tokens in reach. Checkpointed layers are computed again in the backward pass, and so are the logits by
-    TRL's loss, if not in place. Left out are the optimizer, norms, softmax and state-space recurrences.
+    each pair of tokens that a kernel computes. Checkpointed layers are computed again in the backward pass, up to the last
+    input that a gradient needs: of the last product, unless an adapter or a norm follows. Computed again are also MLPs
+    in chunks, attention with soft caps, and the logits by TRL's loss, if not in place. Left out are the optimizer, norms, softmax and state-space recurrences.
     """
     layers = (shape.linear_weights + shape.active_experts) * 2.0 * tokens
     adapter = adapter_parameters(shape, tuning) * 2.0 * tokens
     head = shape.embedding * 2.0 * tokens
-    products = 4.0 * _attention_pairs(shape, tokens, attention) * shape.queries
+    mlp_product = shape.hidden * shape.intermediate * shape.layers * 2.0 * tokens
+    products = 4.0 * _attention_pairs(shape, tokens, attention, on_cpu=loss_in_place) * shape.queries
     forward = layers + adapter + products
-    weight_gradients = layers + head if tuning.method == "full" else adapter
+    weight_gradients = layers if tuning.method == "full" else adapter
+    if tuning.method == "full" or (shape.tied and tuning.with_embeddings):
+        weight_gradients += head
     backward = layers + head + adapter + 2 * products + weight_gradients
     checkpointed = forward
+    in_chunks = (training.mlp_chunk_tokens or tokens) < tokens
+    if tuning.method == "full" and not in_chunks and shape.norms <= 2:
+        checkpointed -= mlp_product
     if training.activation_checkpointing == "selective":
         checkpointed -= products
     recomputation = training.checkpointed_layers(shape.layers) / shape.layers * checkpointed
+    if in_chunks and not shape.experts:
+        recomputation += 3 * mlp_product
+    if shape.soft_capped and attention == "auto":
+        recomputation += products
     if not loss_in_place:
         recomputation += head
     sequences = training.steps * training.global_batch_size
@@ -72,9 +108,10 @@ def flops_of_training(
     )
 
 
-def _attention_pairs(shape: Shape, tokens: int, attention: str) -> float:
+def _attention_pairs(shape: Shape, tokens: int, attention: str, on_cpu: bool) -> float:
     """Return the pairs of tokens of a sequence that a kernel computes, over all layers: those in reach of each other,
-    and with a mask all of them. `eager` has a mask in every layer, `sdpa` where a window is shorter than the sequence.
+    with a mask all of them, and in blocks those of the blocks. `eager` has a mask in every layer, `sdpa` where a window
+    is shorter than the sequence.
     """
     window = min(shape.sliding_window, tokens)
     full = tokens * tokens / 2
@@ -83,4 +120,8 @@ def _attention_pairs(shape: Shape, tokens: int, attention: str) -> float:
         full = tokens * tokens
     if attention == "eager" or (attention == "sdpa" and window < tokens):
         sliding = tokens * tokens
+    if attention == "auto" and shape.in_blocks:
+        full = blocks_of(tokens, 0, on_cpu).pairs
+    if attention == "auto" and (shape.in_blocks or window < tokens):
+        sliding = blocks_of(tokens, window, on_cpu).pairs
     return shape.full_layers * full + shape.sliding_layers * sliding

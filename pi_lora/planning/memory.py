@@ -13,7 +13,7 @@ from collections.abc import Mapping
 from typing import Literal, NamedTuple
 
 from pi_lora.models.shape import Shape
-from pi_lora.planning.flops import trained_parameters
+from pi_lora.planning.flops import Blocks, blocks_of, trained_parameters
 from pi_lora.planning.gpus import CPU, GIB, Gpu
 from pi_lora.recipe.schema import Recipe, Tuning
 
@@ -50,15 +50,14 @@ MEASURED_LOGITS = 10 * 2**28
 # Logits of a measurement on a CPU, and bytes of those that are twice in float32.
 MEASURED_LOGITS_ON_CPU = 2**25
 MEASURED_FLOATS_ON_CPU = 2 * FLOAT32 * 2**21
-# Queries of a block, on a CPU at most as many as the window has tokens, and channels for attention sinks
-# (models/attention.py).
-BLOCK = 256
-BLOCK_ON_GPU = 1024
+# Channels for attention sinks (models/attention.py).
 SINK_CHANNELS = 8
 # Bytes per head and pair of tokens that `eager` keeps in a layer, and has at the peak: the weights, in float32 and in
 # the dtype of the products.
 _EAGER = {FLOAT32: 4, BFLOAT16: 6}
 _EAGER_PEAK = 12
+# Bytes per head and pair of tokens of a block with soft caps, at the peak.
+_CAPPED_PEAK = 14
 
 
 # The dtypes of weights and hidden states.
@@ -79,6 +78,10 @@ _BACKWARD = {"bfloat16": (2, 2), "autocast": (2, 2), "float32": (4, 4), "casts":
 # LoRA on experts adds a product to the weights of the experts: bytes at the peak per number of one layer's experts. The
 # backward keeps 2.0 of them.
 ADAPTED_EXPERTS = 2.7
+# Tensors of the hidden width for each expert of a token: kept, and added by the backward. Under autocast experts compute
+# in float32 if their weights are float32 (transformers 5.23, `_grouped_mm`).
+_EXPERTS_KEPT = 2
+_EXPERTS_BACKWARD = 3
 # Tensors of the hidden width at the peak of a chunked MLP, beyond kept ones and those of a chunk; full tuning takes 8.
 _AROUND_CHUNKS = 12
 
@@ -121,7 +124,8 @@ def memory(shape: Shape, recipe: Recipe, original: int, gpu: Gpu) -> DeviceMemor
     """Return bytes on one device over a training step of a model with an original window of `original` tokens.
 
     These moments are compared: the loss, the backward through the last layer (all activations are still there), the
-    backward through the first layer (all gradients are there), and measuring between two steps.
+    backward through the first layer (all gradients but that of the embedding are there), that of the embedding, and
+    measuring between two steps.
     """
     on_cpu = gpu.name == CPU
     sequence_tokens = recipe.data.tokens_per_sequence(original, recipe.context.target)
@@ -129,9 +133,9 @@ def memory(shape: Shape, recipe: Recipe, original: int, gpu: Gpu) -> DeviceMemor
     float32_weights = recipe.dtype_of_base(on_cpu, gpu.bfloat16) == "float32"
     arithmetic = _arithmetic(recipe, gpu, float32_weights)
     states = _states(shape, recipe, FLOAT32 if float32_weights else BFLOAT16)
-    before_loss, last_layer, first_layer = _moments_of_step(shape, recipe, states, tokens, arithmetic, on_cpu)
+    before_loss, *in_backward = _moments_of_step(shape, recipe, states, tokens, arithmetic, on_cpu)
     logits = loss_bytes(shape, tokens, arithmetic, on_cpu) + _head_gradient(shape, recipe.tuning)
-    moments = [before_loss._replace(logits=logits), last_layer, first_layer]
+    moments = [before_loss._replace(logits=logits), *in_backward]
     if recipe.evaluation.every:
         longest = max(original, recipe.context.target)
         moments.append(_measuring(shape, states, longest, arithmetic, on_cpu=on_cpu))
@@ -151,8 +155,8 @@ def memory(shape: Shape, recipe: Recipe, original: int, gpu: Gpu) -> DeviceMemor
 
 def _moments_of_step(
     shape: Shape, recipe: Recipe, states: States, tokens: int, arithmetic: Arithmetic, on_cpu: bool
-) -> tuple[Moment, Moment, Moment]:
-    """Return the moments before the loss, and at the backward through the last and the first layer."""
+) -> tuple[Moment, Moment, Moment, Moment]:
+    """Return the moments before the loss, at the backward through the last and the first layer, and after it."""
     full = recipe.tuning.method == "full"
     accumulates = recipe.training.global_batch_size > recipe.sequences_at_once
     accumulated = states.gradients if accumulates else 0
@@ -165,17 +169,26 @@ def _moments_of_step(
         activations=kept,
         logits=0,
     )
+    head = _head_gradient(shape, recipe.tuning) // recipe.shards
+    # The gradient of a tied head waits for that of the embedding, which comes last.
+    waiting = head if shape.tied else 0
+    embedding = shape.embedding * FLOAT32 // recipe.shards if full or recipe.tuning.with_embeddings else 0
+    gradients = states.gradients + waiting if accumulates else states.gradients - embedding + waiting
     last_layer = before_loss._replace(
         weights=states.weights + kept_casts,
-        gradients=accumulated or _head_gradient(shape, recipe.tuning) // recipe.shards,
+        gradients=accumulated + (waiting if accumulates else head),
         activations=kept + working,
     )
     first_layer = before_loss._replace(
         weights=states.weights,
-        gradients=states.gradients,
+        gradients=gradients,
         activations=working + kept // shape.layers,
     )
-    return before_loss, last_layer, first_layer
+    after_layers = first_layer._replace(
+        gradients=gradients + embedding,
+        activations=hidden_states(shape, tokens, arithmetic),
+    )
+    return before_loss, last_layer, first_layer, after_layers
 
 
 def _measuring(shape: Shape, states: States, longest: int, arithmetic: Arithmetic, *, on_cpu: bool) -> Moment:
@@ -234,14 +247,14 @@ def _overhead(shape: Shape, tokens: int, arithmetic: Arithmetic, on_cpu: bool) -
 
 
 def _autocast_copies(shape: Shape, recipe: Recipe, arithmetic: Arithmetic) -> tuple[int, int]:
-    """Return bytes of autocast's bfloat16 copies of float32 weights: of all layers, and of those without checkpointing.
+    """Return bytes of autocast's bfloat16 copies of float32 weights, but not of experts: of all layers, and of those without checkpointing.
 
     The backward needs the copies. Checkpointed layers have copies only of weights that train, until the forward pass
     ends.
     """
     if arithmetic != "autocast":
         return 0, 0
-    copies = (shape.linear_weights + shape.experts) * BFLOAT16
+    copies = shape.linear_weights * BFLOAT16
     checkpointed = recipe.training.checkpointed_layers(shape.layers)
     return copies, copies * (shape.layers - checkpointed) // shape.layers
 
@@ -288,7 +301,10 @@ def loss_bytes(shape: Shape, tokens: int, arithmetic: Arithmetic, on_cpu: bool) 
     """Return bytes of a loss: a tile of logits, and the final hidden states with their gradients, once more in
     float32.
     """
-    tile = min(tokens, LOSS_TILE_TOKENS) * min(shape.vocabulary, LOSS_TILE_VOCABULARY)
+    rows = min(shape.vocabulary, LOSS_TILE_VOCABULARY)
+    tile = min(tokens, LOSS_TILE_TOKENS) * rows
+    if arithmetic == "autocast":
+        tile += 2 * rows * shape.hidden  # copies of the head, for this tile and the last one
     if on_cpu:
         tile = min(tokens, LOSS_TOKENS) * shape.vocabulary
     states_and_gradients = 2 * hidden_states(shape, tokens, arithmetic) + tokens * shape.hidden * FLOAT32
@@ -357,29 +373,28 @@ def attention_bytes(shape: Shape, attention: str, tokens: int, arithmetic: Arith
         return AttentionBytes(kept, kept, pairs * shape.heads * _EAGER_PEAK, masks * pairs * number_bytes)
     if attention == "sdpa" and slides:
         return AttentionBytes(sliding=pairs * number_bytes + repeated_keys, masks=pairs)
-    full = sliding = 0.0
-    size = BLOCK if on_cpu else BLOCK_ON_GPU
+    full = sliding = peak = 0.0
     if attention == "auto" and shape.in_blocks:
-        full = _block_numbers(shape, tokens, size, (tokens + size) / 2) * number_bytes
+        blocks = blocks_of(tokens, 0, on_cpu)
+        full = _block_numbers(shape, tokens, blocks) * number_bytes
         sliding = full
+        if shape.soft_capped:
+            peak = full + blocks.size * tokens * shape.heads * _CAPPED_PEAK
     if attention == "auto" and slides:
-        if on_cpu:
-            size = min(size, shape.sliding_window)
-        blocks_before = -(-(shape.sliding_window - 1) // size)
-        sliding = _block_numbers(shape, tokens, size, size + blocks_before * size) * number_bytes
-    return AttentionBytes(full, sliding)
+        sliding = _block_numbers(shape, tokens, blocks_of(tokens, shape.sliding_window, on_cpu)) * number_bytes
+    return AttentionBytes(full, sliding, peak)
 
 
-def _block_numbers(shape: Shape, tokens: int, size: int, keys: float) -> float:
-    """Return the numbers that blocks of `size` queries keep, which meet `keys` keys on average: their masks, for all
-    heads that share keys, copies of keys and values, and the outputs, which are joined later.
+def _block_numbers(shape: Shape, tokens: int, blocks: Blocks) -> float:
+    """Return the numbers that blocks keep: their masks, for all heads that share keys, copies of keys and values, and
+    the outputs, which are joined later.
     """
-    masks = shape.queries / shape.keys * keys
-    copies = 2 * shape.keys * (keys / size - 1)
+    masks = shape.queries / shape.keys * blocks.pairs
+    copies = 2 * shape.keys * (blocks.pairs / blocks.size - tokens)
     width = 1.0
     if shape.in_blocks:
         width += SINK_CHANNELS * shape.heads / shape.queries
-    return tokens * (masks + width * (copies + shape.queries))
+    return masks + width * (copies + tokens * shape.queries)
 
 
 def layer_bytes(
@@ -405,8 +420,14 @@ def layer_bytes(
     if tuning.with_norms and not full:
         norms += 4 if arithmetic in WIDE_STREAM else 2  # the normalized values, of norms that train with LoRA
     common = _bytes(shape, norms, heads=heads)
+    experts_hidden = float(shape.experts_per_token)
+    if full and arithmetic in WIDE_STREAM:
+        experts_hidden *= 2
+    if full and arithmetic == "autocast" and shape.experts:
+        intermediate *= 2
+    hidden += _EXPERTS_KEPT * experts_hidden
     kept = _bytes(shape, hidden, intermediate)
-    peak = kept + _bytes(shape, *_BACKWARD[arithmetic])
+    peak = kept + _bytes(shape, *_BACKWARD[arithmetic]) + _bytes(shape, _EXPERTS_BACKWARD * experts_hidden)
     if arithmetic != "float32":
         peak += _bytes(shape, more_norms)  # their backward is in float32
     if mlp_share < 1:

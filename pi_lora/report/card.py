@@ -19,7 +19,8 @@ from pi_lora.errors import ModelError
 from pi_lora.evaluation.suite import MEASUREMENTS
 from pi_lora.models.files import CARD, is_local, model_folder, public_name, read_card
 from pi_lora.recipe.schema import Recipe
-from pi_lora.report.scores import MeasuredRun, eval_results, literal, public_setting, scores_sections
+from pi_lora.report.scores import MeasuredRun, eval_results, literal, public_setting, scores_section
+from pi_lora.report.verdict import verdict_lines
 from pi_lora.run import check_tuned
 from pi_lora.scaling.config import full_attention_rope, method_of, scale_of, window_of
 from pi_lora.storage import write_whole
@@ -165,15 +166,26 @@ def _license_of_base(run: MeasuredRun) -> Json:
 
 
 def _scores_section(run: MeasuredRun) -> str:
-    """The scores and pictures of a run, between the comments that `refresh_scores` searches for."""
-    paragraphs = list(scores_sections(run)) or ["Not measured yet."]
+    """The verdict, scores and pictures of a run, between the comments that `refresh_scores` searches for."""
+    paragraphs = []
     if run.merged and run.scores:
-        paragraphs.insert(0, "With the adapter, before it was merged:")
-    if not run.merged:
-        files = sorted((run.path / PICTURES).glob("*.png"))
-        paragraphs += [f"![{literal(file.stem)}]({PICTURES}/{quote(file.name)})" for file in files]
+        paragraphs.append("With the adapter, before it was merged:")
+    verdict = "\n".join(f"- {literal(line)}" for line in verdict_lines(run))
+    paragraphs.append(verdict or "Not measured yet: `pi-lora eval all .` measures it, in the folder of the run.")
+    # A picture follows the scores that it shows.
+    for name in run.scores:
+        paragraphs += [*scores_section(run, name), *_picture(run, name)]
+    paragraphs += _picture(run, "loss")
     content = "\n\n".join(paragraphs)
     return f"{SCORES_BEGIN}\n{content}\n{SCORES_END}"
+
+
+def _picture(run: MeasuredRun, name: str) -> list[str]:
+    """Return the Markdown of a picture of the run, if it was drawn. Merged weights have none."""
+    file = run.path / PICTURES / f"{name}.png"
+    if run.merged or not file.is_file():
+        return []
+    return [f"![{literal(name)}]({PICTURES}/{quote(file.name)})"]
 
 
 def draw_run(run: MeasuredRun) -> Iterator[Path]:

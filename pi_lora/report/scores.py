@@ -93,25 +93,23 @@ def shown_metrics(scores: Scores) -> dict[str, Metric]:
     return {metric.heading: metric for metric in metrics_of(scores) if metric.hub_name}
 
 
-def scores_sections(run: MeasuredRun) -> Iterator[str]:
-    """Yield Markdown for the scores of a run.
-
-    For each measurement there are text and settings, and a table of the metrics of base, step 0 and run. Scores with
-    other options are named and not shown. If the base is not in the table, the command that measures it follows.
+def scores_section(run: MeasuredRun, name: str) -> Iterator[str]:
+    """Yield Markdown for the scores of a measurement: the text and settings, and a table of the metrics of base, step 0
+    and run. Scores with other options are named and not shown. If the base is not in the table, the command that
+    measures it follows.
     """
-    for name in run.scores:
-        alike, others = run.side_by_side(name)
-        *_, last = alike.values()
-        yield f"**{literal(name)}**: {literal(public_setting(last))}"
-        rows = metric_rows([shown_metrics(scores) for scores in alike.values()])
-        table = markdown_table(["metric", *alike], rows)
-        yield table.rstrip("\n")
-        for stage, scores in others.items():
-            keys = ", ".join(differences(scores.options, last)).replace("_", " ")
-            yield f"Not shown: {stage}, measured with other {keys} ({literal(public_setting(scores))})."
-        if BASE not in alike:
-            command = shlex.join(["pi-lora", "compare", public_name(run.base.name), "."])
-            yield f"The base was not measured in the same way. In the folder of the run, `{command}` measures it."
+    alike, others = run.side_by_side(name)
+    *_, last = alike.values()
+    yield f"**{literal(name)}**: {literal(public_setting(last))}"
+    rows = metric_rows([shown_metrics(scores) for scores in alike.values()])
+    table = markdown_table(["metric", *alike], rows)
+    yield table.rstrip("\n")
+    for stage, scores in others.items():
+        keys = ", ".join(differences(scores.options, last)).replace("_", " ")
+        yield f"Not shown: {stage}, measured with other {keys} ({literal(public_setting(scores))})."
+    if BASE not in alike:
+        command = shlex.join(["pi-lora", "compare", public_name(run.base.name), "."])
+        yield f"The base was not measured in the same way. In the folder of the run, `{command}` measures it."
 
 
 def public_setting(scores: Scores) -> str:

@@ -36,7 +36,7 @@ from pi_lora.models.adapter import disable_input_dtype_casting, prepare_for_tuni
 from pi_lora.models.attention import BLOCK_ON_GPU, BLOCKWISE, BlockwiseMask, blockwise_mask
 from pi_lora.models.resolve import resolve_model
 from pi_lora.models.shape import shape_of
-from pi_lora.planning import memory
+from pi_lora.planning import flops, memory
 from pi_lora.planning.flops import trained_parameters
 from pi_lora.planning.memory import (
     ADAPTED_EXPERTS,
@@ -325,7 +325,8 @@ def test_measuring_takes_the_planned_activations(
 
 
 def test_constants_of_kernel_and_losses_are_planned() -> None:
-    assert memory.BLOCK == attention.BLOCK
+    assert flops.BLOCK == attention.BLOCK
+    assert flops.BLOCK_ON_GPU == attention.BLOCK_ON_GPU
     assert memory.SINK_CHANNELS == attention.SINK_CHANNELS
     assert memory.MEASURED_LOGITS_ON_CPU == forward.LOGITS_ON_CPU
     assert memory.MEASURED_FLOATS_ON_CPU == 2 * 4 * forward.FLOAT_LOGITS_ON_CPU

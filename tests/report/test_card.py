@@ -191,7 +191,9 @@ def test_later_scores_are_added_to_the_card_and_nothing_else_changes(
         (run / "scores" / f"{name}.json").write_text(json.dumps(scores))
     assert not [name for name in SCORES if name != "mine" and read_scores(run / "scores" / f"{name}.json") is None]
     refresh_scores(MeasuredRun(run))
-    before, after = ModelCard(mine).text.split("Not measured yet.")
+    before, after = ModelCard(mine).text.split(
+        "Not measured yet: `pi-lora eval all .` measures it, in the folder of the run."
+    )
     assert ModelCard(card(run)).text.startswith(before)
     assert ModelCard(card(run)).text.endswith(after)
     assert all(table in card(run) for table in TABLES)
@@ -205,7 +207,7 @@ def test_later_scores_are_added_to_the_card_and_nothing_else_changes(
         ("govreport", "rouge2", 10.0),
         ("govreport", "rougeL", 20.0),
     ]
-    assert "With the adapter, before it was merged:\n\n**benchmarks**: " in card_of(MeasuredRun(run, merged))
+    assert "With the adapter, before it was merged:\n\n- **Finds** " in card_of(MeasuredRun(run, merged))
     assert all(table in card_of(MeasuredRun(run, merged)) for table in TABLES)
     (run / "scores" / "mine.json").write_text("{")
     with pytest.raises(ModelError, match=r"mine\.json: is not JSON"):

@@ -1,0 +1,107 @@
+"""Divisors of the rotary frequencies that `pi-lora search` finds, beside the untuned scalings: perplexity in both
+windows and passkeys, on documents and passkeys that the search did not see.
+
+    python benchmarks/search.py builtin
+    python scripts/fetch_model.py smollm2_135m_instruct
+    python benchmarks/search.py smollm2
+
+The built-in model is searched at 1,024 tokens on the last of twelve documents, and measured on the others. SmolLM2 is
+searched at 16,384 tokens on the validation novels of experiment.py, and measured on the test novels. A command whose
+result exists is left out.
+"""
+
+import sys
+from collections.abc import Iterator, Mapping
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import record  # first: it finds scripts/
+from experiment import BASE, BOOKS, Command, run_missing, score
+from pages import machines_of, table
+
+from pi_lora.evaluation.suite import MEASUREMENTS
+from pi_lora.report.comparison import compare
+
+RESULTS = Path("benchmarks/results/search")
+YARN = "yarn"
+FOUND = "factors"
+ROWS = ("base", YARN, "theta", "llama3", "cope", "drop", FOUND)
+# The model, the target in tokens, the dtype, and options of the search, of perplexity and of passkeys.
+SETTINGS = {
+    "builtin": (
+        "builtin:tiny",
+        "1024",
+        "float32",
+        "--minutes 5",
+        "--documents 11 --windows 256,1024 --truncate 2048",
+        "--depths 8 --trials 10 --seed 11",
+    ),
+    "smollm2": (
+        BASE,
+        "16384",
+        "bfloat16",
+        f"--data {BOOKS}/validation",
+        f"--data {BOOKS}/test/*[0-9].txt --windows 8192,16384 --truncate 16384 --stride 8192",
+        "--depths 8 --trials 5 --seed 11",
+    ),
+}
+
+
+def commands(name: str) -> Iterator[Command]:
+    """Yield the commands in order."""
+    model, target, dtype, searched, text, passkeys = SETTINGS[name]
+    file = RESULTS / f"{name}.json"
+    # The rows below are the test of the search.
+    words = f"{searched} --documents 1 --trials 1 --target {target} --dtype {dtype} --output {file}"
+    yield file, ["search", model, *words.split()]
+    for row in ROWS:
+        extended = [model, "--target", target]
+        measured = partial(score, results=RESULTS / name, dtype=dtype)
+        if row != "base":
+            extended += ["--scaling", row]
+        if row == FOUND:
+            extended += ["--factors", str(file)]
+        yield measured("perplexity", row, [model] if row == "base" else extended, *text.split())
+        yield measured("passkey", row, extended, *passkeys.split())
+
+
+def cells(name: str, row: str) -> dict[str, str]:
+    """The perplexity in both windows and the share of passkeys by heading, as far as they are measured: the value, and
+    its change from that of YaRN with the paired interval.
+    """
+    texts = {}
+    for measurement in ("perplexity", "passkey"):
+        contents = [record.read(f"search/{name}/{measurement}-{each}") for each in (YARN, row)]
+        if all(contents):
+            for change in compare(*map(MEASUREMENTS[measurement].scores.model_validate, contents)):
+                if change.unit != "tokens":
+                    bounds = " to ".join(f"{bound:+.1f}" for bound in change.interval or ())
+                    beside = f"; {change.change:+.1f} {change.unit} ({bounds})" if bounds else ""
+                    texts[change.measurement] = f"{change.run:.2f}{beside}"
+    return texts
+
+
+def tables(_: Mapping[str, Any]) -> Iterator[str]:
+    """A table for each model, a scaling a row; the search, and the machines."""
+    for name, (model, *_rest) in SETTINGS.items():
+        measured = {row: texts for row in ROWS if (texts := cells(name, row))}
+        if measured:
+            headings = measured[YARN]
+            rows = [(row, *(texts.get(each, "not measured") for each in headings)) for row, texts in measured.items()]
+            yield from table((model, *headings), rows)
+            found = record.read(f"search/{name}")
+            cost = f"{found['candidates']} candidates, {found['options']['minutes']:.0f} minutes"
+            yield f"\nPasskeys in %; changes beside untuned YaRN, paired, 95 %. The search: {cost}.\n"
+            yield from machines_of(record.read(f"search/{name}/machines"))
+            yield ""
+
+
+def main() -> None:
+    name = sys.argv[-1]
+    (RESULTS / name).mkdir(parents=True, exist_ok=True)
+    run_missing(commands(name))
+
+
+if __name__ == "__main__":
+    main()

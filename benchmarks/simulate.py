@@ -1,0 +1,388 @@
+"""A training step on fake tensors: the bytes and operations of the real program, without its numbers or its device.
+
+    python benchmarks/simulate.py RECIPE GPU [key=value ...]
+
+transformers, PEFT, TRL and torch run as in `pi-lora train`, on tensors that have a shape, a dtype and a device but no
+memory (torch's FakeTensorMode). Every storage is counted while it lives. Replaced are the kernels that need the device:
+attention, the Triton kernels of TRL's loss, which allocate nothing, and the quantized layers of bitsandbytes. All
+tokens have labels. Not simulated are the allocator, libraries, loading, and measurements during training.
+"""
+
+import sys
+import time
+import weakref
+from collections import Counter
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any
+from unittest.mock import patch
+
+import torch
+from peft.helpers import disable_input_dtype_casting
+from torch import nn
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+from torch.utils.flop_counter import flop_registry
+from transformers import masking_utils, AutoConfig, AutoModelForCausalLM, PreTrainedConfig
+from trl.kernels import chunked_logprob
+from trl.trainer import utils as of_trl
+
+from pi_lora.models import attention
+from pi_lora.models.adapter import prepare_for_tuning, without_known_warnings
+from pi_lora.models.attention import BLOCK_ON_GPU, BlockwiseMask, use_blockwise
+from pi_lora.models.quiet import quiet_loading
+from pi_lora.models.resolve import resolve_for_training
+from pi_lora.planning.gpus import CPU, Gpu, find_gpu
+from pi_lora.planning.memory import ADAMW_8BIT, NF4
+from pi_lora.planning.training_plan import plan_training
+from pi_lora.recipe.files import load_recipe
+from pi_lora.recipe.schema import Recipe
+from pi_lora.training.loss import compute_loss_in_place
+from pi_lora.training.trainer import _checkpointing_options, _change_modules
+
+aten = torch.ops.aten
+COUNTED = {
+    **flop_registry,
+    aten._grouped_mm: None,
+    aten._scaled_dot_product_flash_attention_for_cpu: flop_registry[aten._scaled_dot_product_flash_attention],
+    aten._scaled_dot_product_flash_attention_for_cpu_backward: flop_registry[
+        aten._scaled_dot_product_flash_attention_backward
+    ],
+}
+
+
+def attend(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    attn_mask: torch.Tensor | None = None,
+    dropout_p: float = 0.0,
+    is_causal: bool = False,
+    scale: float | None = None,
+    enable_gqa: bool = False,
+    *,
+    on_cpu: bool = False,
+) -> torch.Tensor:
+    """Return the output of the kernel that torch chooses: FlashAttention; with a mask on a GPU the memory-efficient
+    one, for which the mask becomes numbers.
+    """
+    if torch.is_autocast_enabled("cpu"):
+        query, key, value = (tensor.to(torch.bfloat16) for tensor in (query, key, value))
+    if attn_mask is not None and attn_mask.dtype == torch.bool:
+        attn_mask = torch.zeros_like(attn_mask, dtype=query.dtype)
+    if on_cpu:
+        output, *_ = aten._scaled_dot_product_flash_attention_for_cpu(
+            query, key, value, dropout_p, is_causal, attn_mask=attn_mask, scale=scale
+        )
+    elif attn_mask is None:
+        output, *_ = aten._scaled_dot_product_flash_attention(query, key, value, dropout_p, is_causal, scale=scale)
+    else:
+        mask = attn_mask.expand(*query.shape[:3], key.shape[2])
+        output, *_ = aten._scaled_dot_product_efficient_attention(
+            query, key, value, mask, True, dropout_p, is_causal, scale=scale
+        )
+    return output
+
+
+def operations(packet: Any, args: Any, kwargs: Any, made: Any) -> float:
+    """Return the operations of a kernel. Causal attention leaves half of the pairs out. Backwards of attention count
+    four products, as a plan does, without the one that is computed again.
+    """
+    if packet is aten._grouped_mm:
+        return 2.0 * args[0].numel() * args[1].shape[-1]
+    shaped = args[:3] if packet is aten.addmm else args
+    flops = float(COUNTED[packet](*shaped, **kwargs, out_val=made))
+    name = str(packet)
+    if "flash" in name and any(arg is True for arg in args):
+        flops /= 2
+    if "attention_backward" in name or "for_cpu_backward" in name:
+        flops *= 4 / 5
+    return flops
+
+
+class Simulation(TorchDispatchMode):
+    """Counts operations, and the bytes of storages that live, by the part of a step that made them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.part = "weights"
+        self.parts: dict[int, str] = {}
+        self.now: Counter[str] = Counter()
+        self.total = 0
+        self.most = 0
+        self.at_most: Counter[str] = Counter()
+        self.flops = 0.0
+
+    def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        made = self.run(function, args, kwargs)
+        packet = function.overloadpacket
+        if packet in COUNTED:
+            self.flops += operations(packet, args, kwargs, made)
+        for tensor in tree_leaves(made):
+            if isinstance(tensor, torch.Tensor):
+                self.follow(tensor.untyped_storage())
+        return made
+
+    def run(self, function: Any, args: Any, kwargs: Any) -> Any:
+        """Run an operation. What a mask of tokens selects is all of them: the mask has no values."""
+        if function is aten.index.Tensor and args[1][0].dtype == torch.bool:
+            tensor = args[0]
+            return tensor.new_empty(args[1][0].numel(), *tensor.shape[args[1][0].dim() :])
+        if function is aten.masked_select.default:
+            return args[0].new_empty(args[0].numel())
+        if function is aten._local_scalar_dense.default:
+            return True
+        if function is aten._grouped_mm.default:
+            left, right, offsets = args[0], args[1], kwargs.get("offs", args[-1])
+            experts = (len(offsets),) if right.dim() == 2 else ()
+            return left.new_empty(*experts, left.shape[0], right.shape[-1])
+        if function.overloadpacket in (aten.index_put, aten._index_put_impl_, aten._unsafe_index_put):
+            if args[1][0].dtype == torch.bool:
+                return args[0] if "_impl_" in str(function) else torch.empty_like(args[0])
+        return function(*args, **kwargs)
+
+    def follow(self, storage: torch.UntypedStorage) -> None:
+        """Count a storage until it is freed."""
+        key = storage._cdata
+        if key in self.parts:
+            return
+        size = storage.nbytes()
+        self.parts[key] = self.part
+        self.now[self.part] += size
+        self.total += size
+        if self.total > self.most:
+            self.most = self.total
+            self.at_most = self.now.copy()
+        weakref.finalize(storage, self.forget, key, size)
+
+    def forget(self, key: int, size: int) -> None:
+        """No longer count a storage."""
+        self.now[self.parts.pop(key)] -= size
+        self.total -= size
+
+    def move(self, tensor: torch.Tensor, part: str) -> None:
+        """Count the storage of a tensor as another part."""
+        storage = tensor.untyped_storage()
+        self.now[self.parts[storage._cdata]] -= storage.nbytes()
+        self.now[part] += storage.nbytes()
+        self.parts[storage._cdata] = part
+
+
+class Dequantized(torch.autograd.Function):
+    """The product with a matrix that is dequantized for the forward and again for the backward, as in bitsandbytes."""
+
+    @staticmethod
+    def forward(ctx: Any, inputs: torch.Tensor, layer: nn.Linear) -> torch.Tensor:
+        ctx.layer = layer
+        return nn.functional.linear(inputs, layer.dequantized(inputs.dtype))
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> Any:
+        return gradient @ ctx.layer.dequantized(gradient.dtype), None
+
+
+class NF4Linear(nn.Linear):
+    """A linear layer whose weight takes the bytes of NF4."""
+
+    def quantize(self) -> None:
+        """Replace the weight by bytes."""
+        self.weight = nn.Parameter(torch.empty(round(self.weight.numel() * NF4), dtype=torch.uint8), requires_grad=False)
+
+    def dequantized(self, dtype: torch.dtype) -> torch.Tensor:
+        """Return the weight in a dtype."""
+        return torch.empty(self.out_features, self.in_features, dtype=dtype)
+
+    def forward(self, inputs: torch.Tensor) -> torch.Tensor:
+        dtype = torch.get_autocast_dtype("cpu") if torch.is_autocast_enabled("cpu") else inputs.dtype
+        output = Dequantized.apply(inputs.to(dtype), self)
+        return output if self.bias is None else output + self.bias.to(dtype)
+
+
+def build(recipe: Recipe, config: PreTrainedConfig, dtype: torch.dtype) -> Any:
+    """Return the model that a run tunes."""
+    kernel = None if recipe.model.attention == "auto" else recipe.model.attention
+    with quiet_loading():
+        base = AutoModelForCausalLM.from_config(config, dtype=dtype, attn_implementation=kernel)
+        if kernel is None:
+            use_blockwise(base)
+    if recipe.tuning.method == "qlora":
+        for module in base.modules():
+            if type(module) is nn.Linear and module is not base.get_output_embeddings():
+                module.__class__ = NF4Linear
+    base.requires_grad_(False)
+    tuned = prepare_for_tuning(base, recipe.tuning, "simulated")
+    for module in base.modules():
+        if isinstance(module, NF4Linear):
+            module.quantize()
+    return tuned.train()
+
+
+@dataclass(frozen=True)
+class Simulated:
+    """Bytes at the highest point of a step by part, and operations of one pass by kind."""
+
+    parts: dict[str, int]
+    flops: float
+    seconds: float
+
+    @property
+    def peak(self) -> int:
+        """Bytes at the highest point."""
+        return sum(self.parts.values())
+
+
+def simulate(recipe: Recipe, config: PreTrainedConfig, original: int, gpu: Gpu) -> Simulated:
+    """Simulate a step on `gpu`, after earlier steps, of a model with a window of `original` tokens."""
+    started = time.perf_counter()
+    on_cpu = gpu.name == CPU
+    precision = recipe.computes_in(on_cpu, gpu.bfloat16)
+    dtype = getattr(torch, recipe.dtype_of_base(on_cpu, gpu.bfloat16))
+    tokens = recipe.data.tokens_per_sequence(original, recipe.context.target)
+    simulation = Simulation()
+    with ExitStack() as stack:
+        if not on_cpu:
+            stack.enter_context(kernels_of_a_gpu())
+        with torch.device("meta"):
+            tuned = build(recipe, config, dtype)
+        stack.enter_context(FakeTensorMode(allow_non_fake_inputs=True))
+        make_fake(tuned)
+        prepare(tuned, recipe, on_cpu)
+        stack.enter_context(patch.object(masking_utils, "is_tracing", lambda *_: False))
+        chosen = partial(attend, on_cpu=on_cpu)
+        stack.enter_context(patch.object(nn.functional, "scaled_dot_product_attention", chosen))
+        stack.enter_context(patch.object(attention, "scaled_dot_product_attention", chosen))
+        stack.enter_context(simulation)
+        for tensor in (*tuned.parameters(), *tuned.buffers()):
+            simulation.follow(tensor.untyped_storage())
+        trained = [weight for weight in tuned.parameters() if weight.requires_grad]
+        optimizer = take_step(simulation, recipe, trained, tuned.get_input_embeddings().weight)
+        for weight in trained:
+            weight.register_post_accumulate_grad_hook(lambda weight: simulation.move(weight.grad, "gradients"))
+        mark_parts(simulation, tuned if recipe.tuning.method == "full" else tuned.get_base_model())
+        simulation.part = "activations"
+        ids = torch.zeros(recipe.training.per_device_batch_size, tokens, dtype=torch.long)
+        with disable_input_dtype_casting(tuned, precision != "float32" and not recipe.tuning.dropout):
+            with torch.autocast("cpu", torch.bfloat16, enabled=precision != "float32"):
+                loss = forward(tuned, ids, on_cpu)
+            loss.backward()
+        torch.nn.utils.clip_grad_norm_(trained, 1.0)
+        if recipe.training.optimizer == "adamw":
+            optimizer.step()
+    seconds = time.perf_counter() - started
+    return Simulated(dict(simulation.at_most), simulation.flops, seconds)
+
+
+def forward(tuned: Any, ids: torch.Tensor, on_cpu: bool) -> torch.Tensor:
+    """Return the loss, as the trainers of pi-lora and TRL compute it."""
+    inputs = {"input_ids": ids, "attention_mask": torch.ones_like(ids), "labels": ids, "use_cache": False}
+    if on_cpu:
+        return tuned(**inputs, num_items_in_batch=1)[0]
+    outputs = tuned(**inputs, fused_lm_head=True)
+    return -outputs.log_probs.sum()
+
+
+def make_fake(model: nn.Module) -> None:
+    """Replace the parameters and buffers of a model on the meta device by fake ones; tied ones stay tied."""
+    made: dict[int, Any] = {}
+    for module in model.modules():
+        for tensors in (module._parameters, module._buffers):
+            for name, tensor in tensors.items():
+                if tensor is not None and id(tensor) not in made:
+                    fake = torch.empty_like(tensor, device="cpu")
+                    trains = tensor.requires_grad
+                    made[id(tensor)] = nn.Parameter(fake, trains) if isinstance(tensor, nn.Parameter) else fake
+                if tensor is not None:
+                    tensors[name] = made[id(tensor)]
+
+
+@contextmanager
+def kernels_of_a_gpu() -> Iterator[None]:
+    """Use the blocks of a GPU, and TRL's loss as with Triton, whose kernels allocate nothing."""
+    nothing = lambda *_, **__: None
+    with (
+        patch.object(BlockwiseMask, "size", BLOCK_ON_GPU),
+        patch.object(of_trl, "_use_triton", lambda _: True),
+        patch.object(chunked_logprob, "_forward_tile", nothing),
+        patch.object(chunked_logprob, "_backward_tile", nothing),
+        patch.object(chunked_logprob, "_addmm_fp32", accumulate),
+    ):
+        yield
+
+
+def accumulate(total: torch.Tensor, left: torch.Tensor, right: torch.Tensor) -> None:
+    """Add a product in float32 without a copy, as on CUDA."""
+    torch.addmm(total, left, right, out_dtype=torch.float32, out=total)
+
+
+def prepare(tuned: Any, recipe: Recipe, on_cpu: bool) -> None:
+    """Do what the trainers of pi-lora, TRL and transformers do to a model."""
+    base = tuned if recipe.tuning.method == "full" else tuned.get_base_model()
+    if not on_cpu:
+        of_trl.add_fused_lm_head(base)
+    _change_modules(tuned, recipe, loss_in_place=on_cpu)
+    if recipe.training.activation_checkpointing:
+        if recipe.tuning.method != "full":
+            tuned.enable_input_require_grads()
+        options = _checkpointing_options(recipe) or {}
+        with without_known_warnings():
+            tuned.activation_checkpointing_enable(every_n_layers=options.get("every_n_layers", 1))
+
+
+def mark_parts(simulation: Simulation, base: Any) -> None:
+    """Count what comes after the layers as logits, and what comes before in the backward as temporary."""
+
+    def after_layers(_module: Any, _inputs: Any, outputs: Any) -> None:
+        if simulation.part == "activations":
+            outputs.last_hidden_state.register_hook(before_backward)
+            simulation.part = "logits"
+
+    def before_backward(_gradient: torch.Tensor) -> None:
+        simulation.part = "temporary"
+
+    base.base_model.register_forward_hook(after_layers)
+
+
+def take_step(simulation: Simulation, recipe: Recipe, trained: list[nn.Parameter], embedding: nn.Parameter) -> Any:
+    """Make the moments of the optimizer, and keep the gradients if a step accumulates them."""
+    simulation.part = "gradients"
+    for weight in trained:
+        weight.grad = torch.zeros_like(weight)
+    simulation.part = "optimizer"
+    optimizer = torch.optim.AdamW(trained, fused=True)
+    if recipe.training.optimizer == "adamw":
+        optimizer.step()
+    else:
+        optimizer.moments = [
+            torch.empty(round(weight.numel() * (8 if weight is embedding else ADAMW_8BIT)), dtype=torch.uint8)
+            for weight in trained
+        ]
+    if recipe.training.global_batch_size == recipe.sequences_at_once:
+        optimizer.zero_grad()
+    return optimizer
+
+
+def main() -> None:
+    file, device, *changes = sys.argv[1:]
+    recipe = load_recipe(Path(file), changes).recipe
+    report(recipe, find_gpu(device), file)
+
+
+def report(recipe: Recipe, gpu: Gpu, name: str) -> None:
+    source = resolve_for_training(recipe, shipped=True)
+    plan = plan_training(recipe, source, gpu)
+    simulated = simulate(recipe, AutoConfig.for_model(**source.config), source.original, gpu)
+    sequences = recipe.training.global_batch_size * recipe.training.steps / recipe.training.per_device_batch_size
+    print(f"{name}: planned {plan.memory.highest / 2**30:.2f} GiB, simulated {simulated.peak / 2**30:.2f}, "
+          f"ratio {plan.memory.highest / simulated.peak:.3f}, {simulated.seconds:.1f} s")
+    print({part: round(size / 2**30, 2) for part, size in simulated.parts.items()})
+    print({part: round(size / 2**30, 2) for part, size in plan.memory.components.items()})
+    print(f"{sum(plan.flops) / sequences:.3e}", f"{simulated.flops:.3e}")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,81 @@
+"""Plans of small models beside a training step on fake tensors: benchmarks/simulate.py."""
+
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+from families import on_meta
+from transformers import AutoConfig
+
+sys.path.insert(0, str(Path(__file__).parents[2] / "benchmarks"))
+from simulate import simulate  # noqa: E402
+
+from pi_lora.models.shape import shape_of  # noqa: E402
+from pi_lora.planning.flops import flops_of_training  # noqa: E402
+from pi_lora.planning.gpus import CPU, GPUS  # noqa: E402
+from pi_lora.planning.memory import memory  # noqa: E402
+from pi_lora.recipe.schema import Recipe  # noqa: E402
+
+WIDTHS: dict[str, Any] = {
+    "vocab_size": 32768,
+    "hidden_size": 1024,
+    "intermediate_size": 2816,
+    "num_hidden_layers": 4,
+    "num_attention_heads": 16,
+    "num_key_value_heads": 4,
+    "max_position_embeddings": 2048,
+    "pad_token_id": 0,
+}
+KINDS: dict[str, dict[str, Any]] = {
+    "llama": {},
+    "qwen3": {"head_dim": 64},
+    "gemma2": {"head_dim": 64, "sliding_window": 1024},
+    "gemma3_text": {"head_dim": 64, "sliding_window": 1024, "num_hidden_layers": 6},
+    "mistral": {"sliding_window": 1024},
+    "mixtral": {"num_local_experts": 8, "num_experts_per_tok": 2, "intermediate_size": 1024},
+    "qwen3_moe": {"head_dim": 64, "num_experts": 16, "num_experts_per_tok": 4, "moe_intermediate_size": 512},
+}
+ORIGINAL = 2048
+TOKENS = 4096
+
+
+def ratios(kind: str, device: str, method: str, **training: Any) -> tuple[float, float]:
+    """Planned bytes and operations as shares of the simulated ones."""
+    config = AutoConfig.for_model(kind, **{**WIDTHS, **KINDS[kind]})
+    shape = shape_of(on_meta(config))
+    recipe = Recipe.model_validate(
+        {
+            "model": {"name": "any"},
+            "context": {"target": TOKENS},
+            "tuning": {"method": method},
+            "data": {"source": "text"},
+            "training": {"steps": 1, "warmup_steps": 0, "global_batch_size": 1, **training},
+        }
+    )
+    gpu = GPUS[device]
+    simulated = simulate(recipe, config, ORIGINAL, gpu)
+    in_place = device == CPU
+    flops = flops_of_training(shape, recipe.tuning, recipe.training, TOKENS, loss_in_place=in_place)
+    sequences = recipe.training.global_batch_size
+    planned = memory(shape, recipe, ORIGINAL, gpu).highest
+    return planned / simulated.peak, sum(flops) / sequences / simulated.flops
+
+
+@pytest.mark.parametrize(
+    ("kind", "method", "training"),
+    [
+        ("llama", "qlora", {}),
+        ("llama", "full", {"global_batch_size": 4}),
+        ("llama", "lora", {"activation_checkpointing": False}),
+        ("llama", "lora", {"activation_checkpointing": "selective"}),
+        ("llama", "lora", {"activation_checkpointing": 3}),
+        ("llama", "full", {"mlp_chunk_tokens": 1024}),
+        ("qwen3", "lora", {"optimizer": "paged_adamw_8bit"}),
+        ("gemma3_text", "lora", {"global_batch_size": 4}),
+        ("mistral", "full", {}),
+    ],
+    ids=str,
+)
+def test_planned_steps_are_those_that_are_simulated(kind: str, method: str, training: dict[str, Any]) -> None:
+    assert ratios(kind, "H100", method, **training) == pytest.approx((1, 1), rel=0.05)
