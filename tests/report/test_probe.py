@@ -21,7 +21,16 @@ from pi_lora.evaluation import perplexity
 from pi_lora.evaluation.measurement import Session
 from pi_lora.evaluation.passkey import Passkey
 from pi_lora.evaluation.perplexity import Perplexity
-from pi_lora.evaluation.probe import Probe, Probed, TargetResult, choose_best, next_command, probe, read_probe, traits_line
+from pi_lora.evaluation.probe import (
+    Probe,
+    Probed,
+    TargetResult,
+    choose_best,
+    next_command,
+    probe,
+    read_probe,
+    traits_line,
+)
 from pi_lora.models.resolve import resolve_model
 from pi_lora.recipe.evaluation import PasskeyOptions, PerplexityOptions, ProbeOptions
 from pi_lora.recipe.files import dump_recipe
