@@ -33,7 +33,7 @@ SETTINGS = {
         "builtin:tiny",
         "1024",
         "float32",
-        "--minutes 5",
+        "--minutes 3",
         "--documents 11 --windows 256,1024 --truncate 2048",
         "--depths 8 --trials 10 --seed 11",
     ),

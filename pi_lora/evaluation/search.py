@@ -6,7 +6,7 @@ asks many needles one after the other, and the text around them is scored as wel
 
 - the loss of the needles: numbers that were stated at all depths of the text, and are asked for at the end;
 - the loss of the key tokens: those whose loss falls by distant context under a start (evaluation/context.py);
-- what the original window loses against the unscaled base, times `PENALTY`.
+- what text in both windows loses against the unscaled base in its own window, times `PENALTY`.
 
 The evolution begins with the divisors of YaRN, theta, llama3 and CoPE. No dimension is taken as critical: any smooth
 change of neighboring divisors is tried, as long as no frequency is divided by less than a higher one. A child first
@@ -46,7 +46,7 @@ from pi_lora.storage import digest_of
 from pi_lora.types import SILENT, UI, Json
 
 STARTS: tuple[Method, ...] = ("yarn", "theta", "llama3", "cope")
-# A nat that the text of the original window loses costs as much as this many nats of a needle.
+# A nat that the text loses costs as much as this many nats of a needle.
 PENALTY = 10.0
 # Needles of a text, and the tokens of a short text with the chunks that are spread over the target window.
 NEEDLES = 24
@@ -93,13 +93,13 @@ class Exam(NamedTuple):
 
 
 class Scored(BaseModel):
-    """The losses of a candidate in nats: of the needles, of the key tokens, and of text in the original window. `value`
-    is what the search minimizes.
+    """The losses of a candidate in nats: of the needles, of the key tokens, and of the text. `value` is what the search
+    minimizes.
     """
 
     needles: float
     key_tokens: float
-    original_window: float
+    text: float
     value: float
 
 
@@ -137,6 +137,7 @@ class Searched:
         # The first half of the window is left out: its tokens have little before them.
         self.half = base.window // 2
         self.long = self._exam(self.target, rng, chunks=1, first=self.half)
+        self.text_tokens = self.long.answers[0] - 1
         self.unscaled = self._unscaled_losses()
         self.rotary = [
             (part, name, plain.clone())
@@ -221,18 +222,18 @@ class Searched:
         """
         far = torch.tensor(starts).min(dim=0).values
         is_key = (self.unscaled - far > LEAST_GAIN) & (far < MOST_LOSS)
-        return [token for token in range(self.half, self.long.answers[0] - 1) if is_key[token]]
+        return [token for token in range(self.half, self.text_tokens) if is_key[token]]
 
     def score(self, losses: Sequence[float], key_tokens: Sequence[int]) -> Scored:
         """Return the scores of a candidate from the losses of the long text."""
         needle_loss = self.long.needle_loss(losses)
         key_loss = fmean(losses[token] for token in key_tokens) if key_tokens else 0.0
-        original_loss = fmean(losses[: self.half])
-        lost = max(0.0, original_loss - fmean(self.unscaled[: self.half].tolist()))
+        text_loss = fmean(losses[: self.text_tokens])
+        lost = max(0.0, text_loss - self.unscaled[: self.text_tokens].mean().item())
         return Scored(
             needles=needle_loss,
             key_tokens=key_loss,
-            original_window=original_loss,
+            text=text_loss,
             value=needle_loss + key_loss + PENALTY * lost,
         )
 
