@@ -1,24 +1,31 @@
 """The memory that `pi-lora plan` computes for a CPU, beside the peak of the training process: a row a setting.
 
-    python benchmarks/plan_memory.py
+    python benchmarks/plan_memory.py [--simulate]
 
 Each row is a process of its own that tunes two steps; its peak is that of the whole process (resident), libraries
 included, as training.jsonl has it. The plan is that for this machine, as `pi-lora train` makes it. Rows of 8 layers are
 of a random model with SmolLM2's widths, so that none takes two minutes. A row is kept in
 benchmarks/results/plan_memory.json when it is measured. Rows of Gemma 3 need the 270M model as
 models/gemma3_270m, and are left out without it.
+
+--simulate measures nothing: it writes, beside the plans, the bytes of a training step on fake tensors (simulate.py), of
+these rows and of the shipped recipes on one device each.
 """
 
+import sys
 import tempfile
+from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
-from record import training_log, write_row
+from record import read, training_log, write, write_row
 
 from pi_lora.models.files import BUILTIN_FOLDER
 from pi_lora.models.resolve import resolve_for_training
-from pi_lora.planning.gpus import device_here
+from pi_lora.planning.gpus import CPU, Gpu, device_here, find_gpu
 from pi_lora.planning.training_plan import plan_training
-from pi_lora.recipe.files import load_recipe
+from pi_lora.recipe.files import load_recipe, recipe_paths, shipped_recipes
+from pi_lora.recipe.schema import Recipe
 
 TINY = ("model.name=builtin:tiny", "context.original=256", "context.target=4096")
 GEMMA_FOLDER = "models/gemma3_270m"
@@ -45,6 +52,13 @@ ROWS: dict[str, tuple[int, int | None, tuple[str, ...]]] = {
     "Gemma 3, LoRA, checkpointing, sdpa": (8192, None, (*GEMMA, CHECKPOINTING, "model.attention=sdpa")),
     "gpt-oss, LoRA": (4096, GPT_OSS, ()),
 }
+ONE_DEVICE = (
+    "hardware.gpus=null",
+    "hardware.machines=1",
+    "hardware.context_parallel=1",
+    "hardware.offload_activations=false",
+    "evaluation.every=null",
+)
 MODEL = "models/smollm2_135m_instruct"
 DATA = "builtin:stdlib"
 RECIPE = """# Two steps on a CPU.
@@ -96,36 +110,86 @@ def random_model(folder: Path, vocabulary: int) -> Path:
     return folder
 
 
+def settings(folder: Path) -> Iterator[tuple[str, Path, tuple[str, ...]]]:
+    """Yield the rows that this machine has models for: names, recipe files, and changes."""
+    for row, (tokens, vocabulary, changes) in ROWS.items():
+        if GEMMA[0] in changes and not Path(GEMMA_FOLDER).exists():
+            continue
+        model = folder / str(vocabulary) if vocabulary else MODEL
+        if vocabulary and not Path(model).exists():
+            random_model(folder / str(vocabulary), vocabulary)
+        recipe = folder / "two_steps.yaml"
+        recipe.write_text(RECIPE.format(model=model, data=DATA), encoding="utf-8")
+        if "data.positions=contiguous" not in changes:
+            changes = (f"data.sequence_tokens={tokens}", *changes)
+        yield row, recipe, changes
+
+
+def measure(row: str, file: Path, changes: tuple[str, ...]) -> None:
+    """Measure a row, and keep it beside its plan."""
+    recipe = load_recipe(file, changes).recipe
+    plan = plan_training(recipe, resolve_for_training(recipe, shipped=True), device_here())
+    log = training_log(str(file), *changes, "--force")
+    peak = log[-1]["peak_memory"]
+    shape = plan.target.shape
+    planned = plan.memory.peak
+    result = {
+        "tokens": plan.sequence_tokens,
+        "vocabulary": shape.vocabulary,
+        "layers": shape.layers,
+        "planned": planned,
+        "measured": peak,
+        "ratio": planned / peak,
+    }
+    write_row("plan_memory", ("rows", row), result)
+    print(f"{row}: planned {planned / 2**30:.2f} GiB, measured {peak / 2**30:.2f} GiB")
+
+
+def simulated(recipe: Recipe, gpu: Gpu) -> dict[str, Any]:
+    """The tensors and operations of a step, planned and simulated."""
+    from simulate import simulate
+    from transformers import AutoConfig
+
+    source = resolve_for_training(recipe, shipped=True)
+    plan = plan_training(recipe, source, gpu)
+    config = AutoConfig.for_model(**source.config)
+    step = simulate(recipe, config, source.original, gpu)
+    training = recipe.training
+    sequences = training.steps * training.global_batch_size / training.per_device_batch_size
+    return {
+        "method": recipe.tuning.method,
+        "device": gpu.name,
+        "tokens": plan.sequence_tokens,
+        "planned_tensors": plan.memory.highest,
+        "simulated_tensors": step.peak,
+        "parts": step.parts,
+        "planned_flops": sum(plan.flops) / sequences,
+        "simulated_flops": step.flops,
+    }
+
+
+def simulate_all(folder: Path) -> None:
+    """Simulate the rows, and the shipped recipes on one device each, without measurements between steps."""
+    result = read("plan_memory")
+    for row, file, changes in settings(folder):
+        recipe = load_recipe(file, changes).recipe
+        result["rows"][row] |= simulated(recipe, device_here())
+    result["recipes"] = {}
+    for file in recipe_paths(shipped_recipes()):
+        recipe = load_recipe(file, ONE_DEVICE).recipe
+        gpu = find_gpu(recipe.hardware.gpu or CPU)
+        result["recipes"][file.stem if file.parent.name == "recipes" else f"paper/{file.stem}"] = simulated(recipe, gpu)
+        print(file, flush=True)
+    write("plan_memory", result)
+
+
 def main() -> None:
-    gpu = device_here()
     with tempfile.TemporaryDirectory() as temporary:
-        for row, (tokens, vocabulary, changes) in ROWS.items():
-            if GEMMA[0] in changes and not Path(GEMMA_FOLDER).exists():
-                continue
-            folder = Path(temporary) / str(vocabulary)
-            if vocabulary and not folder.exists():
-                random_model(folder, vocabulary)
-            recipe = Path(temporary) / "two_steps.yaml"
-            model = folder if vocabulary else MODEL
-            recipe.write_text(RECIPE.format(model=model, data=DATA), encoding="utf-8")
-            if "data.positions=contiguous" not in changes:
-                changes = (f"data.sequence_tokens={tokens}", *changes)
-            resolved = load_recipe(recipe, changes).recipe
-            plan = plan_training(resolved, resolve_for_training(resolved, shipped=True), gpu)
-            log = training_log(str(recipe), *changes, "--force")
-            peak = log[-1]["peak_memory"]
-            shape = plan.target.shape
-            planned = plan.memory.peak
-            result = {
-                "tokens": tokens,
-                "vocabulary": shape.vocabulary,
-                "layers": shape.layers,
-                "planned": planned,
-                "measured": peak,
-                "ratio": planned / peak,
-            }
-            write_row("plan_memory", ("rows", row), result)
-            print(f"{row}: planned {planned / 2**30:.2f} GiB, measured {peak / 2**30:.2f} GiB")
+        if "--simulate" in sys.argv:
+            simulate_all(Path(temporary))
+            return
+        for row, file, changes in settings(Path(temporary)):
+            measure(row, file, changes)
 
 
 if __name__ == "__main__":

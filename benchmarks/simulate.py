@@ -1,24 +1,19 @@
 """A training step on fake tensors: the bytes and operations of the real program, without its numbers or its device.
 
-    python benchmarks/simulate.py RECIPE GPU [key=value ...]
-
 transformers, PEFT, TRL and torch run as in `pi-lora train`, on tensors that have a shape, a dtype and a device but no
 memory (torch's FakeTensorMode). Every storage is counted while it lives. Replaced are the kernels that need the device:
 attention, the Triton kernels of TRL's loss, which allocate nothing, and the quantized layers of bitsandbytes. All
 tokens have labels. Not simulated are the allocator, libraries, loading, and measurements during training.
 """
 
-import sys
-import time
 import weakref
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from functools import partial
-from pathlib import Path
 from typing import Any
-from unittest.mock import patch
+from unittest.mock import MagicMock, patch
 
 import torch
 from peft.helpers import disable_input_dtype_casting
@@ -27,7 +22,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from torch.utils.flop_counter import flop_registry
-from transformers import masking_utils, AutoConfig, AutoModelForCausalLM, PreTrainedConfig
+from transformers import AutoModelForCausalLM, PreTrainedConfig, masking_utils
 from trl.kernels import chunked_logprob
 from trl.trainer import utils as of_trl
 
@@ -35,14 +30,10 @@ from pi_lora.models import attention
 from pi_lora.models.adapter import prepare_for_tuning, without_known_warnings
 from pi_lora.models.attention import BLOCK_ON_GPU, BlockwiseMask, use_blockwise
 from pi_lora.models.quiet import quiet_loading
-from pi_lora.models.resolve import resolve_for_training
-from pi_lora.planning.gpus import CPU, Gpu, find_gpu
+from pi_lora.planning.gpus import CPU, Gpu
 from pi_lora.planning.memory import ADAMW_8BIT, NF4
-from pi_lora.planning.training_plan import plan_training
-from pi_lora.recipe.files import load_recipe
 from pi_lora.recipe.schema import Recipe
-from pi_lora.training.loss import compute_loss_in_place
-from pi_lora.training.trainer import _checkpointing_options, _change_modules
+from pi_lora.training.trainer import _change_modules, _checkpointing_options
 
 aten = torch.ops.aten
 COUNTED = {
@@ -59,14 +50,14 @@ def attend(
     query: torch.Tensor,
     key: torch.Tensor,
     value: torch.Tensor,
+    *,
     attn_mask: torch.Tensor | None = None,
     dropout_p: float = 0.0,
     is_causal: bool = False,
     scale: float | None = None,
-    enable_gqa: bool = False,
-    *,
-    on_cpu: bool = False,
-) -> torch.Tensor:
+    on_cpu: bool,
+    **_: Any,
+) -> Any:
     """Return the output of the kernel that torch chooses: FlashAttention; with a mask on a GPU the memory-efficient
     one, for which the mask becomes numbers.
     """
@@ -74,21 +65,19 @@ def attend(
         query, key, value = (tensor.to(torch.bfloat16) for tensor in (query, key, value))
     if attn_mask is not None and attn_mask.dtype == torch.bool:
         attn_mask = torch.zeros_like(attn_mask, dtype=query.dtype)
+    inputs = (query, key, value)
+    options = (dropout_p, is_causal)
     if on_cpu:
-        output, *_ = aten._scaled_dot_product_flash_attention_for_cpu(
-            query, key, value, dropout_p, is_causal, attn_mask=attn_mask, scale=scale
-        )
-    elif attn_mask is None:
-        output, *_ = aten._scaled_dot_product_flash_attention(query, key, value, dropout_p, is_causal, scale=scale)
-    else:
-        mask = attn_mask.expand(*query.shape[:3], key.shape[2])
-        output, *_ = aten._scaled_dot_product_efficient_attention(
-            query, key, value, mask, True, dropout_p, is_causal, scale=scale
-        )
-    return output
+        flash_on_cpu = aten._scaled_dot_product_flash_attention_for_cpu
+        return flash_on_cpu(*inputs, *options, attn_mask=attn_mask, scale=scale)[0]
+    if attn_mask is None:
+        return aten._scaled_dot_product_flash_attention(*inputs, *options, scale=scale)[0]
+    bias = attn_mask.expand(*query.shape[:3], key.shape[2])
+    keeps_sums = True
+    return aten._scaled_dot_product_efficient_attention(*inputs, bias, keeps_sums, *options, scale=scale)[0]
 
 
-def operations(packet: Any, args: Any, kwargs: Any, made: Any) -> float:
+def operations(packet: Any, args: Any, kwargs: Any, made: Any) -> Any:
     """Return the operations of a kernel. Causal attention leaves half of the pairs out. Backwards of attention count
     four products, as a plan does, without the one that is computed again.
     """
@@ -104,11 +93,11 @@ def operations(packet: Any, args: Any, kwargs: Any, made: Any) -> float:
     return flops
 
 
-class Simulation(TorchDispatchMode):
+class Simulation(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """Counts operations, and the bytes of storages that live, by the part of a step that made them."""
 
     def __init__(self) -> None:
-        super().__init__()
+        super().__init__()  # type: ignore[no-untyped-call]
         self.part = "weights"
         self.parts: dict[int, str] = {}
         self.now: Counter[str] = Counter()
@@ -141,9 +130,10 @@ class Simulation(TorchDispatchMode):
             left, right, offsets = args[0], args[1], kwargs.get("offs", args[-1])
             experts = (len(offsets),) if right.dim() == 2 else ()
             return left.new_empty(*experts, left.shape[0], right.shape[-1])
-        if function.overloadpacket in (aten.index_put, aten._index_put_impl_, aten._unsafe_index_put):
-            if args[1][0].dtype == torch.bool:
-                return args[0] if "_impl_" in str(function) else torch.empty_like(args[0])
+        if function is aten.index_put.default and args[1][0].dtype == torch.bool:
+            return torch.empty_like(args[0])
+        if function is aten._index_put_impl_.default and args[1][0].dtype == torch.bool:
+            return args[0]
         return function(*args, **kwargs)
 
     def follow(self, storage: torch.UntypedStorage) -> None:
@@ -177,7 +167,7 @@ class Dequantized(torch.autograd.Function):
     """The product with a matrix that is dequantized for the forward and again for the backward, as in bitsandbytes."""
 
     @staticmethod
-    def forward(ctx: Any, inputs: torch.Tensor, layer: nn.Linear) -> torch.Tensor:
+    def forward(ctx: Any, inputs: torch.Tensor, layer: Any) -> torch.Tensor:
         ctx.layer = layer
         return nn.functional.linear(inputs, layer.dequantized(inputs.dtype))
 
@@ -191,15 +181,17 @@ class NF4Linear(nn.Linear):
 
     def quantize(self) -> None:
         """Replace the weight by bytes."""
-        self.weight = nn.Parameter(torch.empty(round(self.weight.numel() * NF4), dtype=torch.uint8), requires_grad=False)
+        self.weight = nn.Parameter(
+            torch.empty(round(self.weight.numel() * NF4), dtype=torch.uint8), requires_grad=False
+        )
 
-    def dequantized(self, dtype: torch.dtype) -> torch.Tensor:
+    def dequantized(self, dtype: torch.dtype) -> Any:
         """Return the weight in a dtype."""
         return torch.empty(self.out_features, self.in_features, dtype=dtype)
 
-    def forward(self, inputs: torch.Tensor) -> torch.Tensor:
+    def forward(self, inputs: torch.Tensor) -> Any:
         dtype = torch.get_autocast_dtype("cpu") if torch.is_autocast_enabled("cpu") else inputs.dtype
-        output = Dequantized.apply(inputs.to(dtype), self)
+        output = Dequantized.apply(inputs.to(dtype), self)  # type: ignore[no-untyped-call]
         return output if self.bias is None else output + self.bias.to(dtype)
 
 
@@ -214,7 +206,7 @@ def build(recipe: Recipe, config: PreTrainedConfig, dtype: torch.dtype) -> Any:
         for module in base.modules():
             if type(module) is nn.Linear and module is not base.get_output_embeddings():
                 module.__class__ = NF4Linear
-    base.requires_grad_(False)
+    base.requires_grad_(requires_grad=False)
     tuned = prepare_for_tuning(base, recipe.tuning, "simulated")
     for module in base.modules():
         if isinstance(module, NF4Linear):
@@ -228,7 +220,6 @@ class Simulated:
 
     parts: dict[str, int]
     flops: float
-    seconds: float
 
     @property
     def peak(self) -> int:
@@ -238,7 +229,6 @@ class Simulated:
 
 def simulate(recipe: Recipe, config: PreTrainedConfig, original: int, gpu: Gpu) -> Simulated:
     """Simulate a step on `gpu`, after earlier steps, of a model with a window of `original` tokens."""
-    started = time.perf_counter()
     on_cpu = gpu.name == CPU
     precision = recipe.computes_in(on_cpu, gpu.bfloat16)
     dtype = getattr(torch, recipe.dtype_of_base(on_cpu, gpu.bfloat16))
@@ -273,11 +263,10 @@ def simulate(recipe: Recipe, config: PreTrainedConfig, original: int, gpu: Gpu) 
         torch.nn.utils.clip_grad_norm_(trained, 1.0)
         if recipe.training.optimizer == "adamw":
             optimizer.step()
-    seconds = time.perf_counter() - started
-    return Simulated(dict(simulation.at_most), simulation.flops, seconds)
+    return Simulated(dict(simulation.at_most), simulation.flops)
 
 
-def forward(tuned: Any, ids: torch.Tensor, on_cpu: bool) -> torch.Tensor:
+def forward(tuned: Any, ids: torch.Tensor, on_cpu: bool) -> Any:
     """Return the loss, as the trainers of pi-lora and TRL compute it."""
     inputs = {"input_ids": ids, "attention_mask": torch.ones_like(ids), "labels": ids, "use_cache": False}
     if on_cpu:
@@ -303,7 +292,7 @@ def make_fake(model: nn.Module) -> None:
 @contextmanager
 def kernels_of_a_gpu() -> Iterator[None]:
     """Use the blocks of a GPU, and TRL's loss as with Triton, whose kernels allocate nothing."""
-    nothing = lambda *_, **__: None
+    nothing = MagicMock(return_value=None)
     with (
         patch.object(BlockwiseMask, "size", BLOCK_ON_GPU),
         patch.object(of_trl, "_use_triton", lambda _: True),
@@ -353,7 +342,7 @@ def take_step(simulation: Simulation, recipe: Recipe, trained: list[nn.Parameter
     for weight in trained:
         weight.grad = torch.zeros_like(weight)
     simulation.part = "optimizer"
-    optimizer = torch.optim.AdamW(trained, fused=True)
+    optimizer: Any = torch.optim.AdamW(trained, fused=True)
     if recipe.training.optimizer == "adamw":
         optimizer.step()
     else:
@@ -364,25 +353,3 @@ def take_step(simulation: Simulation, recipe: Recipe, trained: list[nn.Parameter
     if recipe.training.global_batch_size == recipe.sequences_at_once:
         optimizer.zero_grad()
     return optimizer
-
-
-def main() -> None:
-    file, device, *changes = sys.argv[1:]
-    recipe = load_recipe(Path(file), changes).recipe
-    report(recipe, find_gpu(device), file)
-
-
-def report(recipe: Recipe, gpu: Gpu, name: str) -> None:
-    source = resolve_for_training(recipe, shipped=True)
-    plan = plan_training(recipe, source, gpu)
-    simulated = simulate(recipe, AutoConfig.for_model(**source.config), source.original, gpu)
-    sequences = recipe.training.global_batch_size * recipe.training.steps / recipe.training.per_device_batch_size
-    print(f"{name}: planned {plan.memory.highest / 2**30:.2f} GiB, simulated {simulated.peak / 2**30:.2f}, "
-          f"ratio {plan.memory.highest / simulated.peak:.3f}, {simulated.seconds:.1f} s")
-    print({part: round(size / 2**30, 2) for part, size in simulated.parts.items()})
-    print({part: round(size / 2**30, 2) for part, size in plan.memory.components.items()})
-    print(f"{sum(plan.flops) / sequences:.3e}", f"{simulated.flops:.3e}")
-
-
-if __name__ == "__main__":
-    main()

@@ -73,9 +73,10 @@ def flops_of_training(
 
     A product with a weight costs 2 operations per token. Its backward pass costs 2 for the gradient of the input, and 2
     for the gradient of a weight that trains. The two products of attention are causal: 2 x 2 operations per channel for
-    each pair of tokens that a kernel computes. Checkpointed layers are computed again in the backward pass, up to the last
-    input that a gradient needs: of the last product, unless an adapter or a norm follows. Computed again are also MLPs
-    in chunks, attention with soft caps, and the logits by TRL's loss, if not in place. Left out are the optimizer, norms, softmax and state-space recurrences.
+    each pair of tokens that a kernel computes. Checkpointed layers are computed again in the backward pass, but for the
+    last product unless an adapter or a norm follows it. Computed again are also MLPs in chunks, attention with soft
+    caps, and the logits by TRL's loss, if not in place. Left out are the optimizer, norms, softmax and state-space
+    recurrences.
     """
     layers = (shape.linear_weights + shape.active_experts) * 2.0 * tokens
     adapter = adapter_parameters(shape, tuning) * 2.0 * tokens
@@ -95,7 +96,7 @@ def flops_of_training(
         checkpointed -= products
     recomputation = training.checkpointed_layers(shape.layers) / shape.layers * checkpointed
     if in_chunks and not shape.experts:
-        recomputation += 3 * mlp_product
+        recomputation += (2 if tuning.method == "full" else 3) * mlp_product
     if shape.soft_capped and attention == "auto":
         recomputation += products
     if not loss_in_place:

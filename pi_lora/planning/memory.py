@@ -78,8 +78,8 @@ _BACKWARD = {"bfloat16": (2, 2), "autocast": (2, 2), "float32": (4, 4), "casts":
 # LoRA on experts adds a product to the weights of the experts: bytes at the peak per number of one layer's experts. The
 # backward keeps 2.0 of them.
 ADAPTED_EXPERTS = 2.7
-# Tensors of the hidden width for each expert of a token: kept, and added by the backward. Under autocast experts compute
-# in float32 if their weights are float32 (transformers 5.23, `_grouped_mm`).
+# Tensors of the hidden width for each expert of a token: kept, and added by the backward. Experts compute in the dtype
+# of their weights, also under autocast (transformers 5.23, `_grouped_mm`).
 _EXPERTS_KEPT = 2
 _EXPERTS_BACKWARD = 3
 # Tensors of the hidden width at the peak of a chunked MLP, beyond kept ones and those of a chunk; full tuning takes 8.
@@ -247,7 +247,8 @@ def _overhead(shape: Shape, tokens: int, arithmetic: Arithmetic, on_cpu: bool) -
 
 
 def _autocast_copies(shape: Shape, recipe: Recipe, arithmetic: Arithmetic) -> tuple[int, int]:
-    """Return bytes of autocast's bfloat16 copies of float32 weights, but not of experts: of all layers, and of those without checkpointing.
+    """Return bytes of autocast's bfloat16 copies of float32 weights: of all layers, and of those without checkpointing.
+    Experts are not copied.
 
     The backward needs the copies. Checkpointed layers have copies only of weights that train, until the forward pass
     ends.
@@ -304,7 +305,9 @@ def loss_bytes(shape: Shape, tokens: int, arithmetic: Arithmetic, on_cpu: bool) 
     rows = min(shape.vocabulary, LOSS_TILE_VOCABULARY)
     tile = min(tokens, LOSS_TILE_TOKENS) * rows
     if arithmetic == "autocast":
-        tile += 2 * rows * shape.hidden  # copies of the head, for this tile and the last one
+        # Copies of rows of the head: for this tile, and for the one before.
+        copies = 2 if tokens > LOSS_TILE_TOKENS or shape.vocabulary > rows else 1
+        tile += copies * rows * shape.hidden
     if on_cpu:
         tile = min(tokens, LOSS_TOKENS) * shape.vocabulary
     states_and_gradients = 2 * hidden_states(shape, tokens, arithmetic) + tokens * shape.hidden * FLOAT32
@@ -420,7 +423,7 @@ def layer_bytes(
     if tuning.with_norms and not full:
         norms += 4 if arithmetic in WIDE_STREAM else 2  # the normalized values, of norms that train with LoRA
     common = _bytes(shape, norms, heads=heads)
-    experts_hidden = float(shape.experts_per_token)
+    experts_hidden = shape.experts_per_token
     if full and arithmetic in WIDE_STREAM:
         experts_hidden *= 2
     if full and arithmetic == "autocast" and shape.experts:

@@ -9,13 +9,13 @@ from families import on_meta
 from transformers import AutoConfig
 
 sys.path.insert(0, str(Path(__file__).parents[2] / "benchmarks"))
-from simulate import simulate  # noqa: E402
+from simulate import simulate
 
-from pi_lora.models.shape import shape_of  # noqa: E402
-from pi_lora.planning.flops import flops_of_training  # noqa: E402
-from pi_lora.planning.gpus import CPU, GPUS  # noqa: E402
-from pi_lora.planning.memory import memory  # noqa: E402
-from pi_lora.recipe.schema import Recipe  # noqa: E402
+from pi_lora.models.shape import shape_of
+from pi_lora.planning.flops import flops_of_training
+from pi_lora.planning.gpus import CPU, GPUS
+from pi_lora.planning.memory import memory
+from pi_lora.recipe.schema import Recipe
 
 WIDTHS: dict[str, Any] = {
     "vocab_size": 32768,
