@@ -1,6 +1,6 @@
 """Write the tables of docs/families.md: what plans choose for the models that people have, on two GPUs.
 
-python scripts/families.py
+python scripts/family_plans.py
 """
 
 from dataclasses import replace
@@ -34,7 +34,7 @@ HEAD = ("tokens", "GPU", "scaling", "method", "sequences", "checkpointing", "MLP
 
 
 def text_of(model: str) -> str:
-    """The table of a model: a row for each target and GPU, and the last target beyond the model's own window."""
+    """The size of a model and a table: a row for each target and GPU, the last target beyond the model's own window."""
     source = resolve_model(model, shipped=True)
     window = window_of(source.config)
     beyond = max(2 * window, TARGETS[-1])
@@ -50,7 +50,8 @@ def text_of(model: str) -> str:
         except PiLoraError:
             row.append("does not fit")
         rows.append(row)
-    return "\n".join([*table(HEAD, rows), ""])
+    size = f"{source.shape.parameters / 1e9:.1f} billion parameters without towers, a window of {window:,} tokens.\n"
+    return "\n".join([size, *table(HEAD, rows), ""])
 
 
 def cells_of(plan: TrainingPlan) -> list[object]:
