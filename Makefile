@@ -24,6 +24,7 @@ reproduce: .venv/installed
 
 recipes: .venv/installed
 	$(BIN)/python scripts/count_shapes.py
+	$(BIN)/python scripts/family_plans.py
 	$(BIN)/pi-lora recipes --keys > docs/recipes.md
 
 # A worker for each core, of one thread each.

@@ -68,10 +68,9 @@ def stdlib_texts(split: str) -> list[str]:
 @torch.no_grad()
 def held_out_loss(model: torch.nn.Module, rows: torch.Tensor) -> float:
     """Mean loss in nats a token over `rows`, float32."""
-    losses = []
+    losses: list[float] = []
     for batch in torch.split(rows, 16):
-        logits = model(input_ids=batch, use_cache=False).logits[:, :-1].float()
-        loss = torch.nn.functional.cross_entropy(logits.flatten(0, 1), batch[:, 1:].flatten())
+        loss = model(input_ids=batch, labels=batch, use_cache=False).loss
         losses.append(loss.item())
     return sum(losses) / len(losses)
 

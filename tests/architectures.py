@@ -465,7 +465,7 @@ TEXT = """\
 # Which models can be extended
 
 Look up your model's family here, or `model_type` in its `config.json` further below. `pi-lora train RECIPE --dry-run`
-says the same about one model before its weights are read.
+says the same about one model before its weights are read. [Families](families.md) has plans for six models that many use.
 
 | family | rope in its config | window that is read | scalings | engines |
 |---|---|---|---|---|

@@ -1,6 +1,7 @@
 """Every file under recipes/ resolves, and every field of the schema is read by something."""
 
 import ast
+import re
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -47,8 +48,10 @@ def test_a_recipe_fits_on_the_hardware_that_it_names_and_states_its_models_own_w
     assert planned(path, ("context.original=null",)).target.original == plan.target.original
 
 
-def test_shapes_are_shipped_for_the_models_of_the_recipes_and_no_others() -> None:
+def test_shapes_are_shipped_for_the_models_of_the_recipes_and_of_families_and_no_others() -> None:
+    page = (RECIPES.parent / "docs" / "families.md").read_text()
     names = {load_recipe(path).recipe.model.name for path in recipe_paths(RECIPES)}
+    names.update(re.findall(r"<!-- end of (\S+) -->", page))
     assert {shipped_folder(name) for name in names if not name.startswith("builtin:")} == set(SHIPPED_CONFIGS.iterdir())
 
 

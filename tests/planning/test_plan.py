@@ -28,6 +28,7 @@ from pi_lora.planning.gpus import CPU, GIB, GPUS, MIB, device_for, find_gpu, gpu
 from pi_lora.planning.memory import layer_bytes
 from pi_lora.planning.training_plan import Target, TrainingPlan, plan_recipe
 from pi_lora.recipe.schema import Recipe, Training, Tuning
+from pi_lora.scaling.config import full_attention_rope, methods_for, window_of
 
 LLAMA = "huggyllama/llama-7b"
 OPTIMIZERS = ("adamw", "paged_adamw_8bit")
@@ -323,6 +324,16 @@ def test_another_revision_is_not_read_from_shipped_shapes() -> None:
 def test_shipped_shapes_equal_counted_ones(folder: Path) -> None:
     shipped = Shape(**json.loads((folder / "shape.json").read_text()))
     assert shipped == resolve_model(str(folder)).shape, "python scripts/count_shapes.py"
+
+
+@pytest.mark.parametrize("folder", list(SHIPPED_CONFIGS.iterdir()), ids=lambda folder: folder.name)
+def test_a_shipped_config_is_extended_as_transformers_reads_it(folder: Path) -> None:
+    shipped = resolve_model(folder.name.replace("--", "/"), shipped=True).config
+    read = resolve_model(str(folder)).config
+    assert window_of(shipped) == window_of(read)
+    assert methods_for(shipped) == methods_for(read)
+    assert shipped.get("layer_types") == read.get("layer_types")
+    assert full_attention_rope(shipped) == full_attention_rope(read)
 
 
 def test_a_recipe_with_a_shipped_shape_is_planned_without_torch(tmp_path: Path) -> None:
