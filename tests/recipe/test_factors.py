@@ -114,7 +114,7 @@ def test_a_model_is_tuned_measured_and_merged_with_its_divisors(
     assert rope["long_factor"] != [1.0] * 8
     assert (tuned.source.window, tuned.source.scale) == (128, 2)
     merged = pi_lora.merge(run, tmp_path / "merged", check="logits", dtype="float32").folder
-    assert "`factors`: each rotary frequency is divided" in (merged / "README.md").read_text()
+    assert "`factors`: every rotary frequency is divided" in (merged / "README.md").read_text()
     ids = torch.arange(128)[None] % 50
     plain = AutoModelForCausalLM.from_pretrained(merged, dtype=torch.float32)
     with torch.no_grad():
