@@ -28,7 +28,7 @@ from pi_lora.planning.gpus import CPU, GIB, GPUS, MIB, device_for, find_gpu, gpu
 from pi_lora.planning.memory import layer_bytes
 from pi_lora.planning.training_plan import Target, TrainingPlan, plan_recipe
 from pi_lora.recipe.schema import Recipe, Training, Tuning
-from pi_lora.scaling.config import full_attention_rope, methods_for, window_of
+from pi_lora.scaling.config import Extension, full_attention_rope, methods_for, window_of
 
 LLAMA = "huggyllama/llama-7b"
 OPTIMIZERS = ("adamw", "paged_adamw_8bit")
@@ -332,8 +332,9 @@ def test_a_shipped_config_is_extended_as_transformers_reads_it(folder: Path) -> 
     read = resolve_model(str(folder)).config
     assert window_of(shipped) == window_of(read)
     assert methods_for(shipped) == methods_for(read)
-    assert shipped.get("layer_types") == read.get("layer_types")
-    assert full_attention_rope(shipped) == full_attention_rope(read)
+    assert full_attention_rope(shipped).items() <= full_attention_rope(read).items()
+    extension = Extension(2 * window_of(read), scaling=methods_for(read)[0])
+    assert resolve_model(folder.name.replace("--", "/"), extension, shipped=True).extension == extension
 
 
 def test_a_recipe_with_a_shipped_shape_is_planned_without_torch(tmp_path: Path) -> None:
