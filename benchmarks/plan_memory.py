@@ -160,6 +160,7 @@ def simulated(recipe: Recipe, gpu: Gpu) -> dict[str, Any]:
         "method": recipe.tuning.method,
         "device": gpu.name,
         "tokens": plan.sequence_tokens,
+        "planned": plan.memory.peak,
         "planned_tensors": plan.memory.highest,
         "simulated_tensors": step.peak,
         "parts": step.parts,
@@ -172,13 +173,15 @@ def simulate_all(folder: Path) -> None:
     """Simulate the rows, and the shipped recipes on one device each, without measurements between steps."""
     result = read("plan_memory")
     for row, file, changes in settings(folder):
-        recipe = load_recipe(file, changes).recipe
-        result["rows"][row] |= simulated(recipe, device_here())
+        kept = result["rows"][row]
+        kept |= simulated(load_recipe(file, changes).recipe, device_here())
+        kept["ratio"] = kept["planned"] / kept["measured"]
     result["recipes"] = {}
     for file in recipe_paths(shipped_recipes()):
         recipe = load_recipe(file, ONE_DEVICE).recipe
         gpu = find_gpu(recipe.hardware.gpu or CPU)
-        result["recipes"][file.stem if file.parent.name == "recipes" else f"paper/{file.stem}"] = simulated(recipe, gpu)
+        name = file.relative_to(shipped_recipes()).with_suffix("")
+        result["recipes"][str(name)] = simulated(recipe, gpu)
         print(file, flush=True)
     write("plan_memory", result)
 
