@@ -1,6 +1,6 @@
 """The memory that `pi-lora plan` computes for a CPU, beside the peak of the training process: a row a setting.
 
-    python benchmarks/plan_memory.py [--simulate]
+    python benchmarks/plan_memory.py [--simulate [RECIPE DEVICE [key=value ...]]]
 
 Each row is a process of its own that tunes two steps; its peak is that of the whole process (resident), libraries
 included, as training.jsonl has it. The plan is that for this machine, as `pi-lora train` makes it. Rows of 8 layers are
@@ -9,9 +9,10 @@ benchmarks/results/plan_memory.json when it is measured. Rows of Gemma 3 need th
 models/gemma3_270m, and are left out without it.
 
 --simulate measures nothing: it writes, beside the plans, the bytes of a training step on fake tensors (simulate.py), of
-these rows and of the shipped recipes on one device each.
+these rows and of the shipped recipes on one device each. A recipe that is named is simulated alone, and printed.
 """
 
+import json
 import sys
 import tempfile
 from collections.abc import Iterator
@@ -160,6 +161,7 @@ def simulated(recipe: Recipe, gpu: Gpu) -> dict[str, Any]:
         "method": recipe.tuning.method,
         "device": gpu.name,
         "tokens": plan.sequence_tokens,
+        "planned": plan.memory.peak,
         "planned_tensors": plan.memory.highest,
         "simulated_tensors": step.peak,
         "parts": step.parts,
@@ -172,18 +174,26 @@ def simulate_all(folder: Path) -> None:
     """Simulate the rows, and the shipped recipes on one device each, without measurements between steps."""
     result = read("plan_memory")
     for row, file, changes in settings(folder):
-        recipe = load_recipe(file, changes).recipe
-        result["rows"][row] |= simulated(recipe, device_here())
+        kept = result["rows"][row]
+        kept |= simulated(load_recipe(file, changes).recipe, device_here())
+        kept["ratio"] = kept["planned"] / kept["measured"]
     result["recipes"] = {}
     for file in recipe_paths(shipped_recipes()):
         recipe = load_recipe(file, ONE_DEVICE).recipe
         gpu = find_gpu(recipe.hardware.gpu or CPU)
-        result["recipes"][file.stem if file.parent.name == "recipes" else f"paper/{file.stem}"] = simulated(recipe, gpu)
+        name = file.relative_to(shipped_recipes()).with_suffix("")
+        result["recipes"][str(name)] = simulated(recipe, gpu)
         print(file, flush=True)
     write("plan_memory", result)
 
 
 def main() -> None:
+    named = sys.argv[2:]
+    if named:
+        file, device, *changes = named
+        recipe = load_recipe(Path(file), changes).recipe
+        print(json.dumps(simulated(recipe, find_gpu(device)), indent=2))
+        return
     with tempfile.TemporaryDirectory() as temporary:
         if "--simulate" in sys.argv:
             simulate_all(Path(temporary))

@@ -13,7 +13,7 @@ from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
-from unittest.mock import MagicMock, patch
+from unittest.mock import patch
 
 import torch
 from peft.helpers import disable_input_dtype_casting
@@ -292,7 +292,9 @@ def make_fake(model: nn.Module) -> None:
 @contextmanager
 def kernels_of_a_gpu() -> Iterator[None]:
     """Use the blocks of a GPU, and TRL's loss as with Triton, whose kernels allocate nothing."""
-    nothing = MagicMock(return_value=None)
+
+    def nothing(*_: Any, **__: Any) -> None: ...
+
     with (
         patch.object(BlockwiseMask, "size", BLOCK_ON_GPU),
         patch.object(of_trl, "_use_triton", lambda _: True),

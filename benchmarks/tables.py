@@ -64,6 +64,29 @@ def attention(result: Result) -> Lines:
     yield from machines_of(result["rows"])
 
 
+def plan_memory(result: Result) -> Lines:
+    """A training a row: the bytes of tensors by the plan and by the simulation, and the peak of the process."""
+    head = ("", "method", "tokens", "planned tensors", "simulated", "planned operations", "planned peak", "measured")
+    rows = []
+    for name, row in {**result["recipes"], **result["rows"]}.items():
+        tensors = row["planned_tensors"] / row["simulated_tensors"] - 1
+        operations = row["planned_flops"] / row["simulated_flops"] - 1
+        measured = f"{row['measured'] / 2**30:.2f} GiB" if "measured" in row else ""
+        rows.append(
+            (
+                name,
+                f"{row['method']}, {row['device']}",
+                f"{row['tokens']:,}",
+                f"{row['planned_tensors'] / 2**30:.2f} GiB ({tensors:+.1%})",
+                f"{row['simulated_tensors'] / 2**30:.2f} GiB",
+                f"{operations:+.1%}",
+                f"{row['planned'] / 2**30:.2f} GiB",
+                measured,
+            )
+        )
+    yield from table(head, rows)
+
+
 def engines(result: Result) -> Lines:
     """For each case a table, an engine a row: the verdicts of check-server on its prompts."""
     for case, rows in result["cases"].items():
@@ -208,6 +231,7 @@ def perplexity_at_target(run: Result | None) -> str:
 BLOCKS: list[tuple[Path, str, str, Callable[[Result], Iterable[str]]]] = [
     (DOCS / "performance.md", "gpu", "gpu", tables_gpu.tables),
     (DOCS / "performance.md", "attention", "attention", attention),
+    (DOCS / "performance.md", "plan_memory", "plan_memory", plan_memory),
     (DOCS / "results.md", "smollm2", "smollm2_16k/machines", tables_smollm2.tables),
     (DOCS / "experiments.md", "validation", "smollm2_16k/perplexity-validation-tuned-yarn", tables_smollm2.validation),
     (DOCS / "results.md", "probe_builtin", "probe_builtin", probe),

@@ -36,6 +36,8 @@ def trained_parameters(shape: Shape, tuning: Tuning) -> int:
 # Queries of a block, on a CPU at most as many as the window has tokens (models/attention.py).
 BLOCK = 256
 BLOCK_ON_GPU = 1024
+# Channels for attention sinks (models/attention.py).
+SINK_CHANNELS = 8
 
 
 class Blocks(NamedTuple):
@@ -82,7 +84,10 @@ def flops_of_training(
     adapter = adapter_parameters(shape, tuning) * 2.0 * tokens
     head = shape.embedding * 2.0 * tokens
     mlp_product = shape.hidden * shape.intermediate * shape.layers * 2.0 * tokens
-    products = 4.0 * _attention_pairs(shape, tokens, attention, on_cpu=loss_in_place) * shape.queries
+    width = shape.queries
+    if attention == "auto" and shape.in_blocks and not shape.soft_capped:
+        width += SINK_CHANNELS * shape.heads
+    products = 4.0 * _attention_pairs(shape, tokens, attention, on_cpu=loss_in_place) * width
     forward = layers + adapter + products
     weight_gradients = layers if tuning.method == "full" else adapter
     if tuning.method == "full" or (shape.tied and tuning.with_embeddings):

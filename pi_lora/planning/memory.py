@@ -13,7 +13,7 @@ from collections.abc import Mapping
 from typing import Literal, NamedTuple
 
 from pi_lora.models.shape import Shape
-from pi_lora.planning.flops import Blocks, blocks_of, trained_parameters
+from pi_lora.planning.flops import SINK_CHANNELS, Blocks, blocks_of, trained_parameters
 from pi_lora.planning.gpus import CPU, GIB, Gpu
 from pi_lora.recipe.schema import Recipe, Tuning
 
@@ -50,8 +50,6 @@ MEASURED_LOGITS = 10 * 2**28
 # Logits of a measurement on a CPU, and bytes of those that are twice in float32.
 MEASURED_LOGITS_ON_CPU = 2**25
 MEASURED_FLOATS_ON_CPU = 2 * FLOAT32 * 2**21
-# Channels for attention sinks (models/attention.py).
-SINK_CHANNELS = 8
 # Bytes per head and pair of tokens that `eager` keeps in a layer, and has at the peak: the weights, in float32 and in
 # the dtype of the products.
 _EAGER = {FLOAT32: 4, BFLOAT16: 6}
@@ -395,7 +393,7 @@ def _block_numbers(shape: Shape, tokens: int, blocks: Blocks) -> float:
     masks = shape.queries / shape.keys * blocks.pairs
     copies = 2 * shape.keys * (blocks.pairs / blocks.size - tokens)
     width = 1.0
-    if shape.in_blocks:
+    if shape.in_blocks and not shape.soft_capped:
         width += SINK_CHANNELS * shape.heads / shape.queries
     return masks + width * (copies + tokens * shape.queries)
 

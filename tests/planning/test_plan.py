@@ -73,8 +73,18 @@ def test_experts_are_as_wide_as_those_that_a_token_meets() -> None:
 
 def test_attention_costs_its_causal_half_and_a_window_less() -> None:
     shapes = [shape_of(on_meta(small_config("mistral", sliding_window=window))) for window in (None, 4096)]
-    full, sliding = (flops_of_training(shape, Tuning(), ONCE, 8192, loss_in_place=True).forward for shape in shapes)
-    assert full - sliding == pytest.approx(3 * 4 * shapes[0].queries * 4096 * 4096 / 2)
+
+    def saved(attention: str) -> float:
+        full, sliding = (
+            flops_of_training(shape, Tuning(), ONCE, 8192, loss_in_place=True, attention=attention).forward
+            for shape in shapes
+        )
+        return full - sliding
+
+    assert saved("flash_attention_2") == pytest.approx(3 * 4 * shapes[0].queries * 4096 * 4096 / 2)
+    # Blocks of 256 queries meet 17 blocks of keys, the first ones fewer.
+    pairs = 256 * 256 * sum(min(block + 1, 17) for block in range(32))
+    assert saved("auto") == pytest.approx(3 * 4 * shapes[0].queries * (8192 * 8192 / 2 - pairs))
 
 
 def test_kernels_with_masks_compute_all_pairs_of_tokens() -> None:

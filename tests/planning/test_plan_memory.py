@@ -327,7 +327,7 @@ def test_measuring_takes_the_planned_activations(
 def test_constants_of_kernel_and_losses_are_planned() -> None:
     assert flops.BLOCK == attention.BLOCK
     assert flops.BLOCK_ON_GPU == attention.BLOCK_ON_GPU
-    assert memory.SINK_CHANNELS == attention.SINK_CHANNELS
+    assert flops.SINK_CHANNELS == attention.SINK_CHANNELS
     assert memory.MEASURED_LOGITS_ON_CPU == forward.LOGITS_ON_CPU
     assert memory.MEASURED_FLOATS_ON_CPU == 2 * 4 * forward.FLOAT_LOGITS_ON_CPU
 
