@@ -77,7 +77,7 @@ def cells(name: str, row: str) -> dict[str, str]:
             for change in compare(*map(MEASUREMENTS[measurement].scores.model_validate, contents)):
                 if change.unit != "tokens":
                     bounds = " to ".join(f"{bound:+.1f}" for bound in change.interval or ())
-                    beside = f"; {change.change:+.1f} {change.unit} ({bounds})" if bounds else ""
+                    beside = f"; {change.change:+.1f} {change.unit} ({bounds})" if change.change else ""
                     texts[change.measurement] = f"{change.run:.2f}{beside}"
     return texts
 
@@ -88,8 +88,10 @@ def tables(_: Mapping[str, Any]) -> Iterator[str]:
         measured = {row: texts for row in ROWS if (texts := cells(name, row))}
         if measured:
             headings = measured[YARN]
-            rows = [(row, *(texts.get(each, "not measured") for each in headings)) for row, texts in measured.items()]
-            yield from table((model, *headings), rows)
+            yield from table(
+                (model, *headings),
+                [(row, *(texts.get(each, "not measured") for each in headings)) for row, texts in measured.items()],
+            )
             found = record.read(f"search/{name}")
             cost = f"{found['candidates']} candidates, {found['options']['minutes']:.0f} minutes"
             yield f"\nPasskeys in %; changes beside untuned YaRN, paired, 95 %. The search: {cost}.\n"
