@@ -5,9 +5,9 @@ windows and passkeys, on documents and passkeys that the search did not see.
     python scripts/fetch_model.py smollm2_135m_instruct
     python benchmarks/search.py smollm2
 
-The built-in model is searched at 1,024 tokens on the last of twelve documents, and measured on the others. SmolLM2 is
-searched at 16,384 tokens on the validation novels of experiment.py, and measured on the test novels. A command whose
-result exists is left out.
+The built-in model is searched at 1,024 tokens on the last of the first twelve documents, and measured on eleven others
+that the seed draws, none of the twelve. SmolLM2 is searched at 16,384 tokens on the validation novels of experiment.py,
+and measured on the test novels. A command whose result exists is left out.
 """
 
 import sys
@@ -34,8 +34,8 @@ SETTINGS = {
         "1024",
         "float32",
         "--minutes 3",
-        "--documents 11 --windows 256,1024 --truncate 2048",
-        "--depths 8 --trials 10 --seed 11",
+        "--documents 11 --seed 4154 --windows 256,1024 --truncate 2048",
+        "--depths 8 --trials 10 --seed 12",
     ),
     "smollm2": (
         BASE,
