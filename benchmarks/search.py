@@ -5,9 +5,9 @@ windows and passkeys, on documents and passkeys that the search did not see.
     python scripts/fetch_model.py smollm2_135m_instruct
     python benchmarks/search.py smollm2
 
-The built-in model is searched at 1,024 tokens on the last of twelve documents, and measured on the others. SmolLM2 is
-searched at 16,384 tokens on the validation novels of experiment.py, and measured on the test novels. A command whose
-result exists is left out.
+The built-in model is searched at 1,024 tokens on the last of the first twelve documents, and measured on eleven others
+that the seed draws, none of the twelve. SmolLM2 is searched at 16,384 tokens on the validation novels of experiment.py,
+and measured on the test novels. A command whose result exists is left out.
 """
 
 import sys
@@ -34,8 +34,8 @@ SETTINGS = {
         "1024",
         "float32",
         "--minutes 3",
-        "--documents 11 --windows 256,1024 --truncate 2048",
-        "--depths 8 --trials 10 --seed 11",
+        "--documents 11 --seed 4154 --windows 256,1024 --truncate 2048",
+        "--depths 8 --trials 10 --seed 12",
     ),
     "smollm2": (
         BASE,
@@ -77,7 +77,7 @@ def cells(name: str, row: str) -> dict[str, str]:
             for change in compare(*map(MEASUREMENTS[measurement].scores.model_validate, contents)):
                 if change.unit != "tokens":
                     bounds = " to ".join(f"{bound:+.1f}" for bound in change.interval or ())
-                    beside = f"; {change.change:+.1f} {change.unit} ({bounds})" if bounds else ""
+                    beside = f"; {change.change:+.1f} {change.unit} ({bounds})" if change.change else ""
                     texts[change.measurement] = f"{change.run:.2f}{beside}"
     return texts
 
@@ -88,8 +88,10 @@ def tables(_: Mapping[str, Any]) -> Iterator[str]:
         measured = {row: texts for row in ROWS if (texts := cells(name, row))}
         if measured:
             headings = measured[YARN]
-            rows = [(row, *(texts.get(each, "not measured") for each in headings)) for row, texts in measured.items()]
-            yield from table((model, *headings), rows)
+            yield from table(
+                (model, *headings),
+                [(row, *(texts.get(each, "not measured") for each in headings)) for row, texts in measured.items()],
+            )
             found = record.read(f"search/{name}")
             cost = f"{found['candidates']} candidates, {found['options']['minutes']:.0f} minutes"
             yield f"\nPasskeys in %; changes beside untuned YaRN, paired, 95 %. The search: {cost}.\n"

@@ -47,7 +47,7 @@ from pi_lora.types import SILENT, UI, Json
 
 STARTS: tuple[Method, ...] = ("yarn", "theta", "llama3", "cope")
 # A nat that the text loses costs as much as this many nats of a needle.
-PENALTY = 10.0
+PENALTY = 20.0
 # Needles of a text, and the tokens of a short text with the chunks that are spread over the target window.
 NEEDLES = 24
 SHORT_TOKENS = 4096
@@ -229,7 +229,7 @@ class Searched:
         needle_loss = self.long.needle_loss(losses)
         key_loss = fmean(losses[token] for token in key_tokens) if key_tokens else 0.0
         text_loss = fmean(losses[: self.text_tokens])
-        lost = max(0.0, text_loss - self.unscaled[: self.text_tokens].mean().item())
+        lost = text_loss - self.unscaled[: self.text_tokens].mean().item()
         return Scored(
             needles=needle_loss,
             key_tokens=key_loss,
