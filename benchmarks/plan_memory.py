@@ -198,8 +198,8 @@ def main() -> None:
         if "--simulate" in sys.argv:
             simulate_all(Path(temporary))
             return
-        for row, file, changes in settings(Path(temporary)):
-            measure(row, file, changes)
+        for row, path, row_changes in settings(Path(temporary)):
+            measure(row, path, row_changes)
 
 
 if __name__ == "__main__":
