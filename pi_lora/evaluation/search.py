@@ -39,7 +39,7 @@ from pi_lora.models.loaded import load_model
 from pi_lora.models.source import ModelSource
 from pi_lora.models.weights import finite
 from pi_lora.recipe.evaluation import ProbeOptions, SearchOptions, TextOptions
-from pi_lora.scaling.config import FULL_ATTENTION, Extension, Method, extend_config, methods_for, rotary_frequencies_of
+from pi_lora.scaling.config import Extension, Method, extend_config, methods_for, rotary_frequencies_of
 from pi_lora.scaling.factors import DROPPED
 from pi_lora.scaling.verify import build_on_meta, rotary_frequencies
 from pi_lora.storage import digest_of
@@ -61,7 +61,7 @@ ATTENTION_SPREAD = 0.03
 MAX_ATTENTION = 1.5
 STATEMENT, QUESTION = (f"\n{form}" for form in FORMS[0])
 # The frequencies of the layers that attend to the whole window, in a rotary module for all layers or by layer type.
-FREQUENCIES = ("inv_freq", f"{FULL_ATTENTION}_inv_freq")
+FREQUENCIES = ("inv_freq", "full_attention_inv_freq")
 
 
 class Candidate(NamedTuple):
