@@ -9,7 +9,8 @@ benchmarks/results/plan_memory.json when it is measured. Rows of Gemma 3 need th
 models/gemma3_270m, and are left out without it.
 
 --simulate measures nothing: it writes, beside the plans, the bytes of a training step on fake tensors (simulate.py), of
-these rows and of the shipped recipes on one device each. A recipe that is named is simulated alone, and printed.
+these rows and of the shipped recipes, on the first of their devices. A recipe that is named is simulated alone, and
+printed.
 """
 
 import json
@@ -53,13 +54,9 @@ ROWS: dict[str, tuple[int, int | None, tuple[str, ...]]] = {
     "Gemma 3, LoRA, checkpointing, sdpa": (8192, None, (*GEMMA, CHECKPOINTING, "model.attention=sdpa")),
     "gpt-oss, LoRA": (4096, GPT_OSS, ()),
 }
-ONE_DEVICE = (
-    "hardware.gpus=null",
-    "hardware.machines=1",
-    "hardware.context_parallel=1",
-    "hardware.offload_activations=false",
-    "evaluation.every=null",
-)
+# What is not simulated.
+LEFT_OUT = ("hardware.context_parallel=1", "hardware.offload_activations=false", "evaluation.every=null")
+ONE_DEVICE = ("hardware.gpus=null", "hardware.machines=1")
 MODEL = "models/smollm2_135m_instruct"
 DATA = "builtin:stdlib"
 RECIPE = """# Two steps on a CPU.
@@ -129,19 +126,11 @@ def settings(folder: Path) -> Iterator[tuple[str, Path, tuple[str, ...]]]:
 def measure(row: str, file: Path, changes: tuple[str, ...]) -> None:
     """Measure a row, and keep it beside its plan."""
     recipe = load_recipe(file, changes).recipe
-    plan = plan_training(recipe, resolve_for_training(recipe, shipped=True), device_here())
+    step = simulated(recipe, device_here())
     log = training_log(str(file), *changes, "--force")
     peak = log[-1]["peak_memory"]
-    shape = plan.target.shape
-    planned = plan.memory.peak
-    result = {
-        "tokens": plan.sequence_tokens,
-        "vocabulary": shape.vocabulary,
-        "layers": shape.layers,
-        "planned": planned,
-        "measured": peak,
-        "ratio": planned / peak,
-    }
+    planned = step["planned"]
+    result = {**step, "measured": peak, "ratio": planned / peak}
     write_row("plan_memory", ("rows", row), result)
     print(f"{row}: planned {planned / 2**30:.2f} GiB, measured {peak / 2**30:.2f} GiB")
 
@@ -159,7 +148,7 @@ def simulated(recipe: Recipe, gpu: Gpu) -> dict[str, Any]:
     sequences = training.steps * training.global_batch_size / training.per_device_batch_size
     return {
         "method": recipe.tuning.method,
-        "device": gpu.name,
+        "device": f"{recipe.shards} x {gpu.name}" if recipe.shards > 1 else gpu.name,
         "tokens": plan.sequence_tokens,
         "planned": plan.memory.peak,
         "planned_tensors": plan.memory.highest,
@@ -171,15 +160,17 @@ def simulated(recipe: Recipe, gpu: Gpu) -> dict[str, Any]:
 
 
 def simulate_all(folder: Path) -> None:
-    """Simulate the rows, and the shipped recipes on one device each, without measurements between steps."""
+    """Simulate the rows, and the shipped recipes on their first device, without measurements between steps."""
     result = read("plan_memory")
     for row, file, changes in settings(folder):
         kept = result["rows"][row]
-        kept |= simulated(load_recipe(file, changes).recipe, device_here())
-        kept["ratio"] = kept["planned"] / kept["measured"]
+        step = simulated(load_recipe(file, changes).recipe, device_here())
+        kept |= {**step, "planned": kept["planned"]}
     result["recipes"] = {}
     for file in recipe_paths(shipped_recipes()):
-        recipe = load_recipe(file, ONE_DEVICE).recipe
+        recipe = load_recipe(file, LEFT_OUT).recipe
+        if not recipe.sharded:
+            recipe = load_recipe(file, (*LEFT_OUT, *ONE_DEVICE)).recipe
         gpu = find_gpu(recipe.hardware.gpu or CPU)
         name = file.relative_to(shipped_recipes()).with_suffix("")
         result["recipes"][str(name)] = simulated(recipe, gpu)
@@ -190,8 +181,8 @@ def simulate_all(folder: Path) -> None:
 def main() -> None:
     named = sys.argv[2:]
     if named:
-        file, device, *changes = named
-        recipe = load_recipe(Path(file), changes).recipe
+        name, device, *words = named
+        recipe = load_recipe(Path(name), words).recipe
         print(json.dumps(simulated(recipe, find_gpu(device)), indent=2))
         return
     with tempfile.TemporaryDirectory() as temporary:

@@ -3,12 +3,13 @@
 transformers, PEFT, TRL and torch run as in `pi-lora train`, on tensors that have a shape, a dtype and a device but no
 memory (torch's FakeTensorMode). Every storage is counted while it lives. Replaced are the kernels that need the device:
 attention, the Triton kernels of TRL's loss, which allocate nothing, and the quantized layers of bitsandbytes. All
-tokens have labels. Not simulated are the allocator, libraries, loading, and measurements during training.
+tokens have labels. FSDP2 runs as the first of its ranks, on torch's fake process group. Not simulated are the allocator,
+libraries, loading, and measurements during training.
 """
 
 import weakref
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from functools import partial
@@ -16,9 +17,14 @@ from typing import Any
 from unittest.mock import patch
 
 import torch
+import torch.distributed as dist
 from peft.helpers import disable_input_dtype_casting
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+from torch.distributed.fsdp._fully_shard import _fsdp_param
+from torch.testing._internal.distributed.fake_pg import FakeStore
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from torch.utils.flop_counter import flop_registry
@@ -93,6 +99,12 @@ def operations(packet: Any, args: Any, kwargs: Any, made: Any) -> Any:
     return flops
 
 
+def storage_of(tensor: Any) -> torch.UntypedStorage:
+    """Return the storage of a tensor, or that of the shard that this rank holds."""
+    storage: torch.UntypedStorage = getattr(tensor, "_local_tensor", tensor).untyped_storage()
+    return storage
+
+
 class Simulation(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """Counts operations, and the bytes of storages that live, by the part of a step that made them."""
 
@@ -105,6 +117,7 @@ class Simulation(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self.most = 0
         self.at_most: Counter[str] = Counter()
         self.flops = 0.0
+        self.sizes: dict[int, int] = {}
 
     def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
@@ -114,7 +127,7 @@ class Simulation(TorchDispatchMode):  # type: ignore[no-untyped-call]
             self.flops += operations(packet, args, kwargs, made)
         for tensor in tree_leaves(made):
             if isinstance(tensor, torch.Tensor):
-                self.follow(tensor.untyped_storage())
+                self.follow(storage_of(tensor))
         return made
 
     def run(self, function: Any, args: Any, kwargs: Any) -> Any:
@@ -141,23 +154,31 @@ class Simulation(TorchDispatchMode):  # type: ignore[no-untyped-call]
         key = storage._cdata
         if key in self.parts:
             return
-        size = storage.nbytes()
         self.parts[key] = self.part
-        self.now[self.part] += size
-        self.total += size
+        self.sizes[key] = 0
+        self.resize(storage)
+        weakref.finalize(storage, self.forget, key)
+
+    def resize(self, storage: torch.UntypedStorage) -> None:
+        """Count a storage as it is now: FSDP2 empties and fills those of gathered weights."""
+        key = storage._cdata
+        change = storage.nbytes() - self.sizes[key]
+        self.sizes[key] += change
+        self.now[self.parts[key]] += change
+        self.total += change
         if self.total > self.most:
             self.most = self.total
             self.at_most = self.now.copy()
-        weakref.finalize(storage, self.forget, key, size)
 
-    def forget(self, key: int, size: int) -> None:
+    def forget(self, key: int) -> None:
         """No longer count a storage."""
+        size = self.sizes.pop(key)
         self.now[self.parts.pop(key)] -= size
         self.total -= size
 
     def move(self, tensor: torch.Tensor, part: str) -> None:
         """Count the storage of a tensor as another part."""
-        storage = tensor.untyped_storage()
+        storage = storage_of(tensor)
         self.now[self.parts[storage._cdata]] -= storage.nbytes()
         self.now[part] += storage.nbytes()
         self.parts[storage._cdata] = part
@@ -237,18 +258,21 @@ def simulate(recipe: Recipe, config: PreTrainedConfig, original: int, gpu: Gpu) 
     with ExitStack() as stack:
         if not on_cpu:
             stack.enter_context(kernels_of_a_gpu())
+        mesh = stack.enter_context(ranks(simulation, recipe.shards)) if recipe.shards > 1 else None
         with torch.device("meta"):
             tuned = build(recipe, config, dtype)
         stack.enter_context(FakeTensorMode(allow_non_fake_inputs=True))
         make_fake(tuned)
         prepare(tuned, recipe, on_cpu)
+        if mesh:
+            shard(tuned, mesh)
         stack.enter_context(patch.object(masking_utils, "is_tracing", lambda *_: False))
         chosen = partial(attend, on_cpu=on_cpu)
         stack.enter_context(patch.object(nn.functional, "scaled_dot_product_attention", chosen))
         stack.enter_context(patch.object(attention, "scaled_dot_product_attention", chosen))
         stack.enter_context(simulation)
         for tensor in (*tuned.parameters(), *tuned.buffers()):
-            simulation.follow(tensor.untyped_storage())
+            simulation.follow(storage_of(tensor))
         trained = [weight for weight in tuned.parameters() if weight.requires_grad]
         optimizer = take_step(simulation, recipe, trained, tuned.get_input_embeddings().weight)
         for weight in trained:
@@ -257,10 +281,11 @@ def simulate(recipe: Recipe, config: PreTrainedConfig, original: int, gpu: Gpu) 
         simulation.part = "activations"
         ids = torch.zeros(recipe.training.per_device_batch_size, tokens, dtype=torch.long)
         with disable_input_dtype_casting(tuned, precision != "float32" and not recipe.tuning.dropout):
-            with torch.autocast("cpu", torch.bfloat16, enabled=precision != "float32"):
+            with torch.autocast("cpu", torch.bfloat16, enabled=precision != "float32" and not mesh):
                 loss = forward(tuned, ids, on_cpu)
             loss.backward()
-        torch.nn.utils.clip_grad_norm_(trained, 1.0)
+        if not mesh:
+            torch.nn.utils.clip_grad_norm_(trained, 1.0)
         if recipe.training.optimizer == "adamw":
             optimizer.step()
     return Simulated(dict(simulation.at_most), simulation.flops)
@@ -287,6 +312,32 @@ def make_fake(model: nn.Module) -> None:
                     made[id(tensor)] = nn.Parameter(fake, trains) if isinstance(tensor, nn.Parameter) else fake
                 if tensor is not None:
                     tensors[name] = made[id(tensor)]
+
+
+@contextmanager
+def ranks(simulation: Simulation, number: int) -> Iterator[DeviceMesh]:
+    """Be the first of so many ranks, without the others; storages that FSDP2 empties are counted as empty."""
+
+    def resized(change: Callable[[torch.Tensor], None], tensor: torch.Tensor) -> None:
+        change(tensor)
+        simulation.resize(tensor.untyped_storage())
+
+    dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=number)
+    with ExitStack() as stack:
+        for name in ("alloc_storage", "free_storage"):
+            counted = partial(resized, getattr(_fsdp_param, name))
+            stack.enter_context(patch.object(_fsdp_param, name, counted))
+        yield init_device_mesh("cpu", (number,))
+    dist.destroy_process_group()
+
+
+def shard(tuned: Any, mesh: DeviceMesh) -> None:
+    """Shard the layers and the rest, as accelerate does."""
+    policy = MixedPrecisionPolicy(torch.bfloat16, torch.float32)
+    for module in tuned.modules():
+        if type(module).__name__ in tuned._no_split_modules:
+            fully_shard(module, mesh=mesh, mp_policy=policy)
+    fully_shard(tuned, mesh=mesh, mp_policy=policy)
 
 
 @contextmanager

@@ -172,9 +172,10 @@ def _moments_of_step(
     waiting = head if shape.tied else 0
     embedding = shape.embedding * FLOAT32 // recipe.shards if full or recipe.tuning.with_embeddings else 0
     gradients = states.gradients + waiting if accumulates else states.gradients - embedding + waiting
+    whole = _whole_gradients(shape) if full and recipe.shards > 1 else 0
     last_layer = before_loss._replace(
         weights=states.weights + kept_casts,
-        gradients=accumulated + (waiting if accumulates else head),
+        gradients=accumulated + waiting if accumulates else head + whole,
         activations=kept + working,
     )
     first_layer = before_loss._replace(
@@ -276,13 +277,17 @@ def _states(shape: Shape, recipe: Recipe, weight_bytes: int) -> States:
     weights = base // shards if full else (base + trained) // shards
     gradients = trained // shards
     if shards > 1:
-        # FSDP2 gathers in bfloat16 the current layer, the next one, and the head (accelerate 1.15). Gradients of two
-        # layers are whole before they are scattered.
+        # FSDP2 gathers in bfloat16 the current layer, the next one, and the head (accelerate 1.15).
         weights += (2 * shape.layer + shape.embedding) * BFLOAT16
         if full:
-            gradients += 2 * shape.layer * BFLOAT16
+            gradients += _whole_gradients(shape)
     buckets = gradients if shards == 1 and recipe.hardware.processes > 1 else 0
     return States(weights, gradients + buckets, moments // shards, buckets)
+
+
+def _whole_gradients(shape: Shape) -> int:
+    """Return bytes of gradients that FSDP2 has not scattered yet: of two layers, and of one in float32 to be summed."""
+    return shape.layer * (2 * BFLOAT16 + FLOAT32)
 
 
 def hidden_states(shape: Shape, tokens: int, arithmetic: Arithmetic) -> int:
@@ -307,7 +312,8 @@ def loss_bytes(shape: Shape, tokens: int, arithmetic: Arithmetic, on_cpu: bool) 
         copies = 2 if tokens > LOSS_TILE_TOKENS or shape.vocabulary > rows else 1
         tile += copies * rows * shape.hidden
     if on_cpu:
-        tile = min(tokens, LOSS_TOKENS) * shape.vocabulary
+        copied = shape.hidden if arithmetic == "autocast" else 0
+        tile = (min(tokens, LOSS_TOKENS) + copied) * shape.vocabulary
     states_and_gradients = 2 * hidden_states(shape, tokens, arithmetic) + tokens * shape.hidden * FLOAT32
     return tile * _product_bytes(arithmetic) + states_and_gradients
 
@@ -422,9 +428,9 @@ def layer_bytes(
         norms += 4 if arithmetic in WIDE_STREAM else 2  # the normalized values, of norms that train with LoRA
     common = _bytes(shape, norms, heads=heads)
     experts_hidden = shape.experts_per_token
-    if full and arithmetic in WIDE_STREAM:
+    if arithmetic in WIDE_STREAM:
         experts_hidden *= 2
-    if full and arithmetic == "autocast" and shape.experts:
+    if arithmetic == "autocast" and shape.experts:
         intermediate *= 2
     hidden += _EXPERTS_KEPT * experts_hidden
     kept = _bytes(shape, hidden, intermediate)
