@@ -3,8 +3,8 @@
 transformers, PEFT, TRL and torch run as in `pi-lora train`, on tensors that have a shape, a dtype and a device but no
 memory (torch's FakeTensorMode). Every storage is counted while it lives. Replaced are the kernels that need the device:
 attention, the Triton kernels of TRL's loss, which allocate nothing, and the quantized layers of bitsandbytes. All
-tokens have labels. FSDP2 runs as the first of its ranks, on torch's fake process group. Not simulated are the allocator,
-libraries, loading, and measurements during training.
+tokens have labels. FSDP2 runs as the first of its ranks, on torch's fake process group. Not simulated are the
+allocator, libraries, loading, and measurements during training.
 """
 
 import weakref
