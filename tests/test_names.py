@@ -1,4 +1,4 @@
-"""Names of code in the docs exist: files, modules, functions, classes, recipe keys. Pages of other projects' names are out."""
+"""Names of code in the pages below exist: files, modules, functions, classes, recipe keys."""
 
 import ast
 import re
