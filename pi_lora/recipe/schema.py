@@ -324,7 +324,7 @@ class Recipe(Section):
     model: Model
     context: Context
     scaling: Scaling = "pi"
-    """Scaling of the rotary frequencies. keep: the scaling of an extended model stays."""
+    """Scaling of the rotary frequencies; keep keeps that of an extended model."""
     tuning: Tuning = Tuning()
     data: Data
     training: Training = Training()
