@@ -1,4 +1,4 @@
-"""Names of code in CONTRIBUTING.md and docs/design.md exist: files, modules, functions, classes, recipe keys."""
+"""Names of code in the pages below exist: files, modules, functions, classes, recipe keys."""
 
 import ast
 import re
@@ -13,7 +13,16 @@ from pi_lora.recipe.schema import Recipe
 
 ROOT = Path(__file__).parent.parent
 PACKAGE = ROOT / "pi_lora"
-PAGES = ["CONTRIBUTING.md", "docs/design.md"]
+PAGES = [
+    "CONTRIBUTING.md",
+    "docs/design.md",
+    "docs/choosing.md",
+    "docs/commands.md",
+    "docs/experiments.md",
+    "docs/install.md",
+    "docs/reliability.md",
+    "docs/tutorial.md",
+]
 FOLDERS = ["pi_lora", "tests", "scripts"]
 # Dotted names that begin so are those of libraries; test_private_names.py checks them.
 LIBRARIES = {"accelerate", "datasets", "huggingface_hub", "peft", "torch", "transformers", "trl"}
@@ -138,7 +147,7 @@ def exists(text: str) -> bool:
 @pytest.mark.parametrize("page", PAGES)
 def test_names_of_code_in_the_docs_exist(page: str) -> None:
     found = BACKTICKS.findall((ROOT / page).read_text())
-    assert len(found) > 50
+    assert found
     assert [text for text in found if not exists(text)] == []
 
 

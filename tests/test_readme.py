@@ -2,9 +2,11 @@
 
 import re
 import shlex
+from functools import cache
 from pathlib import Path
 
 import pytest
+from cyclopts import App
 
 from pi_lora.cli import app
 from pi_lora.recipe.files import find_recipe, load_recipe
@@ -12,6 +14,10 @@ from pi_lora.recipe.files import find_recipe, load_recipe
 ROOT = Path(__file__).parent.parent
 PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").glob("*.md"))]
 WORKFLOWS = sorted((ROOT / ".github" / "workflows").glob("*.yml"))
+# An option at the beginning of a text in backticks.
+OPTION = re.compile(r"`(--[a-z][\w-]*)[^`\n]*`")
+# Options of sbatch, vLLM, SGLang and llama-cpp-python that the docs name.
+OPTIONS_OF_OTHERS = {"--nodes", "--signal", "--max-model-len", "--lora-modules", "--context-length", "--logits_all"}
 LINKED = [*PAGES, ROOT / "recipes" / "README.md", *sorted((ROOT / "pi_lora").rglob("README.md"))]
 
 
@@ -29,6 +35,39 @@ def test_every_command_in_the_docs_parses(line: str, monkeypatch: pytest.MonkeyP
     # mine.yaml is the reader's own file.
     if bound.arguments.get("recipe", Path("mine.yaml")) != Path("mine.yaml"):
         load_recipe(find_recipe(bound.arguments["recipe"]), bound.arguments.get("overrides", ()))
+
+
+def options_of(command: App) -> set[str]:
+    """The options of a command and of the commands below it."""
+    names = {name for name in command if name.startswith("--")}
+    if command.default_command:
+        names |= {name for argument in command.assemble_argument_collection() for name in argument.names}
+    for name in command:
+        if not name.startswith("-"):
+            names |= options_of(command[name])
+    return names
+
+
+@cache
+def all_options() -> set[str]:
+    """The options of pi-lora, and those that benchmarks and scripts add to their parsers."""
+    files = [file for folder in ("benchmarks", "scripts") for file in (ROOT / folder).glob("*.py")]
+    added = {option for file in files for option in re.findall(r'"(--[a-z][\w-]*)"', file.read_text())}
+    return options_of(app) | added
+
+
+def unknown_options(text: str) -> set[str]:
+    """Options in backticks that neither pi-lora nor the listed programs have."""
+    return set(OPTION.findall(text)) - all_options() - OPTIONS_OF_OTHERS
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_options_in_the_docs_exist(page: Path) -> None:
+    assert unknown_options(page.read_text()) == set()
+
+
+def test_a_made_up_option_is_unknown() -> None:
+    assert unknown_options("`--stretch 16k` and `pi-lora eval all --again`, `--json FILE`") == {"--stretch"}
 
 
 @pytest.mark.parametrize("page", LINKED, ids=lambda page: str(page.relative_to(ROOT)))

@@ -79,9 +79,9 @@ class ContextOptions(TextOptions):
     """What the tokens gain from distant context; LongPPL (Fang et al. 2024)."""
 
     window: Tokens | None = None
-    """Tokens of the whole context: consecutive windows of a document. By default L'."""
+    """Length of the whole context in tokens. Windows are consecutive. By default L'."""
     short_window: Tokens | None = None
-    """Tokens of the near context at least; at most `stride` more. By default 4096, or half the window if less."""
+    """Fewest tokens of the near context; it grows by at most `stride`. By default 4096, or half the window if less."""
     stride: Tokens | None = None
     """Tokens that are predicted from the same near context. By default a quarter of `short_window`."""
     key_tokens: str | None = None

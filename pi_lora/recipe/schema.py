@@ -75,7 +75,7 @@ class Tuning(Section):
     dropout: Annotated[float, Field(ge=0, lt=1)] = 0.0
     """Dropout probability on the adapter's inputs."""
     target_modules: Literal["attention", "all-linear"] | Texts = "all-linear"
-    """Linear layers that get an adapter, all-linear without routers. Or names of modules, as [q_proj, v_proj]."""
+    """Linear layers that get an adapter. all-linear leaves out routers. Names of modules: [q_proj, v_proj]."""
     modules_to_save: Literal["embeddings_and_norms", "norms", "nothing"] = "embeddings_and_norms"
     """Modules that train in full and are saved with the adapter (LongLoRA)."""
 
@@ -121,7 +121,7 @@ class Source(Section):
     weight: PositiveFloat = 1.0
     """Share of the training sequences, relative to the other sources."""
     column: str = "text"
-    """Column of text in a hub data set or in a file of rows; or `messages` or `conversations` for chats."""
+    """Column that holds the text, in a hub data set or file of rows. For chats: `messages` or `conversations`."""
     subset: str | None = None
     """Subset of a hub data set that has several (`datasets` calls it `name`)."""
     split: str = "train"
