@@ -22,8 +22,6 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from record import ROOT, read, write_row
-
 from pi_lora.api import extend, merge
 from pi_lora.errors import PiLoraError
 from pi_lora.models.files import BUILTIN_FOLDER
@@ -33,6 +31,7 @@ from pi_lora.serving.check import Server, check_server
 from pi_lora.serving.gguf import CONVERTER, export_gguf
 from pi_lora.serving.reference import Reference, compute_answers, reference_of
 from pi_lora.storage import cache_folder
+from record import ROOT, read, write_row
 
 PLACE = cache_folder() / "engines"
 SECONDS = 1800

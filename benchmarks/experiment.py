@@ -15,7 +15,6 @@ from collections.abc import Iterable, Iterator
 from pathlib import Path
 
 import record
-
 from pi_lora.cli import app
 
 RESULTS = Path("benchmarks/results/smollm2_16k")

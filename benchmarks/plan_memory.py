@@ -20,14 +20,13 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from record import read, training_log, write, write_row
-
 from pi_lora.models.files import BUILTIN_FOLDER
 from pi_lora.models.resolve import resolve_for_training
 from pi_lora.planning.gpus import CPU, Gpu, device_here, find_gpu
 from pi_lora.planning.training_plan import plan_training
 from pi_lora.recipe.files import load_recipe, recipe_paths, shipped_recipes
 from pi_lora.recipe.schema import Recipe
+from record import read, training_log, write, write_row
 
 TINY = ("model.name=builtin:tiny", "context.original=256", "context.target=4096")
 GEMMA_FOLDER = "models/gemma3_270m"
@@ -137,8 +136,9 @@ def measure(row: str, file: Path, changes: tuple[str, ...]) -> None:
 
 def simulated(recipe: Recipe, gpu: Gpu) -> dict[str, Any]:
     """The tensors and operations of a step, planned and simulated."""
-    from simulate import simulate
     from transformers import AutoConfig
+
+    from simulate import simulate
 
     source = resolve_for_training(recipe, shipped=True)
     plan = plan_training(recipe, source, gpu)

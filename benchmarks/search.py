@@ -19,7 +19,6 @@ from typing import Any
 import record  # first: it finds scripts/
 from experiment import BASE, BOOKS, Command, run_missing, score
 from pages import machines_of, table
-
 from pi_lora.evaluation.suite import MEASUREMENTS
 from pi_lora.report.comparison import compare
 

@@ -14,7 +14,6 @@ import tables_gpu
 import tables_smollm2
 from figures import index
 from pages import machines_of, made_on, mean_and_range, table, write_block
-
 from pi_lora.evaluation.probe import Probe, Probed
 from pi_lora.evaluation.suite import MEASUREMENTS, metrics_of, setting_of
 from pi_lora.report.comparison import compare

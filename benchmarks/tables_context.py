@@ -7,11 +7,10 @@ from typing import Any
 
 import record
 from pages import machines_of, table
-from tables_smollm2 import in_percent, retrieved, validation_perplexity
-from use_context import RATES
-
 from pi_lora.evaluation.chat import Chats, ChatScores
 from pi_lora.evaluation.intervals import of_means
+from tables_smollm2 import in_percent, retrieved, validation_perplexity
+from use_context import RATES
 
 CONTROL = "control"
 SMOLLM2 = {

@@ -10,7 +10,6 @@ from typing import Any
 import record
 from experiment import BEST, CONTROL, ORIGINAL, RATES, SHORT_STRIDE, STEPS, TARGET, TRIAL_STEPS
 from pages import machines_of, table
-
 from pi_lora.drawing import draw_curves, figure_of, save
 from pi_lora.evaluation.benchmarks import BenchmarkScores
 from pi_lora.evaluation.intervals import of_means, wilson

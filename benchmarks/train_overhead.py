@@ -17,10 +17,9 @@ import time
 from pathlib import Path
 from typing import Any
 
+from pi_lora.recipe.schema import Recipe
 from plan_memory import GPT_OSS, random_model
 from record import in_a_process, training_log, write_row
-
-from pi_lora.recipe.schema import Recipe
 
 RANDOM = Path("models/gpt_oss_random")
 

@@ -15,11 +15,11 @@ import time
 from collections.abc import Sequence
 from pathlib import Path
 
-from machine import machine
-from pages import mean_and_range, write_block
 from rich.console import Console
 from rich.table import Table
 
+from machine import machine
+from pages import mean_and_range, write_block
 from pi_lora.cli import main as pi_lora
 from pi_lora.drawing import figure_of, save
 from pi_lora.evaluation.passkey import PasskeyScores

@@ -8,7 +8,6 @@ from itertools import product
 from pathlib import Path
 
 from pages import table, write_block
-
 from pi_lora.errors import PiLoraError
 from pi_lora.models.resolve import resolve_model
 from pi_lora.planning.gpus import GIB, find_gpu

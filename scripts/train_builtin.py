@@ -14,11 +14,11 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from pretraining import Mixture, optimizers_for, save, train_step, train_tokenizer
 from transformers import LlamaConfig, LlamaForCausalLM, logging
 
 from pi_lora.data.sources import STDLIB, find_table
 from pi_lora.recipe.schema import Source
+from pretraining import Mixture, optimizers_for, save, train_step, train_tokenizer
 
 VOCABULARY = 1024
 WINDOW = 256

@@ -23,12 +23,11 @@ from pathlib import Path
 
 import pytest
 import torch
-from hub import hub as hub
-from hub import hub_server as hub_server
 from hypothesis import settings
-from processes import ImportedPython, settings_of_imports, without_progress
 from transformers import LlamaConfig, LlamaForCausalLM
 
+from hub import hub as hub
+from hub import hub_server as hub_server
 from pi_lora import api, cli
 from pi_lora.data import sources
 from pi_lora.evaluation.probe import Probe
@@ -42,6 +41,7 @@ from pi_lora.recipe.schema import Recipe, Source
 from pi_lora.report.card import write_card
 from pi_lora.training.job import TrainingJob
 from pi_lora.types import NO_PERMISSIONS, Permissions, Progress, silent
+from processes import ImportedPython, settings_of_imports, without_progress
 
 __all__ = ["BUILTIN", "extend", "plan_of", "run_captured", "run_command", "small_recipe", "train"]
 

@@ -5,13 +5,12 @@ from pathlib import Path
 from typing import Any
 
 from conftest import small_recipe
-from random_runs import save_run
-
 from pi_lora.models.device import hardware, versions
 from pi_lora.models.resolve import resolve_model
 from pi_lora.recipe.files import RECIPE_FILE, dump_recipe
 from pi_lora.recipe.schema import Recipe
 from pi_lora.run import Run
+from random_runs import save_run
 
 FACTS = {
     "original": 64,

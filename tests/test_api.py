@@ -5,10 +5,10 @@ import shutil
 from pathlib import Path
 
 import pytest
-from conftest import run_captured, small_recipe
 from safetensors.torch import load_file, save_file
 
 import pi_lora
+from conftest import run_captured, small_recipe
 from pi_lora.errors import Interrupted, PiLoraError, RecipeError
 from pi_lora.evaluation.measurement import as_json
 from pi_lora.recipe.files import dump_recipe

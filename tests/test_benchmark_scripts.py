@@ -20,6 +20,7 @@ import torch
 ROOT = Path(__file__).parent.parent
 sys.path[:0] = [str(ROOT / each) for each in ("benchmarks", "scripts")]
 import attention  # noqa: E402
+import chats  # noqa: E402
 import compare_methods  # noqa: E402
 import engines  # noqa: E402
 import experiment  # noqa: E402
@@ -35,8 +36,6 @@ import use_context  # noqa: E402
 from on_gpu import parts  # noqa: E402
 from on_gpu.setting import LENGTHS, TINY, setting_of  # noqa: E402
 from pages import block  # noqa: E402
-
-import chats  # noqa: E402
 from pi_lora.cli import app  # noqa: E402
 from pi_lora.models.resolve import SHIPPED_CONFIGS, resolve_model  # noqa: E402
 from pi_lora.recipe.files import load_recipe  # noqa: E402

@@ -15,10 +15,9 @@ from pathlib import Path
 import psutil
 import pytest
 from accelerate.commands.launch import launch_command_parser
-from conftest import run_captured, small_recipe, train
-from processes import SET_BY_PI_LORA, without_progress
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, ProcessFailure
 
+from conftest import run_captured, small_recipe, train
 from pi_lora.__main__ import QUIET
 from pi_lora.distributed import (
     FAILED_ENV,
@@ -35,6 +34,7 @@ from pi_lora.errors import Diverged, Interrupted, RecipeError
 from pi_lora.recipe.evaluation import Evaluation
 from pi_lora.recipe.files import dump_recipe
 from pi_lora.recipe.schema import Recipe
+from processes import SET_BY_PI_LORA, without_progress
 
 CLUSTER = {"gpus": 8, "machines": 4}
 

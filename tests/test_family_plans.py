@@ -5,13 +5,13 @@ import sys
 from pathlib import Path
 
 import pytest
+
 from conftest import plan_of
 
 ROOT = Path(__file__).parent.parent
 sys.path.insert(0, str(ROOT / "scripts"))
 import family_plans  # noqa: E402
 from pages import block  # noqa: E402
-
 from pi_lora import api  # noqa: E402
 from pi_lora.planning.gpus import GIB, find_gpu  # noqa: E402
 from pi_lora.planning.training_plan import TrainingPlan  # noqa: E402

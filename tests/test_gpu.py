@@ -6,18 +6,18 @@ import subprocess
 import sys
 from pathlib import Path
 
-import architectures
 import pytest
 import torch
-from conftest import small_recipe, train
-from random_runs import save_base
 from safetensors.torch import load_file
 from transformers import LlamaConfig
 
+import architectures
+from conftest import small_recipe, train
 from pi_lora.distributed import launch_arguments
 from pi_lora.models import attention
 from pi_lora.recipe.files import dump_recipe
 from pi_lora.recipe.schema import Recipe
+from random_runs import save_base
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device here")]
 

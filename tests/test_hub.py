@@ -15,13 +15,13 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 import torch
-from conftest import run_captured, small_recipe, train
-from hub import OTHER_TOKEN, TOKEN, Fault, Hub
 from huggingface_hub import constants
-from models.test_composite import other_tensors, save_composite, tuned
 from safetensors.torch import load_file, save_file
 from transformers import AutoConfig, AutoModelForCausalLM
 
+from conftest import run_captured, small_recipe, train
+from hub import OTHER_TOKEN, TOKEN, Fault, Hub
+from models.test_composite import other_tensors, save_composite, tuned
 from pi_lora import api
 from pi_lora.data import sources
 from pi_lora.data.sources import evaluation_documents, find_table, held_out_text

@@ -5,19 +5,19 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import architectures
 import pytest
 import torch
+
+import architectures
 from conftest import plan_of, small_recipe
 from hub import Hub
-from random_runs import save_base
-
 from pi_lora import api
 from pi_lora.errors import ModelError, PiLoraError, RecipeError, RunExistsError
 from pi_lora.planning.gpus import find_gpu
 from pi_lora.planning.training_plan import TrainingPlan
 from pi_lora.preflight import check, check_data, plan_or_refuse
 from pi_lora.run import staging_path
+from random_runs import save_base
 
 LLAMA = "huggyllama/llama-7b"
 

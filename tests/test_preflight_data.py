@@ -3,8 +3,8 @@
 from pathlib import Path
 
 import pytest
-from conftest import run_command, small_recipe
 
+from conftest import run_command, small_recipe
 from pi_lora.data import examples
 from pi_lora.errors import DataError
 from pi_lora.preflight import check_data

@@ -9,9 +9,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from conftest import run_command, small_recipe
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
+from conftest import run_command, small_recipe
 from pi_lora.recipe.files import dump_recipe
 
 READERS = {"config": AutoConfig, "tokenizer": AutoTokenizer, "weights": AutoModelForCausalLM}

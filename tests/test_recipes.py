@@ -7,10 +7,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from conftest import plan_of
 from pydantic import BaseModel
 
 import pi_lora
+from conftest import plan_of
 from pi_lora.evaluation.suite import MEASUREMENTS
 from pi_lora.models.resolve import SHIPPED_CONFIGS, shipped_folder
 from pi_lora.planning.gpus import CPU, find_gpu

@@ -3,10 +3,10 @@
 import json
 from pathlib import Path
 
-from conftest import small_recipe, train
 from safetensors.torch import load_file
 
 import pi_lora
+from conftest import small_recipe, train
 from pi_lora.run import Run
 from pi_lora.scaling.config import scale_of, window_of
 

@@ -10,9 +10,9 @@ from pathlib import Path
 
 import pytest
 import torch
-from conftest import small_recipe
 from safetensors.torch import save_file
 
+from conftest import small_recipe
 from pi_lora.errors import ModelError, RunExistsError
 from pi_lora.preflight import check
 from pi_lora.recipe.files import dump_recipe

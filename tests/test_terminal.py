@@ -10,11 +10,11 @@ import time
 from pathlib import Path
 
 import pytest
-from processes import without_progress
 
 from pi_lora import terminal
 from pi_lora.__main__ import main
 from pi_lora.terminal import progress_bar, working
+from processes import without_progress
 
 ROOT = Path(__file__).parent.parent
 DEMO = str(ROOT / "recipes" / "demo.yaml")

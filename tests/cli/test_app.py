@@ -13,11 +13,11 @@ from typing import Any
 
 import psutil
 import pytest
-from conftest import run_captured, small_recipe
-from processes import without_progress
 
+from conftest import run_captured, small_recipe
 from pi_lora import cli
 from pi_lora.recipe.files import dump_recipe
+from processes import without_progress
 
 REPOSITORY = Path(__file__).parents[2]
 DEMO = str(REPOSITORY / "recipes" / "demo.yaml")

@@ -11,7 +11,6 @@ import pyarrow.parquet as pq
 import pytest
 import torch
 from datasets import Dataset
-from small_tokenizers import made
 from tokenizers.processors import TemplateProcessing
 from transformers import PreTrainedTokenizerFast
 
@@ -22,6 +21,7 @@ from pi_lora.data.sources import find_table
 from pi_lora.data.tokens import Labelled
 from pi_lora.errors import DataError
 from pi_lora.recipe.schema import Data, Source, Training
+from small_tokenizers import made
 
 ROLES = ("system", "user", "assistant")
 TEMPLATES = Path(__file__).parent / "templates"

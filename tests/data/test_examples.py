@@ -10,10 +10,10 @@ from typing import Any
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
-from hub import Hub
 from hypothesis import given
 from hypothesis import strategies as st
 
+from hub import Hub
 from pi_lora.data.batches import training_data
 from pi_lora.data.examples import SUMMARIZE, Prompter, Task, data_problems
 from pi_lora.data.sources import find_table, share_to_hold_out

@@ -15,9 +15,9 @@ import datasets
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
-from hub import Hub
 from huggingface_hub import constants
 
+from hub import Hub
 from pi_lora.data import sources
 from pi_lora.data.documents import NamedJson
 from pi_lora.data.examples import data_problems

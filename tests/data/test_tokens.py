@@ -7,7 +7,6 @@ from typing import Any
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from small_tokenizers import made
 from transformers import PreTrainedTokenizerFast
 
 from pi_lora.data import tokens
@@ -19,6 +18,7 @@ from pi_lora.errors import DataError
 from pi_lora.models.files import BUILTIN_FOLDER
 from pi_lora.models.tokenizer import load_tokenizer, save_tokenizer
 from pi_lora.recipe.schema import Data, Source, Training
+from small_tokenizers import made
 
 
 @pytest.fixture(scope="module", params=["builtin", "llama", "cl100k", "unigram"])

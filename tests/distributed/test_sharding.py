@@ -15,10 +15,10 @@ import pytest
 import torch
 from accelerate.commands.launch import launch_command_parser
 from accelerate.utils.launch import prepare_multi_gpu_env
-from conftest import small_recipe, train
 from safetensors.torch import load_file
 from transformers import AutoConfig, AutoModelForCausalLM
 
+from conftest import small_recipe, train
 from pi_lora.distributed import launch_arguments
 from pi_lora.models.files import BUILTIN_FOLDER
 from pi_lora.recipe.schema import Recipe

@@ -9,10 +9,10 @@ import lm_eval.tasks
 import pytest
 import torch
 import yaml
-from conftest import run_captured
 from lm_eval import simple_evaluate
 from lm_eval.models.huggingface import HFLM
 
+from conftest import run_captured
 from pi_lora.api import load
 from pi_lora.errors import DataError, Interrupted, ModelError
 from pi_lora.evaluation.benchmarks import Benchmarks, BenchmarkScores

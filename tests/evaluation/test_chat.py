@@ -10,8 +10,8 @@ from typing import Any
 
 import pytest
 import torch
-from conftest import run_captured
 
+from conftest import run_captured
 from pi_lora.api import load
 from pi_lora.evaluation import forward
 from pi_lora.evaluation.chat import Chats, ChatScores

@@ -9,11 +9,11 @@ from pathlib import Path
 
 import pytest
 import torch
-from conftest import run_captured
 from longppl.longppl import compute_longppl
 from tokenizers import processors
 from torch.nn.functional import cross_entropy
 
+from conftest import run_captured
 from pi_lora.api import load
 from pi_lora.data.tokens import added_bos, token_spans, tokenized
 from pi_lora.drawing import new_figure

@@ -2,10 +2,10 @@ from typing import Any
 
 import pytest
 import torch
-from architectures import PROMISED, small_config, small_model, stretched
 from torch.nn.functional import cross_entropy
 from transformers import AutoModelForCausalLM
 
+from architectures import PROMISED, small_config, small_model, stretched
 from pi_lora.evaluation import forward as module
 from pi_lora.evaluation.forward import last_logits, shared_prefix, token_losses
 

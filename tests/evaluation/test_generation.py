@@ -7,10 +7,10 @@ from typing import Any
 
 import pytest
 import torch
-from conftest import run_captured
 from tokenizers.processors import TemplateProcessing
 
 import pi_lora
+from conftest import run_captured
 from pi_lora.api import load
 from pi_lora.errors import DataError
 from pi_lora.evaluation.generation import answer

@@ -13,7 +13,6 @@ from hypothesis import given
 from hypothesis import strategies as st
 from oracle_passkey import generated, outcomes
 from oracle_passkey import k_max as plain_k_max
-from processes import without_progress
 from rich.console import Console
 
 from pi_lora import cli
@@ -34,6 +33,7 @@ from pi_lora.evaluation.passkey import (
 from pi_lora.models.loaded import LoadedModel
 from pi_lora.recipe.evaluation import PasskeyOptions
 from pi_lora.scaling.config import Extension
+from processes import without_progress
 
 PAPER_PROMPT = """\
 There is an important info hidden inside a lot of irrelevant text. Find it and memorize them. \

@@ -12,9 +12,9 @@ from typing import Any
 import huggingface_hub
 import pytest
 import torch
-from conftest import run_captured
 from tokenizers.processors import TemplateProcessing
 
+from conftest import run_captured
 from pi_lora.api import load
 from pi_lora.data.sources import PINNED
 from pi_lora.drawing import new_figure

@@ -10,12 +10,12 @@ from typing import Any
 import lm_eval.tasks
 import pytest
 import torch
-from conftest import run_captured
 from lm_eval import simple_evaluate
 from lm_eval.api.task import ConfigurableTask
 from lm_eval.models.huggingface import HFLM
 from transformers import AutoTokenizer
 
+from conftest import run_captured
 from pi_lora.api import load
 from pi_lora.errors import DataError
 from pi_lora.evaluation import harness

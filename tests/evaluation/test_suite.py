@@ -5,13 +5,13 @@ from typing import Any
 
 import pytest
 import yaml
-from conftest import run_captured, small_recipe, train
-from random_runs import put_on_hub
 
+from conftest import run_captured, small_recipe, train
 from pi_lora.evaluation.suite import requested_of_run
 from pi_lora.recipe.evaluation import BenchmarksOptions, PasskeyOptions, PerplexityOptions
 from pi_lora.recipe.files import RECIPE_FILE
 from pi_lora.run import Run
+from random_runs import put_on_hub
 
 
 @pytest.fixture(scope="module")

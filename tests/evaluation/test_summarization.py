@@ -8,9 +8,9 @@ from typing import Any
 
 import pytest
 import torch
-from conftest import run_captured, small_recipe, train
 from rouge_score.rouge_scorer import RougeScorer
 
+from conftest import run_captured, small_recipe, train
 from pi_lora.api import load
 from pi_lora.data.batches import training_data
 from pi_lora.data.sources import hash_to_unit

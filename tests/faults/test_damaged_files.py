@@ -6,10 +6,10 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from conftest import run_command, small_recipe
-from reported import make_run
 
+from conftest import run_command, small_recipe
 from pi_lora.recipe.files import dump_recipe
+from reported import make_run
 
 # The files of a folder that holds a model, a run of it, a recipe and texts, and a command that reads each of them.
 READERS = {

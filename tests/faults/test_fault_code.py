@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 import yaml
-from conftest import run_command
 
+from conftest import run_command
 from pi_lora.recipe.files import RECIPE_FILE
 
 CODE = """

@@ -7,16 +7,16 @@ from pathlib import Path
 
 import pytest
 import torch
-from conftest import small_recipe, train
-from random_runs import put_on_hub, save_run
 from safetensors.torch import load_file, save_file
 
+from conftest import small_recipe, train
 from pi_lora.api import load, merge
 from pi_lora.errors import Interrupted, ModelError, RecipeError
 from pi_lora.models.resolve import resolve_model
 from pi_lora.recipe.schema import Recipe
 from pi_lora.run import RUN_FILE, Run, staging_path
 from pi_lora.types import Permissions
+from random_runs import put_on_hub, save_run
 
 WEIGHTS = "model.safetensors"
 TEXT = {"source": "builtin:recall"}

@@ -8,9 +8,9 @@ from typing import Any
 
 import pytest
 import torch
-from conftest import small_recipe, train
 from safetensors.torch import load_file, save_file
 
+from conftest import small_recipe, train
 from pi_lora.api import load
 from pi_lora.errors import Diverged, ModelError
 from pi_lora.evaluation.measurement import Session

@@ -10,12 +10,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from conftest import small_recipe, train
 from safetensors import SafetensorError
 from safetensors.torch import load_file
 from torch import equal
 from transformers.integrations import TensorBoardCallback
 
+from conftest import small_recipe, train
 from pi_lora.errors import ModelError, RunExistsError
 from pi_lora.recipe.schema import Recipe
 from pi_lora.run import Run, check_finished, staging_path

@@ -16,16 +16,16 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from conftest import run_command, small_recipe, train
-from processes import without_progress
-from random_runs import save_run
 from safetensors.torch import load_file
 from torch import equal
 
+from conftest import run_command, small_recipe, train
 from pi_lora.api import merge
 from pi_lora.recipe.files import dump_recipe
 from pi_lora.recipe.schema import Recipe
 from pi_lora.run import Run, staging_path
+from processes import without_progress
+from random_runs import save_run
 
 STRIKES = int(os.environ.get("PI_LORA_STRIKES", "7"))
 SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)

@@ -5,8 +5,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from conftest import BUILTIN, run_command
 
+from conftest import BUILTIN, run_command
 from pi_lora.evaluation.measurement import append_journal, read_journal
 from pi_lora.evaluation.passkey import PasskeyTest
 

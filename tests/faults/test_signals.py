@@ -11,10 +11,10 @@ import time
 from pathlib import Path
 from types import ModuleType
 
-import conftest
 import pytest
-from conftest import small_recipe, train
 
+import conftest
+from conftest import small_recipe, train
 from pi_lora.errors import Interrupted
 from pi_lora.models import saving
 from pi_lora.recipe.files import dump_recipe

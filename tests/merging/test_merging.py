@@ -9,17 +9,17 @@ from pathlib import Path
 
 import pytest
 import torch
-from conftest import extend, small_recipe, train
-from random_runs import save_base, save_run, stored, tuned
 from safetensors.torch import save_file
-from small_configs import ATTENTION, llama
 from transformers import AutoModelForCausalLM
 
+from conftest import extend, small_recipe, train
 from pi_lora.api import load, merge
 from pi_lora.errors import ModelError
 from pi_lora.models.resolve import resolve_model
 from pi_lora.models.weights import StoredTensor
 from pi_lora.scaling.config import Extension
+from random_runs import save_base, save_run, stored, tuned
+from small_configs import ATTENTION, llama
 
 IDS = torch.randint(2, 1024, (2, 128), generator=torch.Generator().manual_seed(5))
 

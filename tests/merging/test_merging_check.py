@@ -9,9 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from random_runs import save_base, save_run, stored
 from safetensors.torch import load_file, save_file
-from small_configs import ALL, NEOX, NORMS, TIED, UNTIED, llama
 
 from pi_lora.api import merge
 from pi_lora.errors import ModelError
@@ -19,6 +17,8 @@ from pi_lora.merging import check, merging
 from pi_lora.models import saving
 from pi_lora.models.device import dtype_named
 from pi_lora.types import Permissions
+from random_runs import save_base, save_run, stored
+from small_configs import ALL, NEOX, NORMS, TIED, UNTIED, llama
 
 SETTINGS = {
     "untied": (UNTIED, {"target_modules": ALL, "modules_to_save": ["embed_tokens", *NORMS]}),

@@ -8,12 +8,12 @@ from pathlib import Path
 
 import pytest
 import torch
-from random_runs import save_base, save_run
 from safetensors.torch import load_file, save_file
-from small_configs import ALL, llama
 
 from pi_lora.api import merge
 from pi_lora.errors import PiLoraError
+from random_runs import save_base, save_run
+from small_configs import ALL, llama
 
 SECOND = "model-00002-of-00003.safetensors"
 ADAPTER = "adapter_model.safetensors"

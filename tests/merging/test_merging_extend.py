@@ -6,9 +6,9 @@ from pathlib import Path
 
 import pytest
 import torch
-from conftest import extend, run_captured
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
+from conftest import extend, run_captured
 from pi_lora.api import load
 from pi_lora.errors import ModelError
 from pi_lora.evaluation.probe import probe

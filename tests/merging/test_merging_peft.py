@@ -8,16 +8,16 @@ from typing import Any
 
 import pytest
 import torch
-from conftest import small_recipe, train
 from peft import LoHaConfig, LoKrConfig, get_peft_model, save_as_lora
-from random_runs import save_base, save_run, stored, stretched, tuned
 from safetensors.torch import save_file
-from small_configs import ALL, ATTENTION, MIXTRAL, NEOX, NORMS, SIZES, TIED, UNTIED
 from transformers import AutoModelForCausalLM, Phi3Config, PreTrainedConfig
 
+from conftest import small_recipe, train
 from pi_lora.api import merge
 from pi_lora.errors import ModelError
 from pi_lora.models.adapter import without_known_warnings
+from random_runs import save_base, save_run, stored, stretched, tuned
+from small_configs import ALL, ATTENTION, MIXTRAL, NEOX, NORMS, SIZES, TIED, UNTIED
 
 IDS = torch.randint(2, 1024, (2, 100), generator=torch.Generator().manual_seed(5))
 EXACT_TIES = {"ensure_weight_tying": True}

@@ -9,13 +9,11 @@ from typing import Any
 
 import pytest
 import torch
-from architectures import small_config
-from conftest import run_command, small_recipe, train
-from random_runs import TWICE, save_base, save_run, stored
 from safetensors.torch import save_file
-from small_configs import SIZES
 from transformers import AutoModelForCausalLM, BitsAndBytesConfig, LlamaConfig
 
+from architectures import small_config
+from conftest import run_command, small_recipe, train
 from pi_lora.api import load, merge
 from pi_lora.errors import ModelError
 from pi_lora.models.loaded import load_base
@@ -23,6 +21,8 @@ from pi_lora.models.quantized import dequantized
 from pi_lora.models.resolve import resolve_model
 from pi_lora.models.weights import read_header, read_weights
 from pi_lora.scaling.config import Extension
+from random_runs import TWICE, save_base, save_run, stored
+from small_configs import SIZES
 
 NEEDS_BITSANDBYTES = pytest.mark.skipif(
     importlib.util.find_spec("bitsandbytes") is None, reason="bitsandbytes is not installed"

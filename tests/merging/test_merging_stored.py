@@ -6,16 +6,16 @@ from typing import Any
 
 import pytest
 import torch
-from conftest import extend, small_recipe, train
-from random_runs import TOKENIZER, put_on_hub, save_base, save_run, stored
 from safetensors.torch import save_file
-from small_configs import SIZES, llama
 from transformers import AutoModelForCausalLM, FalconConfig, PreTrainedConfig
 
+from conftest import extend, small_recipe, train
 from pi_lora.api import load, merge
 from pi_lora.errors import ModelError
 from pi_lora.models.resolve import resolve_model
 from pi_lora.scaling.config import Extension
+from random_runs import TOKENIZER, put_on_hub, save_base, save_run, stored
+from small_configs import SIZES, llama
 
 HEAD, EMBEDDINGS = "lm_head.weight", "model.embed_tokens.weight"
 IDS = torch.arange(2, 130)[None]

@@ -4,12 +4,12 @@ from typing import Any
 
 import pytest
 import torch
-from architectures import small_config
 from peft import AutoPeftModelForCausalLM, PeftModel
 from peft.tuners.tuners_utils import BaseTunerLayer
 from safetensors.torch import load_file, save_file
 from transformers import AutoConfig, AutoModelForCausalLM
 
+from architectures import small_config
 from pi_lora.api import load
 from pi_lora.errors import ModelError, RecipeError
 from pi_lora.models.adapter import (

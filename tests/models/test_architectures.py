@@ -2,6 +2,8 @@ from typing import Any
 
 import pytest
 import transformers
+from transformers import CONFIG_MAPPING
+
 from architectures import (
     COMPOSITE_TYPES,
     MODEL_TYPES,
@@ -17,8 +19,6 @@ from architectures import (
     stretched,
     verdicts_on_page,
 )
-from transformers import CONFIG_MAPPING
-
 from pi_lora.errors import ScalingError
 from pi_lora.scaling.config import LOCAL_ATTENTION, LOCAL_ROPE_ONLY, Method
 

@@ -4,7 +4,6 @@ import random
 from pathlib import Path
 from typing import Any
 
-import architectures
 import pytest
 import torch
 from hypothesis import given, settings
@@ -20,6 +19,7 @@ from transformers.masking_utils import (
     sliding_window_causal_mask_function,
 )
 
+import architectures
 from pi_lora.data.batches import collate
 from pi_lora.data.packing import pose_positions
 from pi_lora.models import attention

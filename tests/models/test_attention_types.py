@@ -4,7 +4,6 @@ from collections.abc import Iterator
 from copy import deepcopy
 from typing import Any
 
-import architectures
 import pytest
 import torch
 from transformers import (
@@ -15,6 +14,7 @@ from transformers import (
     PreTrainedModel,
 )
 
+import architectures
 from pi_lora.models import attention
 from pi_lora.models.attention import BLOCKWISE, MAKE_OWN_MASKS, use_blockwise
 

@@ -7,9 +7,9 @@ import sys
 from pathlib import Path
 
 import pytest
-from conftest import small_recipe, train
 from transformers import AutoModel, AutoModelForCausalLM, LlamaForCausalLM
 
+from conftest import small_recipe, train
 from pi_lora.api import extend, load, merge
 from pi_lora.errors import ModelError
 from pi_lora.models.files import read_config, save_config

@@ -8,19 +8,19 @@ from typing import Any
 
 import pytest
 import torch
-from architectures import small_composite, small_config, small_model
 from peft import LoraConfig, PeftModel, get_peft_model
-from random_runs import TOKENIZER, stored
 from safetensors.torch import save_file
 from transformers import AutoModelForCausalLM, AutoModelForImageTextToText
 
 import pi_lora
+from architectures import small_composite, small_config, small_model
 from pi_lora.errors import Interrupted
 from pi_lora.models.adapter import without_known_warnings
 from pi_lora.models.files import BUILTIN_FOLDER, PROCESSOR_FILES, save_config
 from pi_lora.models.loaded import load_model
 from pi_lora.models.resolve import resolve_model
 from pi_lora.scaling.config import Extension, language_config, whole_config
+from random_runs import TOKENIZER, stored
 
 FAMILIES = ["gemma3", "mistral3", "qwen3_vl", "qwen3_5"]
 WINDOW = 64

@@ -6,9 +6,9 @@ from types import SimpleNamespace
 import psutil
 import pytest
 import torch
-from conftest import small_recipe
 from pydantic import ValidationError
 
+from conftest import small_recipe
 from pi_lora.models import device as devices
 from pi_lora.models.host import host_memory
 from pi_lora.run import Run

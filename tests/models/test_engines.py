@@ -12,9 +12,9 @@ from typing import Any
 
 import pytest
 import torch
-from conftest import BUILTIN, small_recipe, train
 from torch.nn.functional import cross_entropy
 
+from conftest import BUILTIN, small_recipe, train
 from pi_lora.api import load, merge
 from pi_lora.models.resolve import resolve_model
 from pi_lora.serving.gguf import CONVERTER, export_gguf

@@ -8,12 +8,10 @@ from typing import Any
 
 import pytest
 import torch
-from conftest import small_recipe, train
-from random_runs import save_base
 from safetensors.torch import load_file
-from small_configs import SIZES
 from transformers import AutoModelForCausalLM, BitsAndBytesConfig, LlamaConfig
 
+from conftest import small_recipe, train
 from pi_lora.api import load
 from pi_lora.errors import ModelError
 from pi_lora.models.adapter import prepare_for_tuning
@@ -21,6 +19,8 @@ from pi_lora.models.loaded import load_base
 from pi_lora.models.resolve import resolve_model
 from pi_lora.models.weights import check_finite
 from pi_lora.recipe.schema import Tuning
+from random_runs import save_base
+from small_configs import SIZES
 
 pytestmark = [
     pytest.mark.skipif(

@@ -5,11 +5,10 @@ from pathlib import Path
 
 import pytest
 import torch
-from architectures import small_config
-from random_runs import put_on_hub
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 
+from architectures import small_config
 from pi_lora.api import load, merge
 from pi_lora.errors import ModelError
 from pi_lora.models.files import read_adapter_settings, read_config, save_config
@@ -17,6 +16,7 @@ from pi_lora.models.loaded import load_base
 from pi_lora.models.resolve import resolve_model
 from pi_lora.scaling.config import Extension, Method, method_of, window_of
 from pi_lora.scaling.verify import build_on_meta, rotary_frequencies
+from random_runs import put_on_hub
 
 IDS = torch.randint(2, 1024, (1, 128), generator=torch.Generator().manual_seed(3))
 

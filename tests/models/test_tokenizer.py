@@ -7,7 +7,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from random_runs import TOKENIZER
 from tokenizers import AddedToken
 from transformers import AutoTokenizer
 
@@ -20,6 +19,7 @@ from pi_lora.models.files import BUILTIN_FOLDER
 from pi_lora.models.resolve import resolve_model
 from pi_lora.models.tokenizer import load_tokenizer
 from pi_lora.recipe.schema import Data
+from random_runs import TOKENIZER
 
 
 @pytest.fixture

@@ -7,16 +7,16 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from conftest import extend
-from random_runs import save_base, save_run
-from small_configs import llama
-from small_tokenizers import made
 from tokenizers import AddedToken, normalizers, processors
 from transformers import AutoTokenizer
 
+from conftest import extend
 from pi_lora.api import merge
 from pi_lora.models.resolve import resolve_model
 from pi_lora.scaling.config import Extension
+from random_runs import save_base, save_run
+from small_configs import llama
+from small_tokenizers import made
 
 CHATML = "{% for m in messages %}<|im_start|>{{ m['role'] }}\n{{ m['content'] }}<|im_end|>\n{% endfor %}"
 TEXT = "The lamp of cabin 3 burns low.<|im_end|>"

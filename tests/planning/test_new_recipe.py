@@ -10,8 +10,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from conftest import plan_of, run_captured, train
 
+from conftest import plan_of, run_captured, train
 from pi_lora.data.chats import NO_CHATS_WARNING
 from pi_lora.data.sources import evaluation_documents, find_table
 from pi_lora.errors import PiLoraError

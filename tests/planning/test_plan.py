@@ -11,13 +11,13 @@ from typing import Any
 import pytest
 import torch
 import yaml
-from conftest import plan_of as plan_on
 from families import OTHERS, SMALL, on_meta, plan_of, small_config, small_shape
 from hypothesis import given
 from hypothesis import strategies as st
 from torch.utils.flop_counter import FlopCounterMode
 from transformers import AutoModelForCausalLM, MixtralConfig
 
+from conftest import plan_of as plan_on
 from pi_lora.errors import ModelError, PiLoraError
 from pi_lora.models.files import BUILTIN_FOLDER
 from pi_lora.models.resolve import SHIPPED_CONFIGS, resolve_model, shipped_folder

@@ -9,13 +9,12 @@ from families import on_meta
 from transformers import AutoConfig
 
 sys.path.insert(0, str(Path(__file__).parents[2] / "benchmarks"))
-from simulate import simulate
-
 from pi_lora.models.shape import shape_of
 from pi_lora.planning.flops import flops_of_training
 from pi_lora.planning.gpus import CPU, GPUS
 from pi_lora.planning.memory import memory
 from pi_lora.recipe.schema import Recipe
+from simulate import simulate
 
 WIDTHS: dict[str, Any] = {
     "vocab_size": 32768,

@@ -5,10 +5,10 @@ from pathlib import Path
 
 import pytest
 import torch
-from conftest import small_recipe, train
 from transformers import AutoModelForCausalLM
 
 import pi_lora
+from conftest import small_recipe, train
 from pi_lora import cli
 from pi_lora.errors import ModelError, PiLoraError, RecipeError
 from pi_lora.models.resolve import resolve_model

@@ -9,11 +9,10 @@ from typing import Any
 
 import pytest
 import torch
-from conftest import run_captured, small_recipe, train
 from huggingface_hub import ModelCard
 from huggingface_hub.utils import validate_repo_id
-from reported import benchmarks, make_run, passkey, perplexity, summarization
 
+from conftest import run_captured, small_recipe, train
 from pi_lora.api import load, merge
 from pi_lora.errors import ModelError
 from pi_lora.evaluation.perplexity import Perplexity
@@ -23,6 +22,7 @@ from pi_lora.recipe.files import dump_recipe, load_recipe
 from pi_lora.report.card import card_of, html_page, refresh_scores, write_card, write_report
 from pi_lora.report.comparison import compare
 from pi_lora.report.scores import MeasuredRun
+from reported import benchmarks, make_run, passkey, perplexity, summarization
 
 IDS = torch.randint(2, 1024, (2, 128), generator=torch.Generator().manual_seed(5))
 needs_bitsandbytes = pytest.mark.skipif(

@@ -9,9 +9,8 @@ from statistics import fmean, stdev
 from typing import Any
 
 import pytest
-from conftest import run_captured, small_recipe
-from reported import make_run, passkey, passkey_map, perplexity
 
+from conftest import run_captured, small_recipe
 from pi_lora.evaluation.benchmarks import BenchmarkScores
 from pi_lora.evaluation.changes import change_of
 from pi_lora.evaluation.intervals import of_means, of_successes, quantile
@@ -22,6 +21,7 @@ from pi_lora.evaluation.ruler import RulerScores
 from pi_lora.evaluation.suite import differences
 from pi_lora.recipe.files import dump_recipe, load_recipe
 from pi_lora.report.comparison import compare
+from reported import make_run, passkey, passkey_map, perplexity
 
 
 def read(windows: dict[int, list[float]], tokens: int = 1000) -> PerplexityScores:

@@ -10,11 +10,11 @@ from typing import Any
 
 import pytest
 import yaml
-from conftest import BUILTIN, run_captured, small_recipe
 from safetensors.torch import load_file, save_file
 from transformers import Gemma3TextConfig, LlamaConfig, Olmo2Config, PreTrainedConfig
 
 import pi_lora
+from conftest import BUILTIN, run_captured, small_recipe
 from pi_lora.api import load, resolve_training
 from pi_lora.errors import DataError, Interrupted, ModelError, ScalingError
 from pi_lora.evaluation import perplexity

@@ -8,14 +8,14 @@ from pathlib import Path
 
 import pytest
 import yaml
+
 from conftest import small_recipe
 from hub import TOKEN, Hub
-from reported import make_run, passkey, perplexity
-
 from pi_lora import cli
 from pi_lora.errors import ModelError
 from pi_lora.report.card import write_report
 from pi_lora.report.upload import push
+from reported import make_run, passkey, perplexity
 
 # huggingface_hub 2.4 hands a file to httpx2 in a way that httpx2 is about to drop.
 pytestmark = pytest.mark.filterwarnings("ignore:Use 'content=:DeprecationWarning")

@@ -4,7 +4,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from reported import SCORES, benchmarks, make_run, passkey, perplexity
 
 from pi_lora.models.files import save_config
 from pi_lora.models.resolve import resolve_model
@@ -12,6 +11,7 @@ from pi_lora.report.card import card_of
 from pi_lora.report.scores import MeasuredRun
 from pi_lora.report.verdict import verdict_lines
 from pi_lora.scaling.config import Extension
+from reported import SCORES, benchmarks, make_run, passkey, perplexity
 
 
 def outcomes(k_max: int) -> dict[str, Any]:

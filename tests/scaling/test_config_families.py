@@ -9,7 +9,6 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from conftest import extend
 from numpy.typing import NDArray
 from transformers import (
     AutoModelForCausalLM,
@@ -26,6 +25,7 @@ from transformers import (
     SmolLM3Config,
 )
 
+from conftest import extend
 from pi_lora.errors import ScalingError
 from pi_lora.models.resolve import resolve_model
 from pi_lora.scaling.config import (

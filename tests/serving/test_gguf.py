@@ -4,7 +4,6 @@ from pathlib import Path
 
 import gguf
 import pytest
-from random_runs import put_on_hub
 
 import pi_lora
 from pi_lora import cli
@@ -12,6 +11,7 @@ from pi_lora.errors import ModelError, RunExistsError
 from pi_lora.models.resolve import resolve_model
 from pi_lora.scaling.config import Extension, Method
 from pi_lora.serving.gguf import CONVERTER, export_gguf, find_converter
+from random_runs import put_on_hub
 
 # What llama.cpp's converter writes about positions, and one tensor.
 STANDS_FOR = """

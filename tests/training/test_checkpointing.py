@@ -6,9 +6,9 @@ from typing import Any
 
 import pytest
 import torch
-from conftest import small_recipe, train
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from conftest import small_recipe, train
 from pi_lora.run import Run
 
 STEPS, LAYERS = 4, 2

@@ -11,10 +11,10 @@ from typing import Any
 import pytest
 import torch
 import transformers
-from conftest import small_recipe, train
 from peft.tuners.lora import LoraLayer
 from safetensors.torch import load_file
 
+from conftest import small_recipe, train
 from pi_lora.api import load
 from pi_lora.distributed import STOP_SIGNALS
 from pi_lora.errors import Diverged, Interrupted

@@ -5,17 +5,17 @@ from typing import Any
 
 import pytest
 import torch
-from conftest import small_recipe, train
-from small_configs import SIZES
 from torch import nn
 from transformers import AutoConfig, AutoModelForCausalLM, Trainer
 from trl import SFTTrainer
 
+from conftest import small_recipe, train
 from pi_lora.models.adapter import prepare_for_tuning
 from pi_lora.recipe.schema import Tuning
 from pi_lora.run import Run
 from pi_lora.training import loss as in_place
 from pi_lora.training.loss import compute_loss_in_place
+from small_configs import SIZES
 
 LORA = Tuning(rank=4, modules_to_save="nothing")
 EMBEDDINGS = Tuning(rank=4, modules_to_save="embeddings_and_norms")

@@ -5,13 +5,13 @@ from typing import Any
 
 import pytest
 import torch
-from architectures import small_config
-from conftest import small_recipe, train
-from random_runs import save_base, stored
 from safetensors.torch import save_file
 from transformers import AutoModelForCausalLM
 
+from architectures import small_config
+from conftest import small_recipe, train
 from pi_lora.api import load
+from random_runs import save_base, stored
 
 HEAD = "mtp.fc.weight"
 

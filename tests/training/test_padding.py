@@ -5,14 +5,14 @@ import shutil
 from pathlib import Path
 from typing import Any
 
-import architectures
 import pytest
 import torch
-from conftest import small_recipe, train
 from transformers import masking_utils
 from transformers.models.llama import modeling_llama
 from transformers.models.mixtral import modeling_mixtral
 
+import architectures
+from conftest import small_recipe, train
 from pi_lora.data.batches import collate
 from pi_lora.models.loaded import LoadedModel
 from pi_lora.models.resolve import resolve_model

@@ -17,7 +17,6 @@ import torch
 from huggingface_hub import constants
 from peft.tuners.lora import LoraLayer
 from peft.utils import ModulesToSaveWrapper
-from random_runs import stored
 from safetensors.torch import save_file
 from transformers import TrainerCallback
 
@@ -35,6 +34,7 @@ from pi_lora.training import trainer as trainers
 from pi_lora.training.callbacks import ScheduledMeasurements
 from pi_lora.training.job import TrainingJob
 from pi_lora.training.trainer import Trainer
+from random_runs import stored
 
 Facts = dict[str, object]
 # Dotted keys and values; those of `data.source` are keys of the first source.

@@ -10,9 +10,9 @@ from pathlib import Path
 
 import pytest
 import torch
-from conftest import BUILTIN, run_command, small_recipe, train
 from torch.nn.functional import cross_entropy
 
+from conftest import BUILTIN, run_command, small_recipe, train
 from pi_lora.api import load
 from pi_lora.data.batches import TrainingData
 from pi_lora.data.documents import Document

@@ -4,9 +4,9 @@ from pathlib import Path
 
 import pytest
 import torch
-from conftest import small_recipe, train
 from safetensors.torch import load_file
 
+from conftest import small_recipe, train
 from pi_lora.api import load
 from pi_lora.evaluation.measurement import as_json
 from pi_lora.evaluation.suite import measure

@@ -9,9 +9,9 @@ from typing import Any
 
 import pytest
 import torch
-from conftest import plan_of, small_recipe, train
 from safetensors.torch import load_file
 
+from conftest import plan_of, small_recipe, train
 from pi_lora.api import load, merge
 from pi_lora.errors import Interrupted, PiLoraError
 from pi_lora.models.resolve import resolve_for_training
