@@ -1,4 +1,4 @@
-"""Execute a notebook in an empty folder and keep what it printed in it.
+"""Execute a notebook in an empty folder and keep in it what it printed and drew.
 
 python scripts/run_notebook.py docs/quickstart.ipynb
 """
@@ -6,9 +6,17 @@ python scripts/run_notebook.py docs/quickstart.ipynb
 import sys
 import tempfile
 from pathlib import Path
+from typing import Any
 
 import nbformat
 from nbclient import NotebookClient
+
+PNG = "image/png"
+
+
+def is_kept(output: Any) -> bool:
+    """Whether an output is printed text or a picture; what libraries say on stderr is of this environment."""
+    return output.get("name") == "stdout" or PNG in output.get("data", {})
 
 
 def main() -> None:
@@ -18,8 +26,11 @@ def main() -> None:
         NotebookClient(notebook, timeout=None, resources={"metadata": {"path": folder}}).execute()
     for cell in notebook.cells:
         cell.metadata.pop("execution", None)  # the times, which differ each time
-        if cell.cell_type == "code":  # what libraries say on stderr is of this environment
-            cell.outputs = [output for output in cell.outputs if output.get("name") == "stdout"]
+        if cell.cell_type == "code":
+            cell.outputs = [output for output in cell.outputs if is_kept(output)]
+        for output in cell.get("outputs", []):
+            if PNG in output.get("data", {}):
+                output.data = {PNG: output.data[PNG]}
     nbformat.write(notebook, path)
 
 

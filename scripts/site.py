@@ -66,7 +66,7 @@ def links_fitted(text: str, source: Path) -> str:
 
 
 def notebook_as_markdown(text: str) -> str:
-    """Return the cells of a notebook, and beneath code what it printed."""
+    """Return the cells of a notebook, and beneath code what it printed and drew."""
     parts = []
     for cell in json.loads(text)["cells"]:
         code = "".join(cell["source"])
@@ -75,8 +75,9 @@ def notebook_as_markdown(text: str) -> str:
         else:
             parts.append(code)
         for output in cell.get("outputs", []):
-            data = output.get("data", {})
-            lines = output.get("text") or data.get("text/plain", "")
-            shown = "".join(lines)
-            parts.append(f"```text\n{shown.rstrip()}\n```")
+            if "data" in output:
+                parts.append(f"![](data:image/png;base64,{output['data']['image/png'].strip()})")
+            else:
+                printed = "".join(output["text"])
+                parts.append(f"```text\n{printed.rstrip()}\n```")
     return "\n\n".join(parts) + "\n"

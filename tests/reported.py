@@ -2,6 +2,7 @@
 
 import json
 from pathlib import Path
+from statistics import fmean
 from typing import Any
 
 from conftest import small_recipe
@@ -44,6 +45,28 @@ def benchmarks(accuracy: float, stderr: float | None) -> dict[str, Any]:
     task = {"acc": accuracy, "stderr": stderr, "shots": 0, "examples": 100}
     about = {"model": "m", "scale": 2.0, "dtype": "float32", "options": {"tasks": ["boolq"]}}
     return {**about, "lm_eval": "0.4.13", "tasks": {"boolq": task}}
+
+
+def ruler(windows: dict[int, dict[str, list[float]]]) -> dict[str, Any]:
+    """As `pi-lora eval ruler` writes them, of the outcomes by window and task."""
+    lengths = [
+        {
+            "window": window,
+            "score": fmean(fmean(found) for found in tasks.values()),
+            "tasks": {
+                name: {
+                    "samples": len(found),
+                    "length": window,
+                    "tokens": window,
+                    "score": fmean(found),
+                    "outcomes": found,
+                }
+                for name, found in tasks.items()
+            },
+        }
+        for window, tasks in windows.items()
+    ]
+    return {"model": "m", "options": {}, "window": 64, "lengths": lengths, "effective_length": max(windows)}
 
 
 def summarization(rouge1: float, rouge2: float, rouge_l: float) -> dict[str, Any]:

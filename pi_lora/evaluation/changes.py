@@ -32,6 +32,12 @@ class Row(BaseModel):
     pairs: int | None = None
     verdict: str
 
+    @property
+    def interval_text(self) -> str:
+        """The interval in words, or an empty text if there is none."""
+        digits = UNIT_DIGITS.get(self.unit, 1)
+        return " to ".join(f"{bound:+,.{digits}f}" for bound in self.interval or ())
+
 
 def change_of(base: Metric, run: Metric) -> Row:
     """Return the change from one metric to another, of the same model or of two. The change is paired if both metrics

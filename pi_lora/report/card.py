@@ -20,8 +20,8 @@ from pi_lora.evaluation.suite import MEASUREMENTS
 from pi_lora.models.files import CARD, is_local, model_folder, public_name, read_card
 from pi_lora.recipe.schema import Recipe
 from pi_lora.report.scores import MeasuredRun, eval_results, literal, public_setting, scores_section
-from pi_lora.report.verdict import verdict_lines
-from pi_lora.run import check_tuned
+from pi_lora.report.verdict import verdict_of
+from pi_lora.run import BASE, check_tuned
 from pi_lora.scaling.config import full_attention_rope, method_of, scale_of, window_of
 from pi_lora.storage import write_whole
 from pi_lora.types import Json
@@ -170,8 +170,12 @@ def _scores_section(run: MeasuredRun) -> str:
     paragraphs = []
     if run.merged and run.scores:
         paragraphs.append("With the adapter, before it was merged:")
-    verdict = "\n".join(f"- {literal(line)}" for line in verdict_lines(run))
-    paragraphs.append(verdict or "Not measured yet: `pi-lora eval all .` measures it, in the folder of the run.")
+    base = {name: stages[BASE] for name, stages in run.scores.items() if BASE in stages}
+    verdict = verdict_of(base, run.last_scores, run.metadata.original)
+    if verdict:
+        paragraphs.append("\n".join(f"- **{label}**: {literal(text)}." for label, text in verdict.items()))
+    elif not run.scores:
+        paragraphs.append("Not measured yet: `pi-lora eval all .` measures it, in the folder of the run.")
     # A picture follows the scores that it shows.
     for name in run.scores:
         paragraphs += [*scores_section(run, name), *_picture(run, name)]

@@ -9,7 +9,7 @@ from pydantic import BaseModel
 from rich.table import Table
 
 from pi_lora.errors import ModelError
-from pi_lora.evaluation.changes import UNIT_DIGITS, Row, change_of
+from pi_lora.evaluation.changes import Row, change_of
 from pi_lora.evaluation.measurement import Scores
 from pi_lora.evaluation.suite import (
     Requested,
@@ -22,6 +22,7 @@ from pi_lora.evaluation.suite import (
 from pi_lora.models.resolve import run_folder
 from pi_lora.models.source import ModelSource
 from pi_lora.report.scores import MeasuredRun, shown_metrics
+from pi_lora.report.verdict import verdict_of
 from pi_lora.run import BASE, TUNED
 from pi_lora.types import UI
 
@@ -36,6 +37,7 @@ class Comparison(BaseModel):
         base: The name of the base, with a remark if it is not the base of the run.
         run: The name of the run.
         original: The original window (L) in tokens, if it is known.
+        verdict: How far the run reads, what it finds and what short inputs lost, in words (`verdict_of`).
         settings: The text and settings of both models, by measurement.
         rows: A row for each metric.
     """
@@ -43,6 +45,7 @@ class Comparison(BaseModel):
     base: str
     run: str
     original: int | None
+    verdict: dict[str, str] = {}
     settings: dict[str, str] = {}
     rows: list[Row] = []
 
@@ -95,7 +98,9 @@ def compare_run(
         base_name += " (another model)"
         measured = evaluate([base], used_options, {}, dtype=dtype, ui=ui)
         base_scores = {name: scores[0] for name, scores in measured.items()}
-    comparison = Comparison(base=base_name, run=run, original=folder.metadata.original)
+    original = folder.metadata.original
+    verdict = verdict_of(base_scores, run_scores, original)
+    comparison = Comparison(base=base_name, run=run, original=original, verdict=verdict)
     for name, scores in run_scores.items():
         rows = list(compare(base_scores[name], scores))
         comparison.rows.extend(rows)
@@ -132,8 +137,9 @@ def compare(base: Scores, run: Scores) -> Iterator[Row]:
 
 def comparison_table(comparison: Comparison) -> Table:
     """Return the rows as a table that fits 80 columns."""
-    title = f"{comparison.base} and {comparison.run}"
-    table = Table("", title=title, caption_justify="left", box=None, pad_edge=False)
+    lines = [f"{label}: {text}" for label, text in comparison.verdict.items()]
+    title = "\n".join([f"{comparison.base} and {comparison.run}", *lines])
+    table = Table("", title=title, title_justify="left", caption_justify="left", box=None, pad_edge=False)
     for heading in ("base", "run", "verdict", "95 % interval"):
         table.add_column(heading, justify="right")
     for row in comparison.rows:
@@ -143,7 +149,7 @@ def comparison_table(comparison: Comparison) -> Table:
             value_format.format(row.base),
             value_format.format(row.run),
             row.verdict,
-            _interval(row),
+            row.interval_text,
         )
     lines = [f"{name}: {setting}" for name, setting in comparison.settings.items()]
     last_line = "intervals of the change, in the unit of the verdict"
@@ -151,9 +157,3 @@ def comparison_table(comparison: Comparison) -> Table:
         last_line = f"the original window has {comparison.original:,} tokens; {last_line}"
     table.caption = "\n".join([*lines, last_line])
     return table
-
-
-def _interval(row: Row) -> str:
-    """Return the interval of a change in words, or an empty text if there is none."""
-    digits = UNIT_DIGITS.get(row.unit, 1)
-    return " to ".join(f"{end:+,.{digits}f}" for end in row.interval or ())

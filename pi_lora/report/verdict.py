@@ -1,69 +1,94 @@
 """The verdict on an extension in three lines: how far the model reads, what it finds, and what short inputs lost."""
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 
-from pi_lora.evaluation.changes import change_of
-from pi_lora.evaluation.measurement import Metric
-from pi_lora.report.scores import MeasuredRun, shown_metrics
-from pi_lora.run import BASE
+from pi_lora.evaluation.changes import Row, change_of
+from pi_lora.evaluation.measurement import Metric, Scores
+from pi_lora.evaluation.suite import differences
+from pi_lora.report.scores import shown_metrics
 
 PASSKEYS = "passkeys retrieved"
-# Measurements of short inputs.
+# Measurements whose inputs are short.
 SHORT = ("benchmarks", "chat")
 
 
-def verdict_lines(run: MeasuredRun) -> Iterator[str]:
-    """Yield the verdict on a run, of what was measured. The base counts where it was measured in the same way."""
-    original = run.metadata.original
-    costs = []
-    for name in ("perplexity", "passkey", *SHORT):
-        if name not in run.scores:
-            continue
-        alike, _ = run.side_by_side(name)
-        *_, last = alike.values()
-        before = list(shown_metrics(alike[BASE]).values()) if BASE in alike else []
-        after = list(shown_metrics(last).values())
-        if name == "perplexity":
-            yield _reads(before, after, original)
-        if name == "passkey":
-            yield _finds(before, after)
-        known = {metric.heading: metric for metric in before}
-        for metric in after:
-            is_short = name in SHORT or (name == "perplexity" and metric.at == original)
-            if is_short and metric.heading in known:
-                costs.append(f"{metric.heading}: {change_of(known[metric.heading], metric).verdict}")
+def verdict_of(base: Mapping[str, Scores], run: Mapping[str, Scores], original: int | None) -> dict[str, str]:
+    """Return in words how far a run reads, what it finds, and what became of short inputs.
+
+    Args:
+        base: The scores of the base by measurement. Those with other options than the run's do not count.
+        run: The scores of the run by measurement. What was not measured has no line.
+        original: The original window (L) in tokens.
+    """
+    lines = {}
+    finds = []
+    costs: list[str] = []
+    for name, scores in run.items():
+        before: dict[str, Metric] = {}
+        if name in base and not differences(base[name].options, scores):
+            before = shown_metrics(base[name])
+        after = list(shown_metrics(scores).values())
+        if scores.measurement == "perplexity":
+            lines["Reads"] = _reads(before, after, original)
+            costs += _costs(before, [metric for metric in after if metric.at == original])
+        if scores.measurement == "passkey":
+            finds.append(_finds(before, [metric for metric in after if metric.label == PASSKEYS] or after))
+        if scores.measurement == "ruler":
+            finds.append(_finds(before, [metric for metric in after if metric.label == "RULER"]))
+        if scores.measurement in SHORT:
+            costs += _costs(before, after)
+    if finds:
+        lines["Finds"] = "; ".join(finds)
     if costs:
-        yield f"**Short inputs**, beside the base: {'; '.join(costs)}."
-    elif run.scores:
-        yield "**Short inputs**: the base was not measured in the same way."
+        lines["Short inputs"] = "; ".join(costs)
+    elif run:
+        lines["Short inputs"] = "the base was not measured in the same way"
+    return lines
 
 
-def _reads(before: list[Metric], after: list[Metric], original: int | None) -> str:
-    """Return how well the model reads the longest window, beside the base in the original one."""
-    farthest = max(after, key=lambda metric: metric.at or 0)
-    line = f"**Reads** {farthest.at:,} tokens with a perplexity of {farthest.text}"
-    for metric in before:
+def _reads(before: Mapping[str, Metric], after: list[Metric], original: int | None) -> str:
+    """Return how well the run reads the longest window, compared with the base in the original one."""
+    farthest = _farthest(after)
+    line = f"{farthest.at:,} tokens with a perplexity of {farthest.text}"
+    for metric in before.values():
         if metric.at == original and farthest.compares_with(metric):
-            verdict = change_of(metric, farthest).verdict
-            return f"{line}; the base in its own {original:,} tokens has {metric.text}: {verdict}."
-    return f"{line}."
+            change = _in_words(change_of(metric, farthest))
+            return f"{line}; the base reads {original:,} tokens with {metric.text}: {change}"
+    return line
 
 
-def _finds(before: list[Metric], after: list[Metric]) -> str:
-    """Return how many passkeys the model finds in the longest context, beside the base."""
-    found = [metric for metric in after if metric.label == PASSKEYS] or after
-    farthest = max(found, key=lambda metric: metric.at or 0)
-    line = f"**Finds** {_count(farthest)} in {farthest.at:,} tokens"
-    for metric in before:
-        if metric.heading == farthest.heading:
-            return f"{line}; the base {_count(metric)}."
-    return f"{line}."
+def _finds(before: Mapping[str, Metric], after: list[Metric]) -> str:
+    """Return what the run finds in the longest context, and what the base finds there."""
+    farthest = _farthest(after)
+    line = f"{_amount(farthest)} in {farthest.at:,} tokens"
+    if farthest.heading in before:
+        line += f" (base: {_amount(before[farthest.heading])})"
+    return line
 
 
-def _count(metric: Metric) -> str:
-    """Return a share of passkeys as a count with the interval in percent; another metric as it is."""
-    if metric.label != PASSKEYS or not metric.interval:
-        return f"passkeys up to {metric.text}"
-    low, high = metric.interval
+def _farthest(metrics: list[Metric]) -> Metric:
+    return max(metrics, key=lambda metric: metric.at or 0)
+
+
+def _amount(metric: Metric) -> str:
+    """Return a share of passkeys as a count with the interval in percent, and another metric as it is."""
+    if metric.label != PASSKEYS:
+        return f"{'RULER' if metric.label == 'RULER' else 'passkeys up to'} {metric.text}"
     successes = round(sum(value.value for value in metric.values))
-    return f"{successes} of {len(metric.values)} passkeys ({low:.0f} to {high:.0f} %)"
+    count = f"{successes} of {len(metric.values)} passkeys"
+    if metric.interval is None:
+        return count
+    low, high = metric.interval
+    return f"{count}, {low:.0f} to {high:.0f} %"
+
+
+def _costs(before: Mapping[str, Metric], after: list[Metric]) -> Iterator[str]:
+    """Yield the changes of metrics that the base has too."""
+    for metric in after:
+        if metric.heading in before:
+            yield f"{metric.heading} {_in_words(change_of(before[metric.heading], metric))}"
+
+
+def _in_words(row: Row) -> str:
+    """Return the verdict on a change with the interval."""
+    return f"{row.verdict} ({row.interval_text} {row.unit})" if row.interval else row.verdict

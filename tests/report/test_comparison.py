@@ -174,31 +174,13 @@ def test_the_interval_is_of_successes_only_if_every_outcome_is_one(before: list[
     assert (row.unit, row.pairs) == ("points", 5)
 
 
-def ruler(windows: dict[int, dict[str, list[float]]]) -> RulerScores:
-    lengths = [
-        {
-            "window": window,
-            "score": fmean(fmean(found) for found in tasks.values()),
-            "tasks": {
-                name: {
-                    "samples": 4,
-                    "length": window,
-                    "tokens": window,
-                    "score": fmean(found),
-                    "outcomes": found,
-                }
-                for name, found in tasks.items()
-            },
-        }
-        for window, tasks in windows.items()
-    ]
-    scores = {"model": "m", "options": {}, "window": 64, "lengths": lengths, "effective_length": max(windows)}
-    return RulerScores.model_validate(scores)
-
-
 def test_ruler_is_paired_by_prompt() -> None:
-    base = ruler({64: {"a": [1.0, 1.0, 0.5, 1.0], "b": [1.0, 0.75, 1.0, 1.0]}, 128: {"a": [0.0] * 4, "b": [0.0] * 4}})
-    run = ruler({64: {"a": [1.0, 1.0, 0.5, 1.0], "b": [1.0, 0.75, 1.0, 0.75]}, 128: {"a": [1.0] * 4, "b": [0.5] * 4}})
+    base = RulerScores.model_validate(
+        ruler({64: {"a": [1.0, 1.0, 0.5, 1.0], "b": [1.0, 0.75, 1.0, 1.0]}, 128: {"a": [0.0] * 4, "b": [0.0] * 4}})
+    )
+    run = RulerScores.model_validate(
+        ruler({64: {"a": [1.0, 1.0, 0.5, 1.0], "b": [1.0, 0.75, 1.0, 0.75]}, 128: {"a": [1.0] * 4, "b": [0.5] * 4}})
+    )
     rows = one(base, run)
     assert rows["RULER at 64"].verdict == "within noise"
     assert rows["RULER at 64"].pairs == 8

@@ -9,9 +9,9 @@ from pi_lora.models.files import save_config
 from pi_lora.models.resolve import resolve_model
 from pi_lora.report.card import card_of
 from pi_lora.report.scores import MeasuredRun
-from pi_lora.report.verdict import verdict_lines
+from pi_lora.report.verdict import verdict_of
 from pi_lora.scaling.config import Extension
-from reported import SCORES, benchmarks, make_run, passkey, perplexity
+from reported import SCORES, benchmarks, make_run, passkey, perplexity, ruler
 
 
 def outcomes(k_max: int) -> dict[str, Any]:
@@ -21,8 +21,10 @@ def outcomes(k_max: int) -> dict[str, Any]:
     return scores
 
 
-def lines(model: Path, folder: Path, scores: dict[str, Any]) -> list[str]:
-    return list(verdict_lines(MeasuredRun(make_run(model, folder / "run", scores))))
+def verdict(model: Path, folder: Path, scores: dict[str, Any]) -> dict[str, str]:
+    run = MeasuredRun(make_run(model, folder / "run", scores))
+    base = {name: stages["base"] for name, stages in run.scores.items() if "base" in stages}
+    return verdict_of(base, run.last_scores, run.metadata.original)
 
 
 def test_the_verdict_says_how_far_it_reads_what_it_finds_and_what_it_cost(small_model: Path, tmp_path: Path) -> None:
@@ -30,52 +32,51 @@ def test_the_verdict_says_how_far_it_reads_what_it_finds_and_what_it_cost(small_
         **SCORES,
         "passkey-base": outcomes(32),
         "passkey": outcomes(128),
+        "ruler": ruler({128: {"a": [1.0, 0.5, 1.0, 0.5]}}),
         "benchmarks-base": benchmarks(0.75, 0.04),
         "benchmarks": benchmarks(0.75, 0.04),
     }
-    reads, finds, costs = lines(small_model, tmp_path, scores)
-    assert reads == (
-        "**Reads** 128 tokens with a perplexity of 7.125; the base in its own 64 tokens has 8.500: "
-        "16.2 % better, no interval."
+    lines = verdict(small_model, tmp_path, scores)
+    assert list(lines) == ["Reads", "Finds", "Short inputs"]
+    assert lines["Reads"] == (
+        "128 tokens with a perplexity of 7.125; the base reads 64 tokens with 8.500: 16.2 % better, no interval"
     )
-    assert finds.startswith("**Finds** 16 of 16 passkeys (")
-    assert "in 128 tokens; the base 4 of 16 passkeys (" in finds
-    assert costs == (
-        "**Short inputs**, beside the base: perplexity at 64: 5.9 % worse, no interval; boolq (0-shot): within noise."
+    assert lines["Finds"] == (
+        "16 of 16 passkeys, 81 to 100 % in 128 tokens (base: 4 of 16 passkeys, 10 to 49 %); RULER 75.0 % in 128 tokens"
     )
+    assert lines["Short inputs"] == (
+        "perplexity at 64 5.9 % worse, no interval; boolq (0-shot) within noise (-11.1 to +11.1 points)"
+    )
+
+
+NO_BASE = "the base was not measured in the same way"
 
 
 @pytest.mark.parametrize(
     ("scores", "expected"),
     [
-        ({}, []),
+        ({}, {}),
         (
             {"perplexity": perplexity(9.0, 7.125)},
-            [
-                "**Reads** 128 tokens with a perplexity of 7.125.",
-                "**Short inputs**: the base was not measured in the same way.",
-            ],
+            {"Reads": "128 tokens with a perplexity of 7.125", "Short inputs": NO_BASE},
         ),
         (
             {"perplexity-base": perplexity(8.5, 60.0, "other"), "perplexity": perplexity(9.0, 7.125)},
-            [
-                "**Reads** 128 tokens with a perplexity of 7.125.",
-                "**Short inputs**: the base was not measured in the same way.",
-            ],
+            {"Reads": "128 tokens with a perplexity of 7.125", "Short inputs": NO_BASE},
         ),
-        (
-            {"passkey": passkey(96)},
-            [
-                "**Finds** passkeys up to 96 tokens in 128 tokens.",
-                "**Short inputs**: the base was not measured in the same way.",
-            ],
-        ),
+        ({"passkey": passkey(96)}, {"Finds": "passkeys up to 96 tokens in 128 tokens", "Short inputs": NO_BASE}),
     ],
 )
 def test_the_verdict_claims_nothing_that_was_not_measured(
-    small_model: Path, tmp_path: Path, scores: dict[str, Any], expected: list[str]
+    small_model: Path, tmp_path: Path, scores: dict[str, Any], expected: dict[str, str]
 ) -> None:
-    assert lines(small_model, tmp_path, scores) == expected
+    assert verdict(small_model, tmp_path, scores) == expected
+
+
+def test_a_base_alone_has_no_verdict(small_model: Path, tmp_path: Path) -> None:
+    card = card_of(MeasuredRun(make_run(small_model, tmp_path / "run", {"perplexity-base": perplexity(8.5, 60.0)})))
+    assert "**Reads**" not in card
+    assert "Not measured" not in card
 
 
 def test_the_card_begins_with_the_verdict(small_model: Path, tmp_path: Path) -> None:
