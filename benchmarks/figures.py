@@ -4,6 +4,7 @@ benchmarks/README.md is made from the list in this file.
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import record  # first: it finds scripts/
@@ -69,8 +70,12 @@ def plan_memory(result: Result) -> str:
 def train_overhead(result: Result) -> str:
     ratios = []
     for name, run in result["runs"].items():
-        recipe, *_ = name.split()
-        ratios.append(f"{run['median_ratio']:.2f} ({recipe})")
+        label, *changes = name.split()
+        for change in changes:
+            if change.startswith("model.name="):
+                label = Path(change).name
+        rounds = "" if len(run["rounds"]) > 1 else ", one round"
+        ratios.append(f"{run['median_ratio']:.2f} ({label}{rounds})")
     return f"tokens per second of `pi-lora train` beside a bare TRL script: {', '.join(ratios)}"
 
 
@@ -186,6 +191,14 @@ FIGURES: dict[str, Figure] = {
             FETCH,
             "benchmarks/train_overhead.py --recipe smollm2_135m_16k_cpu --steps 6 --warm 2 "
             "training.global_batch_size=1",
+            FETCH_GEMMA,
+            "benchmarks/train_overhead.py --recipe smollm2_135m_16k_cpu --steps 3 --warm 1 --rounds 1 "
+            "data.source=builtin:stdlib training.global_batch_size=1 training.warmup_steps=1 "
+            "model.name=models/gemma3_270m context.original=32768 context.target=65536 data.sequence_tokens=8192 "
+            "training.activation_checkpointing=true",
+            "benchmarks/train_overhead.py --recipe smollm2_135m_16k_cpu --steps 4 --warm 1 "
+            "data.source=builtin:stdlib training.global_batch_size=1 training.warmup_steps=1 "
+            "model.name=models/gpt_oss_random context.target=16384 data.sequence_tokens=4096",
         ),
         result="`train_overhead.json`",
         data="builtin:stdlib; the novels",

@@ -7,7 +7,8 @@ windows and passkeys, on documents and passkeys that the search did not see.
 
 The built-in model is searched at 1,024 tokens on the last of the first twelve documents, and measured on eleven others
 that the seed draws, none of the twelve. SmolLM2 is searched at 16,384 tokens on the validation novels of experiment.py,
-and measured on the test novels. A command whose result exists is left out.
+and measured on the test novels and with the passkeys of use_context.py, as the rows that are known already. A command
+whose result exists is left out.
 """
 
 import sys
@@ -41,10 +42,23 @@ SETTINGS = {
         "16384",
         "bfloat16",
         f"--data {BOOKS}/validation",
-        f"--data {BOOKS}/test/*[0-9].txt --windows 8192,16384 --truncate 16384 --stride 8192",
+        f"--data {BOOKS}/test --windows 8192,16384 --truncate 16384 --stride 8192",
         "--depths 8 --trials 5 --seed 11",
     ),
 }
+# Rows that another script measured in the same way.
+KNOWN = {
+    ("smollm2", "perplexity", "base"): "smollm2_16k/perplexity-test-base",
+    ("smollm2", "perplexity", YARN): "smollm2_16k/perplexity-test-untuned-yarn",
+    ("smollm2", "perplexity", "theta"): "smollm2_16k/perplexity-test-untuned-theta",
+    ("smollm2", "passkey", "base"): "use_context/passkey-base",
+    ("smollm2", "passkey", YARN): "use_context/passkey-untuned",
+}
+
+
+def result_of(name: str, measurement: str, row: str) -> str:
+    """Return the name of the file with the scores of a row, in benchmarks/results."""
+    return KNOWN.get((name, measurement, row), f"search/{name}/{measurement}-{row}")
 
 
 def commands(name: str) -> Iterator[Command]:
@@ -54,15 +68,18 @@ def commands(name: str) -> Iterator[Command]:
     # The rows below are the test of the search.
     words = f"{searched} --documents 1 --trials 1 --target {target} --dtype {dtype} --output {file}"
     yield file, ["search", model, *words.split()]
-    for row in ROWS:
+    # The divisors first.
+    for row in (FOUND, *ROWS[:-1]):
         extended = [model, "--target", target]
         measured = partial(score, results=RESULTS / name, dtype=dtype)
         if row != "base":
             extended += ["--scaling", row]
         if row == FOUND:
             extended += ["--factors", str(file)]
-        yield measured("perplexity", row, [model] if row == "base" else extended, *text.split())
-        yield measured("passkey", row, extended, *passkeys.split())
+        if (name, "perplexity", row) not in KNOWN:
+            yield measured("perplexity", row, [model] if row == "base" else extended, *text.split())
+        if (name, "passkey", row) not in KNOWN:
+            yield measured("passkey", row, extended, *passkeys.split())
 
 
 def cells(name: str, row: str) -> dict[str, str]:
@@ -71,7 +88,7 @@ def cells(name: str, row: str) -> dict[str, str]:
     """
     texts = {}
     for measurement in ("perplexity", "passkey"):
-        contents = [record.read(f"search/{name}/{measurement}-{each}") for each in (YARN, row)]
+        contents = [record.read(result_of(name, measurement, each)) for each in (YARN, row)]
         if all(contents):
             for change in compare(*map(MEASUREMENTS[measurement].scores.model_validate, contents)):
                 if change.unit != "tokens":

@@ -83,7 +83,9 @@ def setting_of(name: str) -> Setting:
     if name == TINY:
         return Setting(TINY, TINY_CONFIG, lengths=(64, 128), compared=128, tokens_per_step=128, rank=4)
     config = resolve_model(name, shipped=True).config
-    lengths = tuple(length for length in LENGTHS if length > config["max_position_embeddings"])
+    window = config["max_position_embeddings"]
+    longer = tuple(length for length in LENGTHS if length > window)
+    lengths = longer or (2 * window,)
     compared = next(length for length in lengths if length >= 16384)
     return Setting(name, config, lengths, compared, tokens_per_step=16384, rank=16)
 
