@@ -101,14 +101,14 @@ def cells(name: str, row: str) -> dict[str, str]:
 def tables(_: Mapping[str, Any]) -> Iterator[str]:
     """A table for each model, a scaling a row; the search, and the machines."""
     for name, (model, *_rest) in SETTINGS.items():
+        found = record.read(f"search/{name}")
         measured = {row: texts for row in ROWS if (texts := cells(name, row))}
-        if measured:
+        if found:
             headings = measured[YARN]
             yield from table(
                 (model, *headings),
                 [(row, *(texts.get(each, "not measured") for each in headings)) for row, texts in measured.items()],
             )
-            found = record.read(f"search/{name}")
             cost = f"{found['candidates']} candidates, {found['options']['minutes']:.0f} minutes"
             yield f"\nPasskeys in %; changes beside untuned YaRN, paired, 95 %. The search: {cost}.\n"
             yield from machines_of(record.read(f"search/{name}/machines"))

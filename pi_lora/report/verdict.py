@@ -30,7 +30,8 @@ def verdict_of(base: Mapping[str, Scores], run: Mapping[str, Scores], original: 
         after = list(shown_metrics(scores).values())
         if scores.measurement == "perplexity":
             lines["Reads"] = _reads(before, after, original)
-            costs += _costs(before, [metric for metric in after if metric.at == original])
+            in_original = [metric for metric in after if metric.at == original]
+            costs = [*_costs(before, in_original), *costs]
         if scores.measurement == "passkey":
             finds.append(_finds(before, [metric for metric in after if metric.label == PASSKEYS] or after))
         if scores.measurement == "ruler":
@@ -62,7 +63,7 @@ def _finds(before: Mapping[str, Metric], after: list[Metric]) -> str:
     farthest = _farthest(after)
     line = f"{_amount(farthest)} in {farthest.at:,} tokens"
     if farthest.heading in before:
-        line += f" (base: {_amount(before[farthest.heading])})"
+        line += f", the base {_amount(before[farthest.heading])}"
     return line
 
 
@@ -79,7 +80,7 @@ def _amount(metric: Metric) -> str:
     if metric.interval is None:
         return count
     low, high = metric.interval
-    return f"{count}, {low:.0f} to {high:.0f} %"
+    return f"{count} ({low:.0f} to {high:.0f} %)"
 
 
 def _costs(before: Mapping[str, Metric], after: list[Metric]) -> Iterator[str]:

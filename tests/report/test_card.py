@@ -207,7 +207,7 @@ def test_later_scores_are_added_to_the_card_and_nothing_else_changes(
         ("govreport", "rouge2", 10.0),
         ("govreport", "rougeL", 20.0),
     ]
-    assert "With the adapter, before it was merged:\n\n- **Reads** " in card_of(MeasuredRun(run, merged))
+    assert "With the adapter, before it was merged:\n\n- **Reads**: " in card_of(MeasuredRun(run, merged))
     assert all(table in card_of(MeasuredRun(run, merged)) for table in TABLES)
     (run / "scores" / "mine.json").write_text("{")
     with pytest.raises(ModelError, match=r"mine\.json: is not JSON"):

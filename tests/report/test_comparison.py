@@ -21,7 +21,7 @@ from pi_lora.evaluation.ruler import RulerScores
 from pi_lora.evaluation.suite import differences
 from pi_lora.recipe.files import dump_recipe, load_recipe
 from pi_lora.report.comparison import compare
-from reported import make_run, passkey, passkey_map, perplexity
+from reported import make_run, passkey, passkey_map, perplexity, ruler
 
 
 def read(windows: dict[int, list[float]], tokens: int = 1000) -> PerplexityScores:
@@ -175,12 +175,10 @@ def test_the_interval_is_of_successes_only_if_every_outcome_is_one(before: list[
 
 
 def test_ruler_is_paired_by_prompt() -> None:
-    base = RulerScores.model_validate(
-        ruler({64: {"a": [1.0, 1.0, 0.5, 1.0], "b": [1.0, 0.75, 1.0, 1.0]}, 128: {"a": [0.0] * 4, "b": [0.0] * 4}})
-    )
-    run = RulerScores.model_validate(
-        ruler({64: {"a": [1.0, 1.0, 0.5, 1.0], "b": [1.0, 0.75, 1.0, 0.75]}, 128: {"a": [1.0] * 4, "b": [0.5] * 4}})
-    )
+    base_outcomes = {64: {"a": [1.0, 1.0, 0.5, 1.0], "b": [1.0, 0.75, 1.0, 1.0]}, 128: {"a": [0.0] * 4, "b": [0.0] * 4}}
+    run_outcomes = {64: {"a": [1.0, 1.0, 0.5, 1.0], "b": [1.0, 0.75, 1.0, 0.75]}, 128: {"a": [1.0] * 4, "b": [0.5] * 4}}
+    base = RulerScores.model_validate(ruler(base_outcomes))
+    run = RulerScores.model_validate(ruler(run_outcomes))
     rows = one(base, run)
     assert rows["RULER at 64"].verdict == "within noise"
     assert rows["RULER at 64"].pairs == 8

@@ -42,10 +42,11 @@ def test_the_verdict_says_how_far_it_reads_what_it_finds_and_what_it_cost(small_
         "128 tokens with a perplexity of 7.125; the base reads 64 tokens with 8.500: 16.2 % better, no interval"
     )
     assert lines["Finds"] == (
-        "16 of 16 passkeys, 81 to 100 % in 128 tokens (base: 4 of 16 passkeys, 10 to 49 %); RULER 75.0 % in 128 tokens"
+        "16 of 16 passkeys (81 to 100 %) in 128 tokens, the base 4 of 16 passkeys (10 to 49 %); "
+        "RULER 75 % (30 to 95) in 128 tokens"
     )
     assert lines["Short inputs"] == (
-        "perplexity at 64 5.9 % worse, no interval; boolq (0-shot) within noise (-11.1 to +11.1 points)"
+        "perplexity at 64 5.9 % worse, no interval; boolq (0-shot) within noise (-11.9 to +11.9 points)"
     )
 
 
