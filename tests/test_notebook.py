@@ -1,5 +1,6 @@
 """The notebook runs from its first cell to its last, in less of everything, and its outputs are kept."""
 
+import base64
 import contextlib
 import io
 import json
@@ -8,9 +9,12 @@ from typing import Any
 
 import pytest
 
+from pi_lora.scaling.config import method_of
+
 NOTEBOOK = Path(__file__).parent.parent / "docs" / "quickstart.ipynb"
 CODE = [cell for cell in json.loads(NOTEBOOK.read_text(encoding="utf-8"))["cells"] if cell["cell_type"] == "code"]
-LESS = "STEPS, DOCUMENTS, DEPTHS, TRIALS = 2, 1, 1, 1"
+LESS = "STEPS, DOCUMENTS, TOKENS, DEPTHS, TRIALS = 2, 1, 1024, 4, 1"
+PNG_BEGINS = base64.b64encode(b"\x89PNG\r\n\x1a\n")[:10].decode()
 
 
 def printed(cell: Any) -> str:
@@ -18,7 +22,7 @@ def printed(cell: Any) -> str:
 
 
 def test_the_notebook_runs_and_keeps_its_outputs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """What it planned is what it plans; of what it measures, the base is lost beyond its window and step 0 is not."""
+    """What it planned is what it plans. It measures, draws, and writes a merged model with the scaling of the probe."""
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr("torch.cuda.is_available", lambda: False)
     names: dict[str, Any] = {}
@@ -29,8 +33,17 @@ def test_the_notebook_runs_and_keeps_its_outputs(tmp_path: Path, monkeypatch: py
             exec(LESS if is_parameters else "".join(cell["source"]), names)
         if "T4" in "".join(cell["source"]):
             assert out.getvalue() == printed(cell)
-    assert names["base"][1024] > 2 * names["base"][256]
-    assert names["step_0"][1024] < 1.2 * names["step_0"][256]
-    assert [depth.k for depth in names["passkey"].depths] == [1024]
-    assert names["model"].config.rope_parameters["factor"] == 4
-    assert (tmp_path / "models" / "quickstart" / "merge.json").is_file()
+    assert list(names["comparison"].verdict) == ["Reads", "Finds", "Short inputs"]
+    assert names["run"].log[-1]["step"] == 2
+    config = json.loads((tmp_path / "models" / "notebook" / "config.json").read_text())
+    assert method_of(config) == names["probed"].best
+    assert {file.name for file in (tmp_path / "adapters/notebook/pictures").iterdir()} >= {
+        "perplexity.png",
+        "passkey.png",
+    }
+
+
+def test_the_notebook_holds_its_pictures() -> None:
+    pictures = [output["data"]["image/png"] for cell in CODE for output in cell["outputs"] if "data" in output]
+    assert len(pictures) == 2
+    assert all(picture.startswith(PNG_BEGINS) for picture in pictures)
