@@ -26,10 +26,12 @@ NF4 = 0.5 + 1 / 64 + 4 / (64 * 256)
 # Assumed: the device's context, cuBLAS and NCCL workspaces.
 OVERHEAD = round(1.5 * GIB)
 # Measured on a CPU (benchmarks/plan_memory.py): the interpreter with its libraries.
-OVERHEAD_ON_CPU = round(0.6 * GIB)
-# Measured on a CPU: bytes of freed tensors that the C library holds, per layer, token and hidden number. It returns
-# larger tensors to the system, so the sum is limited: to a GiB in float32, to half of it in bfloat16.
-FREED_ON_CPU = 55
+OVERHEAD_ON_CPU = round(0.7 * GIB)
+# Measured on a CPU: the C library holds back freed tensors. In bfloat16 they take about so many times what a layer uses
+# at its peak. In float32 they take so many bytes per layer, token and hidden number, and a GiB at most, as larger tensors
+# return to the system.
+HELD_ON_CPU = 2
+HELD_IN_FLOAT32 = 50
 # AdamW's two moments have the precision of their weights. Those of bitsandbytes take a byte each, and a float32 scale
 # for 256 of them; moments of embeddings stay in 32 bits (transformers 5.23). Paged moments may leave a full device;
 # the plan does not count on it.
@@ -132,13 +134,24 @@ def memory(shape: Shape, recipe: Recipe, original: int, gpu: Gpu) -> DeviceMemor
     arithmetic = _arithmetic(recipe, gpu, float32_weights)
     states = _states(shape, recipe, FLOAT32 if float32_weights else BFLOAT16)
     before_loss, *in_backward = _moments_of_step(shape, recipe, states, tokens, arithmetic, on_cpu)
-    logits = loss_bytes(shape, tokens, arithmetic, on_cpu) + _head_gradient(shape, recipe.tuning)
+    head_gradient = _head_gradient(shape, recipe.tuning)
+    if on_cpu:
+        # The sum, and the gradient of the tokens whose logits are there.
+        head_gradient *= 2
+        if arithmetic == "autocast":
+            head_gradient += head_gradient // 4  # which comes in bfloat16
+    logits = loss_bytes(shape, tokens, arithmetic, on_cpu) + head_gradient
     moments = [before_loss._replace(logits=logits), *in_backward]
     if recipe.evaluation.every:
         longest = max(original, recipe.context.target)
         moments.append(_measuring(shape, states, longest, arithmetic, on_cpu=on_cpu))
     maxima = Moment(*map(max, *moments))
     highest = max(map(sum, moments))
+    peak = highest + _overhead(shape, recipe, tokens, arithmetic, on_cpu)
+    if on_cpu:
+        # While weights are loaded, the pages of their file are memory of the process.
+        stored = shape.parameters * BFLOAT16
+        peak = max(peak, OVERHEAD_ON_CPU + states.weights + stored)
     host = 0
     if recipe.hardware.offload_activations:
         # A pinned tensor takes a power of two (torch 2.13).
@@ -146,7 +159,7 @@ def memory(shape: Shape, recipe: Recipe, original: int, gpu: Gpu) -> DeviceMemor
     return DeviceMemory(
         components=maxima._asdict(),
         highest=highest,
-        peak=highest + _overhead(shape, tokens, arithmetic, on_cpu),
+        peak=peak,
         host=host,
     )
 
@@ -236,13 +249,14 @@ def _arithmetic(recipe: Recipe, gpu: Gpu, float32_weights: bool) -> Arithmetic:
     return "bfloat16"
 
 
-def _overhead(shape: Shape, tokens: int, arithmetic: Arithmetic, on_cpu: bool) -> int:
+def _overhead(shape: Shape, recipe: Recipe, tokens: int, arithmetic: Arithmetic, on_cpu: bool) -> int:
     """Return bytes of the process itself, and on a CPU of the freed tensors that it holds."""
     if not on_cpu:
         return OVERHEAD
-    freed = FREED_ON_CPU * shape.layers * tokens * shape.hidden
-    limit = GIB if arithmetic == "float32" else GIB // 2
-    return OVERHEAD_ON_CPU + min(limit, freed)
+    if arithmetic in ("float32", "casts"):
+        return OVERHEAD_ON_CPU + min(GIB, HELD_IN_FLOAT32 * shape.layers * tokens * shape.hidden)
+    _, of_layer = layer_bytes(shape, recipe.tuning, arithmetic)
+    return OVERHEAD_ON_CPU + round(HELD_ON_CPU * of_layer * tokens)
 
 
 def _autocast_copies(shape: Shape, recipe: Recipe, arithmetic: Arithmetic) -> tuple[int, int]:
