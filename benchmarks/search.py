@@ -41,7 +41,7 @@ SETTINGS = {
         BASE,
         "16384",
         "bfloat16",
-        f"--minutes 45 --data {BOOKS}/validation",
+        f"--minutes 30 --data {BOOKS}/validation",
         f"--data {BOOKS}/test --windows 8192,16384 --truncate 16384 --stride 8192",
         "--depths 8 --trials 5 --seed 11",
     ),

@@ -10,8 +10,8 @@ asks many needles one after the other, and the text around them is scored as wel
 
 The evolution begins with the divisors of YaRN, theta, llama3 and CoPE. No dimension is taken as critical: any smooth
 change of neighboring divisors is tried, as long as no frequency is divided by less than a higher one. A child first
-reads a short text whose chunks are spread over the target window, as in PoSE; only the best child of a generation reads
-the target window.
+reads a short text whose chunks are spread over the target window, as in PoSE, and is scored by needles and text; only
+the best child of a generation reads the target window.
 """
 
 import math
@@ -87,9 +87,22 @@ class Exam(NamedTuple):
     answers: list[int]
     inputs: Mapping[str, torch.Tensor]
 
+    @property
+    def text_tokens(self) -> int:
+        """The scored tokens before the first answer."""
+        return self.answers[0] - 1
+
     def needle_loss(self, losses: Sequence[float]) -> float:
         """Return the mean loss of the answers."""
         return fmean(losses[answer] for answer in self.answers)
+
+    def text_loss(self, losses: Sequence[float]) -> float:
+        """Return the mean loss of the text."""
+        return fmean(losses[: self.text_tokens])
+
+    def value(self, losses: Sequence[float]) -> float:
+        """Return what the answers and the text lose."""
+        return self.needle_loss(losses) + PENALTY * self.text_loss(losses)
 
 
 class Scored(BaseModel):
@@ -133,11 +146,12 @@ class Searched:
             text = text_options.data
             raise DataError(f"--data: {text}: one document is long enough; the search and its test need two")
         rng = random.Random(options.seed)
-        self.short = self._exam(min(SHORT_TOKENS, self.target // 2), rng, chunks=CHUNKS)
-        # The first half of the window is left out: its tokens have little before them.
+        # The first tokens are left out: they have little before them.
+        short_tokens = min(SHORT_TOKENS, self.target // 2)
+        self.short = self._exam(short_tokens, rng, chunks=CHUNKS, first=short_tokens // 2)
         self.half = base.window // 2
         self.long = self._exam(self.target, rng, chunks=1, first=self.half)
-        self.text_tokens = self.long.answers[0] - 1
+        self.text_tokens = self.long.text_tokens
         self.unscaled = self._unscaled_losses()
         self.rotary = [
             (part, name, plain.clone())
@@ -146,9 +160,9 @@ class Searched:
             if name in FREQUENCIES
         ]
 
-    def _exam(self, tokens: int, rng: random.Random, chunks: int, first: int | None = None) -> Exam:
-        """Return a text of at most `tokens` tokens with needles at all depths. Several chunks are spread over the
-        target window. By default the questions are scored.
+    def _exam(self, tokens: int, rng: random.Random, chunks: int, first: int) -> Exam:
+        """Return a text of at most `tokens` tokens with needles at all depths, scored from the token `first`. Several
+        chunks are spread over the target window.
         """
         number = min(NEEDLES, tokens // 64)
         needles = []
@@ -173,7 +187,7 @@ class Searched:
         ids = [] if bos is None else [bos]
         for index, needle in enumerate(needles):
             ids += self.text.ids[index * part : (index + 1) * part].tolist() + needle
-        first = len(ids) if first is None else first
+        first = min(first, len(ids))
         answers = [len(ids) - first + answer for answer in answers]
         ids += asked
         row = torch.tensor([ids], device=self.loaded.module.device)
@@ -228,7 +242,7 @@ class Searched:
         """Return the scores of a candidate from the losses of the long text."""
         needle_loss = self.long.needle_loss(losses)
         key_loss = fmean(losses[token] for token in key_tokens) if key_tokens else 0.0
-        text_loss = fmean(losses[: self.text_tokens])
+        text_loss = self.long.text_loss(losses)
         lost = text_loss - self.unscaled[: self.text_tokens].mean().item()
         return Scored(
             needles=needle_loss,
@@ -305,7 +319,7 @@ def search(base: ModelSource, options: SearchOptions, *, dtype: str | None = Non
 
         def measured(exam: Exam, candidate: Candidate) -> list[float]:
             losses: list[float]
-            key = digest_of([exam.first, candidate.divisors])
+            key = digest_of([exam.ids.shape[1], candidate.divisors])
             if key not in kept:
                 started = time.monotonic()
                 losses = searched.losses(exam, candidate)
@@ -324,7 +338,7 @@ def search(base: ModelSource, options: SearchOptions, *, dtype: str | None = Non
         rng = random.Random(options.seed)
         while sum(spent) < limit:
             children = [child_of(by_score[:PARENTS], rng) for _ in range(CHILDREN)]
-            child = min(children, key=lambda child: searched.short.needle_loss(measured(searched.short, child)))
+            child = min(children, key=lambda child: searched.short.value(measured(searched.short, child)))
             scores[child] = searched.score(measured(searched.long, child), key_tokens)
             by_score = sorted(scores, key=lambda candidate: scores[candidate].value)
             note = f"{len(spent):,} texts read, the best has {scores[by_score[0]].value:.3f} nats"

@@ -149,6 +149,16 @@ def test_what_the_text_loses_costs(searched: Searched) -> None:
     assert searched.score(kept, []).needles == pytest.approx(5 / len(searched.long.answers))
 
 
+def test_a_short_text_is_scored_by_needles_and_text(searched: Searched) -> None:
+    short = searched.short
+    assert short.first == 128
+    losses = [0.0] * (short.ids.shape[1] - short.first)
+    assert short.value(losses) == 0
+    assert short.value([0.1] * short.text_tokens + losses[short.text_tokens :]) == pytest.approx(0.1 * PENALTY)
+    losses[short.answers[0]] = 6.0
+    assert short.value(losses) == pytest.approx(6 / len(short.answers))
+
+
 def test_key_tokens_are_lost_near_and_found_far(searched: Searched) -> None:
     far = (searched.unscaled - 3).clamp(min=0.0)
     lost = [9.0] * len(far)
