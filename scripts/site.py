@@ -74,10 +74,11 @@ def notebook_as_markdown(text: str) -> str:
             parts.append(f"```python\n{code}\n```")
         else:
             parts.append(code)
-        for output in cell.get("outputs", []):
+        outputs = cell.get("outputs", [])
+        printed = "".join(line for output in outputs for line in output.get("text", ()))
+        if printed:
+            parts.append(f"```text\n{printed.rstrip()}\n```")
+        for output in outputs:
             if "data" in output:
                 parts.append(f"![](data:image/png;base64,{output['data']['image/png'].strip()})")
-            else:
-                printed = "".join(output["text"])
-                parts.append(f"```text\n{printed.rstrip()}\n```")
     return "\n\n".join(parts) + "\n"
