@@ -28,7 +28,7 @@ OVERHEAD = round(1.5 * GIB)
 # Measured on a CPU (benchmarks/plan_memory.py): the interpreter with its libraries.
 OVERHEAD_ON_CPU = round(0.7 * GIB)
 # Measured on a CPU: the C library holds back freed tensors. In bfloat16 they take about so many times what a layer uses
-# at its peak. In float32 they take so many bytes per layer, token and hidden number, and a GiB at most, as larger tensors
+# at its peak. In float32 they take so many bytes per layer, token and hidden number, at most a GiB: larger tensors
 # return to the system.
 HELD_ON_CPU = 2
 HELD_IN_FLOAT32 = 50
