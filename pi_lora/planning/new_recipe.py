@@ -101,7 +101,7 @@ def new_recipe(
         recommended, summary = probed
         sections |= recommended
         reason = f"in a probe, {summary}"
-    elif "pi" in methods_for(source.config):
+    elif {"pi", "yarn"} <= set(methods_for(source.config)):
         reason = DEFAULT_REASON
     else:
         reason = "goes on from the frequencies of this base"

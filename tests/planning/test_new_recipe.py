@@ -202,6 +202,23 @@ def test_new_warns_about_a_chat_model_without_chats(command: Command, small_mode
     assert (status, errors.splitlines()[-1]) == (0, f"data: {NO_CHATS_WARNING}")
 
 
+@pytest.mark.parametrize(
+    ("model", "scaling", "reason"),
+    [
+        ("huggyllama/llama-7b", "yarn", "the best of our measurements"),
+        ("google/gemma-3-12b-it", "pi", "goes on from the frequencies of this base"),
+        ("openai/gpt-oss-20b", "yarn", "goes on from the frequencies of this base"),
+    ],
+)
+def test_the_recipe_says_why_it_has_this_scaling(
+    model: str, scaling: str, reason: str, command: Command, tmp_path: Path
+) -> None:
+    target = 2 * window_of(resolve_model(model, shipped=True).config)
+    status, _, _ = command(model, "--target", str(target), "--gpu", "80GB", "--output", "mine.yaml")
+    assert status == 0
+    assert f"# Scaling {scaling}: {reason}" in (tmp_path / "mine.yaml").read_text()
+
+
 def test_new_does_not_overwrite_a_file(command: Command, tmp_path: Path) -> None:
     (tmp_path / "llama-7b_8k.yaml").write_text("mine")
     status, out, errors = command(LLAMA, "--target", "8192", "--gpu", "H100")
