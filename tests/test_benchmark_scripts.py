@@ -62,6 +62,11 @@ def test_every_recipe_of_the_gpu_benchmark_is_valid(name: str, tmp_path: Path) -
         assert recipe.context.target > setting.original
 
 
+def test_a_shape_with_a_long_window_is_refused_by_the_gpu_benchmark() -> None:
+    with pytest.raises(SystemExit, match="131,072 tokens already; name a model of that shape with less than 65,536"):
+        setting_of("meta-llama/Llama-3.1-8B-Instruct")
+
+
 @pytest.fixture(scope="module")
 def bench(tmp_path_factory: pytest.TempPathFactory) -> parts.Bench:
     return parts.Bench(setting_of(TINY), tmp_path_factory.mktemp("bench"))

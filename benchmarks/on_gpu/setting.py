@@ -84,8 +84,12 @@ def setting_of(name: str) -> Setting:
         return Setting(TINY, TINY_CONFIG, lengths=(64, 128), compared=128, tokens_per_step=128, rank=4)
     config = resolve_model(name, shipped=True).config
     window = config["max_position_embeddings"]
-    longer = tuple(length for length in LENGTHS if length > window)
-    lengths = longer or (2 * window,)
+    lengths = tuple(length for length in LENGTHS if length > window)
+    if not lengths:
+        raise SystemExit(
+            f"--shape {name}: has a window of {window:,} tokens already; name a model of that shape with less than "
+            f"{LENGTHS[-1]:,}, such as meta-llama/Meta-Llama-3-8B for Llama 3.1"
+        )
     compared = next(length for length in lengths if length >= 16384)
     return Setting(name, config, lengths, compared, tokens_per_step=16384, rank=16)
 
