@@ -151,7 +151,6 @@ class Searched:
         self.short = self._exam(short_tokens, rng, chunks=CHUNKS, first=short_tokens // 2)
         self.half = base.window // 2
         self.long = self._exam(self.target, rng, chunks=1, first=self.half)
-        self.text_tokens = self.long.text_tokens
         self.unscaled = self._unscaled_losses()
         self.rotary = [
             (part, name, plain.clone())
@@ -236,19 +235,17 @@ class Searched:
         """
         far = torch.tensor(starts).min(dim=0).values
         is_key = (self.unscaled - far > LEAST_GAIN) & (far < MOST_LOSS)
-        return [token for token in range(self.half, self.text_tokens) if is_key[token]]
+        return [token for token in range(self.half, self.long.text_tokens) if is_key[token]]
 
     def score(self, losses: Sequence[float], key_tokens: Sequence[int]) -> Scored:
         """Return the scores of a candidate from the losses of the long text."""
-        needle_loss = self.long.needle_loss(losses)
         key_loss = fmean(losses[token] for token in key_tokens) if key_tokens else 0.0
-        text_loss = self.long.text_loss(losses)
-        lost = text_loss - self.unscaled[: self.text_tokens].mean().item()
+        before = self.unscaled[: self.long.text_tokens].mean().item()
         return Scored(
-            needles=needle_loss,
+            needles=self.long.needle_loss(losses),
             key_tokens=key_loss,
-            text=text_loss,
-            value=needle_loss + key_loss + PENALTY * lost,
+            text=self.long.text_loss(losses),
+            value=self.long.value(losses) + key_loss - PENALTY * before,
         )
 
 

@@ -136,7 +136,7 @@ def test_chunks_of_a_spread_text_see_the_chunks_before_them(searched: Searched) 
 
 
 def test_what_the_text_loses_costs(searched: Searched) -> None:
-    tokens = searched.text_tokens
+    tokens = searched.long.text_tokens
     unscaled = searched.unscaled[:tokens].mean().item()
     rest = [0.0] * (len(searched.unscaled) - tokens)
     kept = [unscaled] * tokens + rest
@@ -162,7 +162,7 @@ def test_a_short_text_is_scored_by_needles_and_text(searched: Searched) -> None:
 def test_key_tokens_are_lost_near_and_found_far(searched: Searched) -> None:
     far = (searched.unscaled - 3).clamp(min=0.0)
     lost = [9.0] * len(far)
-    beyond = range(searched.half, searched.text_tokens)
+    beyond = range(searched.half, searched.long.text_tokens)
     expected = [token for token in beyond if 2 < searched.unscaled[token] < 5]
     assert searched.key_tokens([lost, far.tolist()]) == expected
     assert searched.key_tokens([lost]) == []
@@ -180,6 +180,27 @@ def test_the_unscaled_base_has_half_its_window_or_more_before_a_token(searched: 
     second = token_losses(module, later, range(window // 2, window))[0]
     torch.testing.assert_close(searched.unscaled[: window // 2], first)
     torch.testing.assert_close(searched.unscaled[window // 2 : window], second)
+
+
+def test_the_child_that_keeps_needles_and_text_reads_the_long_text(monkeypatch: pytest.MonkeyPatch) -> None:
+    retrieves = Candidate((0.1,) * 16, 1.0)
+    keeps_both = Candidate((0.2,) * 16, 1.0)
+    children = itertools.cycle([retrieves, keeps_both])
+    read: list[Candidate] = []
+
+    def losses(searched: Searched, exam: searching.Exam, candidate: Candidate) -> list[float]:
+        number = exam.ids.shape[1] - exam.first
+        if exam is searched.long:
+            read.append(candidate)
+            return [2.0] * number
+        text = 1.0 if candidate == retrieves else 0.5
+        needles = 0.0 if candidate == retrieves else 0.5
+        return [text] * exam.text_tokens + [needles] * (number - exam.text_tokens)
+
+    monkeypatch.setattr(searching, "child_of", lambda *_: next(children))
+    monkeypatch.setattr(Searched, "losses", losses)
+    search(resolve_model("builtin:tiny"), SearchOptions(target=512, minutes=4.5 / 60))
+    assert read[len(searching.STARTS) :] == [keeps_both]
 
 
 def test_an_interrupted_search_ends_with_the_same_divisors(monkeypatch: pytest.MonkeyPatch) -> None:
