@@ -100,7 +100,7 @@ def context(
     measuring: Measured = Measuring(),
     target: Target = None,
 ) -> None:
-    """What the tokens gain from distant context, and LongPPL (Fang et al. 2024), of several models side by side."""
+    """Gain of the tokens from distant context, and LongPPL (Fang et al. 2024), of several models side by side."""
     _measure("context", models, options, measuring, target)
 
 

@@ -1,4 +1,4 @@
-"""What a model gains from distant context: the loss of each token with the whole window before it, and with the near
+"""The gain of a model from distant context: the loss of each token with the whole window before it, and with the near
 context alone. Key tokens are those that distant context explains; LongPPL is the perplexity over them (Fang et al.
 2024, "What is Wrong with Perplexity for Long-context Language Modeling?", arXiv 2410.23771).
 """

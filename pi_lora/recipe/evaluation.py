@@ -76,7 +76,7 @@ class PerplexityOptions(TextOptions):
 
 
 class ContextOptions(TextOptions):
-    """What the tokens gain from distant context; LongPPL (Fang et al. 2024)."""
+    """Gain of the tokens from distant context; LongPPL (Fang et al. 2024)."""
 
     window: Tokens | None = None
     """Length of the whole context in tokens. Windows are consecutive. By default L'."""

@@ -53,7 +53,7 @@ class Context(Section):
     theta: Annotated[float | None, Field(gt=1)] = None
     """New rope_theta of `scaling: theta`. By default computed by the NTK-aware rule."""
     factors: FactorsOrFile | None = None
-    """What divides the frequencies under `scaling: factors`: a list, or a file that `pi-lora search` wrote."""
+    """Divisors of the frequencies under `scaling: factors`: a list, or a file that `pi-lora search` wrote."""
 
     def conflicts(self) -> Iterator[str]:
         """Yield that there is nothing to extend."""
