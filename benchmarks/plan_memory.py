@@ -164,8 +164,8 @@ def simulate_all(folder: Path) -> None:
     result = read("plan_memory")
     for row, file, changes in settings(folder):
         kept = result["rows"][row]
-        step = simulated(load_recipe(file, changes).recipe, device_here())
-        kept |= {**step, "planned": kept["planned"]}
+        kept |= simulated(load_recipe(file, changes).recipe, device_here())
+        kept["ratio"] = kept["planned"] / kept["measured"]
     result["recipes"] = {}
     for file in recipe_paths(shipped_recipes()):
         recipe = load_recipe(file, LEFT_OUT).recipe
