@@ -5,8 +5,8 @@ windows and passkeys, on documents and passkeys that the search did not see.
     python scripts/fetch_model.py smollm2_135m_instruct
     python benchmarks/search.py smollm2
 
-The built-in model is searched at 1,024 tokens on the last of the first twelve documents, and measured on eleven others
-that the seed draws, none of the twelve. SmolLM2 is searched at 16,384 tokens on the validation novels of experiment.py,
+The built-in model is searched at 1,024 tokens on the first twelve documents, and measured on eleven others that the
+seed draws, none of the twelve. SmolLM2 is searched at 16,384 tokens on the validation novels of experiment.py,
 and measured on the test novels and with the passkeys of use_context.py, as the rows that are known already. A command
 whose result exists is left out.
 """
@@ -109,7 +109,7 @@ def tables(_: Mapping[str, Any]) -> Iterator[str]:
                 (model, *headings),
                 [(row, *(texts.get(each, "not measured") for each in headings)) for row, texts in measured.items()],
             )
-            cost = f"{found['candidates']} candidates, {found['options']['minutes']:.0f} minutes"
+            cost = f"{found['steps']} steps, {found['options']['minutes']:.0f} minutes"
             yield f"\nPasskeys in %; changes beside untuned YaRN, paired, 95 %. The search: {cost}.\n"
             yield from machines_of(record.read(f"search/{name}/machines"))
             yield ""

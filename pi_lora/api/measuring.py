@@ -312,7 +312,7 @@ def search(
     **options: Any,
 ) -> "SearchResult":
     """Search for the divisors of the rotary frequencies with which a model reads and retrieves best at a target window,
-    and measure them on other text beside the scalings that the search began with, as `pi-lora search` does.
+    and measure them on other text beside untuned scalings, as `pi-lora search` does.
 
     Args:
         model: A plain base.
@@ -340,7 +340,7 @@ def search(
     check_can_write(file)
     result = search(source, section, dtype=dtype_of(dtype), ui=ui)
     write_json(file, result.model_dump(mode="json"))
-    ui.show(f"{file}: the best of {result.candidates:,} candidates; now it is measured on other text")
+    ui.show(f"{file}: found in {result.steps:,} steps; now it is measured on other text")
     probed = _probe(source, options_of_test(result, file), json=None, dtype=dtype_of(dtype), ui=ui)
     write_json(file, {**result.model_dump(mode="json"), **probed.as_json()})
     return result

@@ -67,12 +67,19 @@ def token_losses(model: Any, ids: torch.Tensor, positions: Sequence[int], **inpu
     """Return the losses in nats of the tokens at `positions` of `ids` (rows, length): (rows, positions), on the CPU.
     The model gets other `inputs` as well.
     """
+    return differentiable_losses(model, ids, positions, **inputs).cpu()
+
+
+def differentiable_losses(
+    model: Any, ids: torch.Tensor, positions: Sequence[int], **inputs: torch.Tensor
+) -> torch.Tensor:
+    """Return what `token_losses` returns, on the model's device; a gradient flows back through it."""
     parts = split_positions(model, ids, positions)
     losses = [
         _losses(logits.flatten(0, 1), ids[:, part].flatten()).view(len(ids), -1)
         for part, logits in zip(parts, logits_in_parts(model, ids, parts, **inputs), strict=True)
     ]
-    return torch.cat(losses, dim=1).cpu()
+    return torch.cat(losses, dim=1)
 
 
 def _losses(logits: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:

@@ -2,22 +2,25 @@
 2502.20082).
 
 LongRoPE2 searches the divisors by an evolution that is scored with the perplexity of needles. Here every forward pass
-asks many needles one after the other, and the text around them is scored as well:
+asks many needles one after the other, and plain text is scored as well:
 
-- the loss of the needles: numbers that were stated at all depths of the text, and are asked for at the end;
-- the loss of the key tokens: those whose loss falls by distant context under a start (evaluation/context.py);
+- the loss of the needles: numbers that were stated at all depths of a text, and are asked for at the end;
+- the loss of the key tokens: those whose loss falls by distant context under YaRN (evaluation/context.py);
 - what text in both windows loses against the unscaled base in its own window, times `PENALTY`.
 
-The evolution begins with the divisors of YaRN, theta, llama3 and CoPE. No dimension is taken as critical: any smooth
-change of neighboring divisors is tried, as long as no frequency is divided by less than a higher one. A child first
-reads a short text whose chunks are spread over the target window, as in PoSE, and is scored by needles and text; only
-the best child of a generation reads the target window.
+The scores are differentiable in the divisors. So the search is a descent along the gradient, where an evolution has to
+try. It begins with YaRN, and keeps YaRN's factor of the attention, which short texts would choose too low. No dimension
+is taken as critical; no frequency is divided by less than a higher one. A step reads a short text with new needles,
+whose chunks are spread over the target window, as in PoSE, and a short text without needles as it is. Now and then the
+mean of the last half of the steps reads the target window; the best of these means is the result.
 """
 
+import inspect
 import math
 import random
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import partial
 from itertools import product
 from pathlib import Path
 from statistics import fmean
@@ -25,12 +28,14 @@ from typing import Any, NamedTuple
 
 import torch
 from pydantic import BaseModel
+from torch.utils.checkpoint import checkpoint
+from transformers.modeling_layers import GradientCheckpointingLayer
 
 from pi_lora.data.recall import DIGITS, FORMS, NAMES, THINGS
 from pi_lora.data.tokens import added_bos
 from pi_lora.errors import DataError, ModelError
 from pi_lora.evaluation.context import LEAST_GAIN, MOST_LOSS
-from pi_lora.evaluation.forward import check_numbers, token_losses
+from pi_lora.evaluation.forward import check_numbers, differentiable_losses
 from pi_lora.evaluation.measurement import Session, append_journal, read_journal
 from pi_lora.evaluation.perplexity import Sweep, scored_losses
 from pi_lora.evaluation.texts import choose_documents, complete
@@ -39,70 +44,41 @@ from pi_lora.models.loaded import load_model
 from pi_lora.models.source import ModelSource
 from pi_lora.models.weights import finite
 from pi_lora.recipe.evaluation import ProbeOptions, SearchOptions, TextOptions
-from pi_lora.scaling.config import Extension, Method, extend_config, methods_for, rotary_frequencies_of
+from pi_lora.scaling.config import Extension, Method, extend_config, rotary_frequencies_of
 from pi_lora.scaling.factors import DROPPED
 from pi_lora.scaling.verify import build_on_meta, rotary_frequencies
-from pi_lora.storage import digest_of
-from pi_lora.types import SILENT, UI, Json
+from pi_lora.types import SILENT, UI
 
-STARTS: tuple[Method, ...] = ("yarn", "theta", "llama3", "cope")
+START: Method = "yarn"
+# The untuned scalings that the result is measured beside.
+COMPARED = (START, "theta", "llama3", "cope")
 # A nat that the text loses costs as much as this many nats of a needle.
-PENALTY = 20.0
-# Needles of a text, and the tokens of a short text with the chunks that are spread over the target window.
+PENALTY = 4.0
+# Needles of a text, and the tokens of a short text with needles, whose chunks are spread over the target window.
 NEEDLES = 24
 SHORT_TOKENS = 4096
 CHUNKS = 8
-# Children of a generation, and the candidates they come from.
-CHILDREN = 8
-PARENTS = 4
-# Standard deviations of a mutation: of the logarithm of the divisors, and of the factor of the attention.
-SPREAD = 0.3
-ATTENTION_SPREAD = 0.03
-MAX_ATTENTION = 1.5
+# Tokens of a short text without needles.
+PLAIN_TOKENS = 2048
+# Adam's learning rate for the logarithms of the divisors, the steps after which it has fallen by a half, and its decay
+# rates.
+RATE = 0.03
+STEPS_TO_HALF = 16
+BETAS = (0.8, 0.95)
+# Steps before a mean reads the target window: this number, or more where reading takes over a third of the time.
+LEAST_STEPS = 8
+SHORT_SHARE = 2
 STATEMENT, QUESTION = (f"\n{form}" for form in FORMS[0])
 # The frequencies of the layers that attend to the whole window, in a rotary module for all layers or by layer type.
 FREQUENCIES = ("inv_freq", "full_attention_inv_freq")
 
 
-class Candidate(NamedTuple):
-    """The logarithms of the divisors, the highest frequency first, and the factor of the attention."""
-
-    logarithms: tuple[float, ...]
-    attention_factor: float
-
-    @property
-    def divisors(self) -> Json:
-        """The factors of an extension, in four digits."""
-        factors = tuple(float(f"{math.exp(logarithm):.4g}") for logarithm in self.logarithms)
-        return {"factors": factors, "attention_factor": self.attention_factor}
-
-
 class Exam(NamedTuple):
-    """A text with needles: token ids (1, tokens), the first token that is scored, the tokens of the answers, counted
-    from there, and other inputs of the model.
-    """
+    """A text with needles: token ids (1, tokens), the positions of the answers, and other inputs of the model."""
 
     ids: torch.Tensor
-    first: int
     answers: list[int]
     inputs: Mapping[str, torch.Tensor]
-
-    @property
-    def text_tokens(self) -> int:
-        """The scored tokens before the first answer."""
-        return self.answers[0] - 1
-
-    def needle_loss(self, losses: Sequence[float]) -> float:
-        """Return the mean loss of the answers."""
-        return fmean(losses[answer] for answer in self.answers)
-
-    def text_loss(self, losses: Sequence[float]) -> float:
-        """Return the mean loss of the text."""
-        return fmean(losses[: self.text_tokens])
-
-    def value(self, losses: Sequence[float]) -> float:
-        """Return what the answers and the text lose."""
-        return self.needle_loss(losses) + PENALTY * self.text_loss(losses)
 
 
 class Scored(BaseModel):
@@ -117,7 +93,7 @@ class Scored(BaseModel):
 
 
 class SearchResult(BaseModel):
-    """The best divisors, and the scores of the starts and of the best."""
+    """The best divisors, and the scores of YaRN and of the best."""
 
     model: str
     original: int
@@ -125,7 +101,7 @@ class SearchResult(BaseModel):
     factors: tuple[float, ...]
     attention_factor: float
     options: SearchOptions
-    candidates: int
+    steps: int
     test_documents: int
     scores: dict[str, Scored]
     hardware: str
@@ -138,19 +114,21 @@ class Searched:
     def __init__(self, base: ModelSource, options: SearchOptions, dtype: str | None) -> None:
         self.base = base
         self.target = options.target
+        self.attention_factor = 0.1 * math.log(options.target / base.window) + 1
         self.loaded = load_model(base, dtype or ("bfloat16" if has_fast_bfloat16() else None))
         text_options = complete(TextOptions(data=options.data, column=options.column), [base])
-        # The first documents are those of a test.
-        [*self.others, self.text], _ = choose_documents(self.loaded, text_options, options.target)
-        if not self.others:
+        # The first documents are those of the test.
+        documents, _ = choose_documents(self.loaded, text_options, options.target)
+        self.test_documents = min(options.documents, len(documents) - 1)
+        self.texts = documents[self.test_documents :]
+        if not self.test_documents:
             text = text_options.data
             raise DataError(f"--data: {text}: one document is long enough; the search and its test need two")
-        rng = random.Random(options.seed)
-        # The first tokens are left out: they have little before them.
-        short_tokens = min(SHORT_TOKENS, self.target // 2)
-        self.short = self._exam(short_tokens, rng, chunks=CHUNKS, first=short_tokens // 2)
-        self.half = base.window // 2
-        self.long = self._exam(self.target, rng, chunks=1, first=self.half)
+        self.rng = random.Random(options.seed)
+        self.long = self._exam(self.texts[-1].ids, self.target)
+        self.text = self._row(self.texts[-1].ids[: self.target].tolist())
+        # Half of its window or more before a token.
+        self.scored = range(base.window // 2, self.target)
         self.unscaled = self._unscaled_losses()
         self.rotary = [
             (part, name, plain.clone())
@@ -158,19 +136,54 @@ class Searched:
             for name, plain in part.named_buffers(recurse=False)
             if name in FREQUENCIES
         ]
+        self.loaded.module.requires_grad_(requires_grad=False)
+        for part, _, _ in self.rotary:
+            part.register_forward_hook(_with_gradient, with_kwargs=True)
+        for part in self.loaded.module.modules():
+            if isinstance(part, GradientCheckpointingLayer):
+                part.forward = partial(checkpoint, part.forward, use_reentrant=False)
 
-    def _exam(self, tokens: int, rng: random.Random, chunks: int, first: int) -> Exam:
-        """Return a text of at most `tokens` tokens with needles at all depths, scored from the token `first`. Several
-        chunks are spread over the target window.
-        """
+    def short_exam(self) -> Exam:
+        """Return a random part of a text with new needles, whose chunks are spread over the target window."""
+        tokens = min(SHORT_TOKENS, self.target)
+        exam = self._exam(self._part(tokens), tokens)
+        number = exam.ids.shape[1]
+        chunks = torch.tensor(sorted(self.rng.sample(range(1, number), CHUNKS - 1)))
+        gaps = sorted(self.rng.choices(range(self.target - number + 1), k=CHUNKS - 1))
+        positions = torch.arange(number)
+        positions += torch.tensor([0, *gaps])[torch.bucketize(positions, chunks, right=True)]
+        # A mask of ones says that chunks with gaps between their positions are one sequence.
+        inputs = {"position_ids": positions[None].to(exam.ids.device), "attention_mask": torch.ones_like(exam.ids)}
+        return exam._replace(inputs=inputs)
+
+    def short_text(self) -> torch.Tensor:
+        """Return a random part of a text: token ids (1, tokens)."""
+        return self._row(self._part(min(PLAIN_TOKENS, self.target)))
+
+    def _part(self, tokens: int) -> list[int]:
+        """Return a random part of a text."""
+        text = self.rng.choice(self.texts).ids
+        start = self.rng.randrange(len(text) - tokens + 1)
+        return text[start : start + tokens].tolist()
+
+    def _row(self, ids: Sequence[int]) -> torch.Tensor:
+        """Return token ids with the tokenizer's BOS for the first one: (1, tokens)."""
+        bos = added_bos(self.loaded.tokenizer)
+        row = torch.tensor([ids], device=self.loaded.module.device)
+        if bos is not None:
+            row[0, 0] = bos
+        return row
+
+    def _exam(self, text: Sequence[int], tokens: int) -> Exam:
+        """Return a text of at most `tokens` tokens with needles at all depths."""
         number = min(NEEDLES, tokens // 64)
         needles = []
         questions = []
-        for name, thing in rng.sample([*product(NAMES, THINGS)], number):
-            fact = {"name": name, "thing": thing, "value": "".join(rng.choices(DIGITS, k=5))}
+        for name, thing in self.rng.sample([*product(NAMES, THINGS)], number):
+            fact = {"name": name, "thing": thing, "value": "".join(self.rng.choices(DIGITS, k=5))}
             needles.append(self._tokens(STATEMENT.format(**fact) + "\n"))
             questions.append(QUESTION.format(**fact))
-        rng.shuffle(questions)
+        self.rng.shuffle(questions)
         asked: list[int] = []
         answers: list[int] = []
         for question in questions:
@@ -181,118 +194,136 @@ class Searched:
             answers += range(answer, len(asked) - 1)
         part = (tokens - 1 - len(asked) - sum(map(len, needles))) // max(1, number)
         if part < 1:
-            raise DataError(f"context.target: {self.target} tokens hold no needles; choose a longer window")
-        bos = added_bos(self.loaded.tokenizer)
-        ids = [] if bos is None else [bos]
+            raise DataError(f"--target: {self.target} tokens hold no needles; choose a longer window")
+        ids = [text[0]]  # BOS, where the tokenizer adds one
         for index, needle in enumerate(needles):
-            ids += self.text.ids[index * part : (index + 1) * part].tolist() + needle
-        first = min(first, len(ids))
-        answers = [len(ids) - first + answer for answer in answers]
-        ids += asked
-        row = torch.tensor([ids], device=self.loaded.module.device)
-        inputs = {}
-        if chunks > 1:
-            positions = torch.arange(len(ids), device=row.device)
-            gap = (self.target - len(ids)) // (chunks - 1)
-            positions += gap * (positions * chunks // len(ids))
-            # A mask of ones says that chunks with gaps between their positions are one sequence.
-            inputs = {"position_ids": positions[None], "attention_mask": torch.ones_like(row)}
-        return Exam(row, first, answers, inputs)
+            ids += [*text[index * part : (index + 1) * part], *needle]
+        return Exam(self._row(ids + asked), [len(ids) + answer for answer in answers], inputs={})
 
     def _unscaled_losses(self) -> torch.Tensor:
-        """Return the losses of the scored tokens of the long text under the unscaled base, with half of its window or
-        more before them: (tokens).
+        """Return the losses of the scored tokens of the text of L' tokens under the unscaled base, with half of its
+        window or more before them: (tokens).
         """
-        ids = self.long.ids[0].tolist()
+        ids = self.text[0].tolist()
         unscaled = torch.zeros(len(ids))
-        for pieces in Sweep((self.base.window,), self.half).passes(len(ids), 1):
+        for pieces in Sweep((self.base.window,), self.scored.start).passes(len(ids), 1):
             for _, tokens, losses in scored_losses(self.loaded.module, ids, pieces, added_bos(self.loaded.tokenizer)):
                 unscaled[tokens.start : tokens.stop] = losses
-        return unscaled[self.half :]
+        return unscaled[self.scored.start :]
 
     def _tokens(self, text: str) -> list[int]:
         ids: list[int] = self.loaded.tokenizer(text, add_special_tokens=False).input_ids
         return ids
 
-    def use(self, candidate: Candidate) -> None:
-        """Divide the rotary frequencies, and set the factor of the attention."""
-        divisors = torch.tensor(candidate.divisors["factors"])
+    def use(self, logarithms: torch.Tensor, attention_factor: float) -> None:
+        """Divide the rotary frequencies by divisors with these logarithms, and set the factor of the attention."""
         for part, name, plain in self.rotary:
-            setattr(part, name, plain / divisors.to(plain.device))
-            setattr(part, name.replace("inv_freq", "attention_scaling"), candidate.attention_factor)
+            setattr(part, name, plain / logarithms.exp().to(plain))
+            setattr(part, name.replace("inv_freq", "attention_scaling"), attention_factor)
 
-    def losses(self, exam: Exam, candidate: Candidate) -> list[float]:
-        """Return the losses in nats of the scored tokens of a text."""
-        self.use(candidate)
-        scored = range(exam.first, exam.ids.shape[1])
-        [losses] = token_losses(self.loaded.module, exam.ids, scored, **exam.inputs)
+    def losses(
+        self, logarithms: torch.Tensor, ids: torch.Tensor, scored: Sequence[int], **inputs: torch.Tensor
+    ) -> torch.Tensor:
+        """Return the losses in nats of the scored tokens of `ids` (1, tokens): (scored), on the CPU."""
+        self.use(logarithms, self.attention_factor)
+        losses = differentiable_losses(self.loaded.module, ids, scored, **inputs)[0].cpu()
         check_numbers(self.loaded, finite(losses))
-        return list(map(float, losses))
+        return losses
 
-    def key_tokens(self, starts: Sequence[Sequence[float]]) -> list[int]:
-        """Return the tokens beyond the original window that are key tokens under one of the starts, from the losses
-        of the long text.
-        """
-        far = torch.tensor(starts).min(dim=0).values
-        is_key = (self.unscaled - far > LEAST_GAIN) & (far < MOST_LOSS)
-        return [token for token in range(self.half, self.long.text_tokens) if is_key[token]]
+    def needle_loss(self, logarithms: torch.Tensor, exam: Exam) -> torch.Tensor:
+        """Return the mean loss of the answers."""
+        return self.losses(logarithms, exam.ids, exam.answers, **exam.inputs).mean()
 
-    def score(self, losses: Sequence[float], key_tokens: Sequence[int]) -> Scored:
-        """Return the scores of a candidate from the losses of the long text."""
-        key_loss = fmean(losses[token] for token in key_tokens) if key_tokens else 0.0
-        before = self.unscaled[: self.long.text_tokens].mean().item()
+    def text_losses(self, logarithms: torch.Tensor) -> torch.Tensor:
+        """Return the losses of the scored tokens of the text of L' tokens: (tokens)."""
+        return self.losses(logarithms, self.text, self.scored)
+
+    def gradient(self, logarithms: torch.Tensor, exam: Exam, text: torch.Tensor) -> torch.Tensor:
+        """Return the gradient of what the answers and a text lose, in the logarithms: (divisors)."""
+        point = logarithms.clone().requires_grad_()
+        tokens = text.shape[1]
+        # The gradients one after the other, so that the graph of one text is in memory.
+        [of_needles] = torch.autograd.grad(self.needle_loss(point, exam), point)
+        [of_text] = torch.autograd.grad(self.losses(point, text, range(tokens // 4, tokens)).mean(), point)
+        return of_needles + PENALTY * of_text
+
+    def key_tokens(self, losses: torch.Tensor) -> torch.Tensor:
+        """Return which tokens of the text are key tokens beyond the original window, from their losses: (tokens)."""
+        is_key = (self.unscaled - losses > LEAST_GAIN) & (losses < MOST_LOSS)
+        is_key[: self.base.window - self.scored.start] = False
+        return is_key
+
+    def score(self, needles: float, text_losses: torch.Tensor, is_key: torch.Tensor) -> Scored:
+        """Return the scores of divisors from the losses of the needles and of the text of L' tokens."""
+        key_loss = text_losses[is_key].mean().item() if is_key.any() else 0.0
+        text = text_losses.mean().item()
         return Scored(
-            needles=self.long.needle_loss(losses),
+            needles=needles,
             key_tokens=key_loss,
-            text=self.long.text_loss(losses),
-            value=self.long.value(losses) + key_loss - PENALTY * before,
+            text=text,
+            value=needles + key_loss + PENALTY * (text - self.unscaled.mean().item()),
         )
 
 
+def _with_gradient(part: Any, args: Any, inputs: Any, output: Any) -> Any:
+    """Compute the cosines and sines again with a gradient, without the decorators that transformers puts around it."""
+    if not torch.is_grad_enabled():
+        return output
+    return inspect.unwrap(type(part).forward)(part, *args, **inputs)
+
+
 def options_of_test(result: SearchResult, file: Path) -> ProbeOptions:
-    """Return the options of a probe of the result in `file` beside the starts, on other text and with other keys."""
+    """Return the options of a probe of the result in `file` beside untuned scalings, on other text with other keys."""
     options = result.options
     return ProbeOptions(
         target=(result.target,),
-        scalings=(*(name for name in result.scores if name != "factors"), "factors"),
+        scalings=(*COMPARED, "factors"),
         factors=str(file),
         data=options.data,
         column=options.column,
-        documents=min(options.documents, result.test_documents),
+        documents=result.test_documents,
         trials=options.trials,
         seed=options.seed + 1,
     )
 
 
-def start_of(base: ModelSource, method: Method, target: int) -> Candidate:
-    """Return the divisors of a scaling, from the frequencies that transformers computes."""
-    extension = Extension(target, scaling=method)
+def start_of(base: ModelSource, target: int) -> torch.Tensor:
+    """Return the logarithms of the divisors of YaRN: (divisors), from the frequencies that transformers computes."""
     config_class = base.base.config_class
     assert config_class
-    scaled = rotary_frequencies(build_on_meta(config_class, extend_config(base.config, extension)))
+    extended = extend_config(base.config, Extension(target, scaling=START))
+    scaled = rotary_frequencies(build_on_meta(config_class, extended))
     [frequencies] = [values for name, values in scaled.items() if name.rpartition(".")[2] in FREQUENCIES]
     divisors = torch.tensor(rotary_frequencies_of(base.config)) / frequencies
-    attention_factor = 1.0
-    if method == "yarn":
-        attention_factor = 0.1 * math.log(extension.scale_of(base.config)) + 1
-    return Candidate(tuple(divisors.clamp(1, DROPPED).log().tolist()), attention_factor)
+    return divisors.log()
 
 
-def child_of(parents: Sequence[Candidate], rng: random.Random) -> Candidate:
-    """Mix two parents, and change the divisors around a random frequency; higher frequencies are divided by no more."""
-    first, second = rng.choices(parents, k=2)
-    share = rng.random()
-    number = len(first.logarithms)
-    center = rng.uniform(0, number)
-    width = rng.uniform(1, number / 3)
-    change = rng.gauss(0, SPREAD)
-    bump = (1 - (torch.arange(number) - center).abs() / width).clamp(min=0)
-    own = torch.tensor([first.logarithms, second.logarithms], dtype=torch.double)
-    mixed = share * own[0] + (1 - share) * own[1] + change * bump
-    logarithms = mixed.cummax(dim=0).values.clamp(0, math.log(DROPPED))
-    attention = share * first.attention_factor + (1 - share) * second.attention_factor
-    attention = min(max(1.0, attention + rng.gauss(0, ATTENTION_SPREAD)), MAX_ATTENTION)
-    return Candidate(tuple(logarithms.tolist()), round(attention, 4))
+def allowed(logarithms: torch.Tensor) -> torch.Tensor:
+    """Return the nearest logarithms of divisors with which no frequency is divided by less than a higher one, by less
+    than 1, or by more than `DROPPED`.
+    """
+    # Isotonic regression: neighbors in the wrong order become their mean.
+    blocks: list[list[float]] = []
+    for value in logarithms.tolist():
+        blocks.append([value])
+        while len(blocks) > 1 and fmean(blocks[-2]) > fmean(blocks[-1]):
+            last = blocks.pop()
+            blocks[-1] += last
+    rising = [fmean(block) for block in blocks for _ in block]
+    return torch.tensor(rising).clamp(0, math.log(DROPPED))
+
+
+def descent(start: torch.Tensor, gradient_of: Callable[[torch.Tensor], torch.Tensor]) -> Iterator[torch.Tensor]:
+    """Yield the logarithms of the divisors after every step of Adam along the gradient."""
+    point = start.clone()
+    optimizer = torch.optim.Adam([point], lr=RATE, betas=BETAS)
+    schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 1 / math.sqrt(1 + 3 * step / STEPS_TO_HALF))
+    while True:
+        point.grad = gradient_of(point)
+        optimizer.step()
+        schedule.step()
+        point.copy_(allowed(point))
+        yield point.clone()
 
 
 def search(base: ModelSource, options: SearchOptions, *, dtype: str | None = None, ui: UI = SILENT) -> SearchResult:
@@ -307,49 +338,61 @@ def search(base: ModelSource, options: SearchOptions, *, dtype: str | None = Non
     base.extended(Extension(options.target, scaling="factors", factors=(2.0,) * frequencies))
     with Session(say=ui.say, journalled=True) as session, ui.progress(f"searching at {options.target:,}") as progress:
         searched = Searched(base, options, dtype)
-        decided_by = {**options.model_dump(exclude={"minutes"}), "text": searched.text.digest}
+        decided_by = {**options.model_dump(exclude={"minutes"}), "texts": [text.digest for text in searched.texts]}
         folder = session.journal(searched.loaded, decided_by)
         assert folder
         kept: dict[Any, Any] = dict(read_journal(folder))
         limit = 60 * options.minutes
         spent: list[float] = []
 
-        def measured(exam: Exam, candidate: Candidate) -> list[float]:
-            losses: list[float]
-            key = digest_of([exam.ids.shape[1], candidate.divisors])
-            if key not in kept:
+        def measured(compute: Callable[..., torch.Tensor], *inputs: Any) -> torch.Tensor:
+            """Return the next result from the journal, or compute it."""
+            item = len(spent)
+            if item not in kept:
                 started = time.monotonic()
-                losses = searched.losses(exam, candidate)
-                kept[key] = losses, time.monotonic() - started
-                append_journal(key, kept[key], folder)
-            losses, seconds = kept[key]
+                numbers = compute(*inputs).tolist()
+                kept[item] = numbers, time.monotonic() - started
+                append_journal(item, kept[item], folder)
+            numbers, seconds = kept[item]
             spent.append(seconds)
-            return losses
+            return torch.tensor(numbers)
 
-        methods = [method for method in STARTS if method in methods_for(base.config)]
-        starts = {method: start_of(base, method, options.target) for method in methods}
-        losses_of_starts = {start: measured(searched.long, start) for start in starts.values()}
-        key_tokens = searched.key_tokens([*losses_of_starts.values()])
-        scores = {start: searched.score(losses, key_tokens) for start, losses in losses_of_starts.items()}
-        by_score = sorted(scores, key=lambda candidate: scores[candidate].value)
-        rng = random.Random(options.seed)
+        @torch.no_grad()
+        def read_target(point: torch.Tensor) -> tuple[float, torch.Tensor]:
+            needles = measured(searched.needle_loss, point, searched.long)
+            return needles.item(), measured(searched.text_losses, point)
+
+        best = start_of(base, options.target)
+        needles, text_losses = read_target(best)
+        is_key = searched.key_tokens(text_losses)
+        scores = {START: searched.score(needles, text_losses, is_key)}
+        scores["factors"] = scores[START]
+        steps = descent(
+            best, lambda point: measured(searched.gradient, point, searched.short_exam(), searched.short_text())
+        )
+        points: list[torch.Tensor] = []
         while sum(spent) < limit:
-            children = [child_of(by_score[:PARENTS], rng) for _ in range(CHILDREN)]
-            child = min(children, key=lambda child: searched.short.value(measured(searched.short, child)))
-            scores[child] = searched.score(measured(searched.long, child), key_tokens)
-            by_score = sorted(scores, key=lambda candidate: scores[candidate].value)
-            note = f"{len(spent):,} texts read, the best has {scores[by_score[0]].value:.3f} nats"
-            progress(round(min(sum(spent), limit)), round(limit), note)
-    best = by_score[0]
+            seconds_of_target = sum(spent[-2:])
+            first = len(spent)
+            while len(spent) - first < LEAST_STEPS or sum(spent[first:]) < SHORT_SHARE * seconds_of_target:
+                points.append(next(steps))
+                note = f"{len(points):,} steps, the best has {scores['factors'].value:.3f} nats"
+                progress(round(min(sum(spent), limit)), round(limit), note)
+            mean = torch.stack(points[len(points) // 2 :]).mean(dim=0)
+            scored = searched.score(*read_target(mean), is_key)
+            if scored.value < scores["factors"].value:
+                best = mean
+                scores["factors"] = scored
     return SearchResult(
         model=base.name,
         original=base.window,
-        **best.divisors,
+        factors=tuple(float(f"{divisor:.8g}") for divisor in best.exp().tolist()),
+        attention_factor=round(searched.attention_factor, 8),
         options=options,
         target=options.target,
-        candidates=len(spent) - len(scores) + len(starts),
-        test_documents=len(searched.others),
-        scores={**{name: scores[start] for name, start in starts.items()}, "factors": scores[best]},
+        steps=len(points),
+        test_documents=searched.test_documents,
+        scores=scores,
         hardware=hardware(),
         versions=versions(),
     )

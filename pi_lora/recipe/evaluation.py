@@ -148,13 +148,13 @@ class SearchOptions(Section):
     target: Tokens
     """L', the window to extend to, as 16384 or 16k."""
     data: str | None = None
-    """Texts: file, folder, glob or hub id. The last one is searched on, the others test the result."""
+    """Texts: file, folder, glob or hub id. The first ones test the result, the search reads the others."""
     column: str = "text"
     """Column that holds the text, if documents are rows."""
     minutes: PositiveFloat = 30.0
     """Time for the search, without its test."""
     documents: PositiveInt = 4
-    """Number of documents of the test, of those that there are."""
+    """Number of documents of the test, the first ones. One at least is left for the search."""
     trials: PositiveInt = 5
     """Random passkeys at each of 8 distances of the test."""
     seed: Seed = 0

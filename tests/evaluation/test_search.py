@@ -3,7 +3,7 @@
 import itertools
 import json
 import math
-import random
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -13,33 +13,35 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import pi_lora
+from architectures import small_config
 from pi_lora import cli
 from pi_lora.errors import DataError, Interrupted, ModelError, PiLoraError, RunExistsError
 from pi_lora.evaluation import search as searching
 from pi_lora.evaluation.forward import token_losses
 from pi_lora.evaluation.probe import read_probe
 from pi_lora.evaluation.search import (
+    COMPARED,
     PENALTY,
-    STARTS,
-    Candidate,
     Searched,
     SearchResult,
-    child_of,
+    allowed,
+    descent,
     search,
     start_of,
 )
+from pi_lora.evaluation.texts import choose_documents, complete
 from pi_lora.models.resolve import resolve_model
-from pi_lora.recipe.evaluation import SearchOptions
+from pi_lora.recipe.evaluation import SearchOptions, TextOptions
 from pi_lora.recipe.factors import read_factors
 from pi_lora.recipe.files import load_recipe
 from pi_lora.scaling.config import Extension
 from pi_lora.scaling.factors import DROPPED
 from pi_lora.scaling.verify import build_on_meta, rotary_frequencies
 from pi_lora.storage import read_json
+from random_runs import save_base
 
 OPTIONS = SearchOptions(target=512, minutes=1)
-logarithms = st.lists(st.floats(0, math.log(DROPPED)), min_size=8, max_size=8).map(sorted).map(tuple)
-candidates = st.builds(Candidate, logarithms, st.floats(1, 1.5))
+TEXTS = 9
 
 
 @pytest.fixture(autouse=True)
@@ -54,24 +56,39 @@ def searched() -> Searched:
     return Searched(resolve_model("builtin:tiny"), OPTIONS, "float32")
 
 
-@given(st.lists(candidates, min_size=1, max_size=4), st.integers(0, 1000))
-def test_no_frequency_is_divided_by_less_than_a_higher_one(parents: list[Candidate], seed: int) -> None:
-    child = child_of(parents, random.Random(seed))
-    assert all(lower >= higher for higher, lower in itertools.pairwise(child.logarithms))
-    assert child.logarithms[0] >= 0
-    assert child.logarithms[-1] <= math.log(DROPPED)
-    assert 1 <= child.attention_factor <= searching.MAX_ATTENTION
-    divisors = child.divisors["factors"]
-    assert divisors == pytest.approx([math.exp(each) for each in child.logarithms], rel=1e-3)
+@given(st.lists(st.floats(-2, 30), min_size=4, max_size=12))
+def test_no_frequency_is_divided_by_less_than_a_higher_one(values: list[float]) -> None:
+    found = allowed(torch.tensor(values)).tolist()
+    assert all(lower >= higher for higher, lower in itertools.pairwise(found))
+    assert found[0] >= 0
+    assert found[-1] <= math.log(DROPPED) + 1e-5
+    assert allowed(torch.tensor(found)).tolist() == pytest.approx(found, abs=1e-6)
 
 
-@pytest.mark.parametrize("method", STARTS)
-def test_a_start_computes_what_the_scaling_computes(method: Any) -> None:
+def test_neighbors_in_the_wrong_order_become_their_mean() -> None:
+    found = allowed(torch.tensor([0.5, 2.0, 1.0, 0.9, 3.0]))
+    assert found.tolist() == pytest.approx([0.5, 1.3, 1.3, 1.3, 3.0])
+
+
+def test_the_descent_follows_the_gradient_in_shorter_and_shorter_steps() -> None:
+    goal = torch.tensor([0.0, 0.2, 0.4])
+    start = torch.tensor([0.3, 0.3, 0.3])
+    points = [*itertools.islice(descent(start, lambda point: point - goal), 400)]
+    rate = searching.RATE
+    assert points[0].tolist() == pytest.approx([0.3 - rate, 0.3 - rate, 0.3 + rate], abs=1e-6)
+    torch.testing.assert_close(points[-1], goal, atol=0.02, rtol=0)
+    assert start.tolist() == pytest.approx([0.3, 0.3, 0.3])
+    away = [*itertools.islice(descent(start, lambda point: -torch.ones(3)), searching.STEPS_TO_HALF + 1)]
+    assert (away[-1] - away[-2]).tolist() == pytest.approx([rate / 2] * 3, abs=1e-4)
+
+
+def test_the_start_computes_what_yarn_computes() -> None:
     base = resolve_model("builtin:tiny")
     config_class = base.base.config_class
     assert config_class
-    as_factors = base.extended(Extension(512, scaling="factors", **start_of(base, method, 512).divisors))
-    as_formula = base.extended(Extension(512, scaling=method))
+    factors = tuple(start_of(base, 512).exp().tolist())
+    as_factors = base.extended(Extension(512, scaling="factors", factors=factors))
+    as_formula = base.extended(Extension(512, scaling="yarn"))
     ours, theirs = (
         rotary_frequencies(build_on_meta(config_class, source.config)) for source in (as_factors, as_formula)
     )
@@ -79,18 +96,16 @@ def test_a_start_computes_what_the_scaling_computes(method: Any) -> None:
         torch.testing.assert_close(ours[name], frequencies, rtol=1e-3, atol=1e-8)
 
 
-def test_the_attention_of_yarn_belongs_to_its_start() -> None:
-    base = resolve_model("builtin:tiny")
-    yarn = base.extended(Extension(1024, scaling="yarn"))
+def test_the_factor_of_the_attention_is_that_of_yarn(searched: Searched) -> None:
+    yarn = searched.base.extended(Extension(512, scaling="yarn"))
     factor = pi_lora.load(yarn).module.get_decoder().rotary_emb.attention_scaling
-    assert start_of(base, "yarn", 1024).attention_factor == pytest.approx(factor)
-    assert start_of(base, "theta", 1024).attention_factor == 1
+    assert searched.attention_factor == pytest.approx(factor)
 
 
 def test_the_exchanged_frequencies_are_those_of_a_model_that_is_loaded_so(searched: Searched) -> None:
-    candidate = start_of(searched.base, "yarn", 512)
-    searched.use(candidate)
-    extension = Extension(512, scaling="factors", **candidate.divisors)
+    start = start_of(searched.base, 512)
+    searched.use(start, 1.1)
+    extension = Extension(512, scaling="factors", factors=tuple(start.exp().tolist()), attention_factor=1.1)
     loaded = pi_lora.load("builtin:tiny", extension=extension, dtype="float32")
     with torch.no_grad():
         ours, theirs = (model(searched.long.ids).logits for model in (searched.loaded.module, loaded.module))
@@ -101,7 +116,7 @@ def test_needles_stand_at_all_depths_and_are_asked_for(searched: Searched) -> No
     decode = searched.loaded.tokenizer.decode
     ids = searched.long.ids[0].tolist()
     assert len(ids) <= 512
-    answers = [searched.long.first + answer for answer in searched.long.answers]
+    answers = searched.long.answers
     asked = decode(ids[answers[0] - 1 :])
     text = decode(ids)
     values: list[str] = []
@@ -118,62 +133,124 @@ def test_needles_stand_at_all_depths_and_are_asked_for(searched: Searched) -> No
     spots = sorted(text.index(value.strip()) / len(text) for value in values)
     assert spots[0] < 0.15
     assert spots[-1] > 0.5
-    positions = searched.short.inputs["position_ids"][0]
-    assert positions[-1] >= 512 - searching.CHUNKS
-    assert positions[0] == 0
-    gaps = positions.diff()
-    assert int((gaps > 1).sum()) == searching.CHUNKS - 1
-    assert int(gaps.min()) == 1
+
+
+def test_short_exams_are_new_and_spread_over_the_target(searched: Searched, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(searching, "SHORT_TOKENS", 256)
+    exams = [searched.short_exam() for _ in range(20)]
+    assert len({tuple(exam.ids[0].tolist()) for exam in exams}) == 20
+    last = 0
+    for exam in exams:
+        positions = exam.inputs["position_ids"][0]
+        gaps = positions.diff()
+        assert positions[0] == 0
+        assert int(gaps.min()) == 1
+        assert 1 <= int((gaps > 1).sum()) < searching.CHUNKS
+        assert positions[-1] < 512
+        last = max(last, int(positions[-1]))
+        assert exam.answers[-1] < exam.ids.shape[1] <= 256
+    assert last > 440
+
+
+def test_short_texts_are_parts_of_the_texts_for_the_search(searched: Searched) -> None:
+    texts = [[*text.ids] for text in searched.texts]
+    read = set()
+    for _ in range(20):
+        bos, *ids = searched.short_text()[0].tolist()
+        assert bos == searched.loaded.tokenizer.bos_token_id
+        assert len(ids) == 511
+        [number] = [
+            index
+            for index, text in enumerate(texts)
+            if any(text[start : start + 511] == ids for start in range(len(text) - 510))
+        ]
+        read.add(number)
+    assert len(read) > 3
+    chosen, _ = choose_documents(searched.loaded, complete(TextOptions(), [searched.base]), 512)
+    assert searched.test_documents == OPTIONS.documents
+    assert [text.digest for text in searched.texts] == [text.digest for text in chosen[OPTIONS.documents :]]
 
 
 def test_chunks_of_a_spread_text_see_the_chunks_before_them(searched: Searched) -> None:
-    yarn = start_of(searched.base, "yarn", 512)
-    before = searched.losses(searched.short, yarn)
-    other_ids = searched.short.ids.clone()
+    yarn = start_of(searched.base, 512)
+    short = searched.short_exam()
+    other_ids = short.ids.clone()
     other_ids[:, 3] = 7
-    after = searched.losses(searched.short._replace(ids=other_ids), yarn)
+    with torch.no_grad():
+        before = searched.needle_loss(yarn, short)
+        after = searched.needle_loss(yarn, short._replace(ids=other_ids))
     assert before != after
 
 
+def slope(searched: Searched, point: torch.Tensor, step: torch.Tensor, exam: searching.Exam, text: torch.Tensor) -> Any:
+    """The change of what is minimized along `step`, in both directions, by its length."""
+    scored = range(text.shape[1] // 4, text.shape[1])
+    values = []
+    with torch.no_grad():
+        for end in (point + step, point - step):
+            text_loss = searched.losses(end, text, scored).mean()
+            values.append(searched.needle_loss(end, exam) + PENALTY * text_loss)
+    return ((values[0] - values[1]) / (2 * step.norm())).item()
+
+
+def test_the_gradient_is_the_slope_of_what_is_minimized(searched: Searched) -> None:
+    yarn = start_of(searched.base, 512)
+    exam, text = searched.short_exam(), searched.short_text()
+    gradient = searched.gradient(yarn, exam, text)
+    for index in (5, 15):
+        step = torch.zeros(16)
+        step[index] = 0.001
+        assert gradient[index].item() == pytest.approx(slope(searched, yarn, step, exam, text), rel=0.05, abs=0.02)
+    assert gradient[:15].abs().min() > 0
+
+
+@pytest.mark.parametrize("kind", ["gemma3_text", "gpt_neox", "phi", "granite"])
+def test_the_gradient_reaches_the_frequencies_of_every_family(kind: str, tmp_path: Path) -> None:
+    config = small_config(kind)
+    config.vocab_size = 1024
+    base = resolve_model(str(save_base(config, tmp_path)))
+    searched = Searched(base, SearchOptions(target=512, data="builtin:stdlib"), "float32")
+    start = start_of(base, 512)
+    exam, text = searched.short_exam(), searched.short_text()
+    gradient = searched.gradient(start, exam, text)
+    size = gradient.norm().item()
+    assert size > 0.1
+    assert size == pytest.approx(slope(searched, start, 1e-4 * gradient / size, exam, text), rel=0.15)
+
+
+def test_the_weights_have_no_gradient(searched: Searched) -> None:
+    searched.gradient(start_of(searched.base, 512), searched.short_exam(), searched.short_text())
+    assert not any(parameter.requires_grad for parameter in searched.loaded.module.parameters())
+
+
 def test_what_the_text_loses_costs(searched: Searched) -> None:
-    tokens = searched.long.text_tokens
-    unscaled = searched.unscaled[:tokens].mean().item()
-    rest = [0.0] * (len(searched.unscaled) - tokens)
-    kept = [unscaled] * tokens + rest
-    lost = [unscaled + 0.1] * tokens + rest
-    assert searched.score(kept, []).value == pytest.approx(0, abs=1e-4)
-    assert searched.score(lost, []).value == pytest.approx(0.1 * PENALTY, rel=1e-3)
-    kept[searched.half + 2] = 3.0
-    assert searched.score(kept, [searched.half + 2]).key_tokens == 3
-    kept[searched.long.answers[3]] = 5.0
-    assert searched.score(kept, []).needles == pytest.approx(5 / len(searched.long.answers))
-
-
-def test_a_short_text_is_scored_by_needles_and_text(searched: Searched) -> None:
-    short = searched.short
-    assert short.first == 128
-    losses = [0.0] * (short.ids.shape[1] - short.first)
-    assert short.value(losses) == 0
-    assert short.value([0.1] * short.text_tokens + losses[short.text_tokens :]) == pytest.approx(0.1 * PENALTY)
-    losses[short.answers[0]] = 6.0
-    assert short.value(losses) == pytest.approx(6 / len(short.answers))
+    unscaled = searched.unscaled
+    none = torch.zeros(len(unscaled), dtype=torch.bool)
+    assert searched.score(0.5, unscaled, none).value == pytest.approx(0.5, abs=1e-4)
+    assert searched.score(0.5, unscaled + 0.1, none).value == pytest.approx(0.5 + 0.1 * PENALTY, rel=1e-3)
+    one = none.clone()
+    one[200] = True
+    scored = searched.score(0.5, unscaled, one)
+    assert scored.key_tokens == pytest.approx(unscaled[200].item())
+    assert scored.value == pytest.approx(0.5 + scored.key_tokens, abs=1e-4)
 
 
 def test_key_tokens_are_lost_near_and_found_far(searched: Searched) -> None:
     far = (searched.unscaled - 3).clamp(min=0.0)
-    lost = [9.0] * len(far)
-    beyond = range(searched.half, searched.long.text_tokens)
-    expected = [token for token in beyond if 2 < searched.unscaled[token] < 5]
-    assert searched.key_tokens([lost, far.tolist()]) == expected
-    assert searched.key_tokens([lost]) == []
-    assert 0 < len(expected) < len(beyond)
+    is_key = searched.key_tokens(far)
+    window = searched.base.window
+    assert not is_key[: window - searched.scored.start].any()
+    assert 0 < int(is_key.sum()) < len(far) - window + searched.scored.start
+    for token in range(window - searched.scored.start, len(far)):
+        assert is_key[token] == (2 < searched.unscaled[token] < 5)
+    assert not searched.key_tokens(torch.full_like(far, 9.0)).any()
 
 
 def test_the_unscaled_base_has_half_its_window_or_more_before_a_token(searched: Searched) -> None:
     module = searched.loaded.module
     window = searched.base.window
-    searched.use(Candidate((0.0,) * 16, 1.0))
-    ids = searched.long.ids
+    searched.use(torch.zeros(16), 1.0)
+    ids = searched.text
     first = token_losses(module, ids[:, :window], range(window // 2, window))[0]
     later = ids[:, window // 2 : 3 * window // 2].clone()
     later[0, 0] = ids[0, 0]  # BOS
@@ -182,33 +259,40 @@ def test_the_unscaled_base_has_half_its_window_or_more_before_a_token(searched: 
     torch.testing.assert_close(searched.unscaled[window // 2 : window], second)
 
 
-def test_the_child_that_keeps_needles_and_text_reads_the_long_text(monkeypatch: pytest.MonkeyPatch) -> None:
-    retrieves = Candidate((0.1,) * 16, 1.0)
-    keeps_both = Candidate((0.2,) * 16, 1.0)
-    children = itertools.cycle([retrieves, keeps_both])
-    read: list[Candidate] = []
+def test_the_mean_of_the_later_steps_with_the_best_score_is_the_result(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The target window is read after every eight steps; the second mean of the last half of the steps is best."""
+    points = [torch.full((16,), number / 10) for number in range(1, 41)]
+    means = [(first + last) / 20 for first, last in ((5, 8), (9, 16), (13, 24))]
+    read: list[float] = []
 
-    def losses(searched: Searched, exam: searching.Exam, candidate: Candidate) -> list[float]:
-        number = exam.ids.shape[1] - exam.first
-        if exam is searched.long:
-            read.append(candidate)
-            return [2.0] * number
-        text = 1.0 if candidate == retrieves else 0.5
-        needles = 0.0 if candidate == retrieves else 0.5
-        return [text] * exam.text_tokens + [needles] * (number - exam.text_tokens)
+    def needle_loss(_: Searched, point: torch.Tensor, exam: Any) -> torch.Tensor:
+        read.append(point[0].item())
+        return torch.tensor(1.0 if point[0].item() == pytest.approx(means[1]) else 2.0)
 
-    monkeypatch.setattr(searching, "child_of", lambda *_: next(children))
-    monkeypatch.setattr(Searched, "losses", losses)
-    search(resolve_model("builtin:tiny"), SearchOptions(target=512, minutes=4.5 / 60))
-    assert read[len(searching.STARTS) :] == [keeps_both]
+    def steps(start: torch.Tensor, gradient_of: Callable[..., torch.Tensor]) -> Any:
+        for point in points:
+            gradient_of(start)
+            yield point
+
+    monkeypatch.setattr(searching, "descent", steps)
+    monkeypatch.setattr(Searched, "needle_loss", needle_loss)
+    monkeypatch.setattr(Searched, "text_losses", lambda searched, point: searched.unscaled)
+    monkeypatch.setattr(Searched, "gradient", lambda searched, *inputs: torch.zeros(16))
+    found = search(resolve_model("builtin:tiny"), SearchOptions(target=512, minutes=30 / 60))
+    assert read[1:] == pytest.approx(means)
+    assert found.factors == pytest.approx([math.exp(means[1])] * 16)
+    assert found.attention_factor == pytest.approx(1.0693147)
+    assert found.steps == 24
 
 
 def test_an_interrupted_search_ends_with_the_same_divisors(monkeypatch: pytest.MonkeyPatch) -> None:
     base = resolve_model("builtin:tiny")
-    options = SearchOptions(target=512, minutes=0.75)
+    options = SearchOptions(target=512, minutes=0.25)
+    monkeypatch.setattr(searching, "SHORT_TOKENS", 256)
+    monkeypatch.setattr(searching, "PLAIN_TOKENS", 64)
     write = searching.append_journal
     written: list[Any] = []
-    kept = 21
+    kept = TEXTS
 
     def journal(*result: Any) -> None:
         write(*result)
@@ -225,8 +309,8 @@ def test_an_interrupted_search_ends_with_the_same_divisors(monkeypatch: pytest.M
     kept = 0
     whole = search(base, options)
     assert again == whole
-    assert resumed == len(written) - 21
-    assert whole.candidates >= 4 + 2 * searching.CHILDREN
+    assert resumed == len(written) - TEXTS
+    assert len(written) >= whole.steps + 4
     assert whole.scores["factors"].value <= min(score.value for score in whole.scores.values())
 
 
@@ -241,7 +325,7 @@ def test_the_command_writes_a_file_for_recipes_and_new(tmp_path: Path, capsys: p
     assert read_factors(file).factors == result.factors
     probed = read_probe(file).at(512)
     assert probed.factors == str(file)
-    assert set(probed.scalings) == {"direct", *STARTS, "factors"}
+    assert set(probed.scalings) == {"direct", *COMPARED, "factors"}
     assert probed.scalings["factors"].perplexity.options.documents == 2
     content = json.loads(file.read_text())
     content["targets"][0] |= {"best": "factors", "enough": False}
