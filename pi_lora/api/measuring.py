@@ -28,7 +28,6 @@ if TYPE_CHECKING:
     from pi_lora.evaluation.probe import Probe
     from pi_lora.evaluation.search import SearchResult
     from pi_lora.models.source import ModelSource
-    from pi_lora.recipe.evaluation import ProbeOptions
     from pi_lora.recipe.section import Section
     from pi_lora.report.comparison import Comparison
     from pi_lora.scaling.config import Extension
@@ -275,6 +274,7 @@ def probe(
     """
     ui = ui_of(progress)
     with ui.working(LIBRARIES):
+        from pi_lora.evaluation import probe as probing
         from pi_lora.recipe.evaluation import ProbeOptions
 
         values = dict(options)
@@ -283,22 +283,22 @@ def probe(
         section = section_of(ProbeOptions, values)
         source = resolve(model, permissions=permissions)
         join_launched_processes()
-    return _probe(source, section, json=optional_path(json), dtype=dtype_of(dtype), ui=ui)
+    file = optional_path(json)
+    probed = probing.probe(source, section, json=file, dtype=dtype_of(dtype), ui=ui)
+    _show_probe(source, probed, file=file, ui=ui)
+    return probed
 
 
-def _probe(source: "ModelSource", options: "ProbeOptions", *, json: Path | None, dtype: str | None, ui: UI) -> "Probe":
-    """Probe a base, and show the results and what to do next."""
-    with ui.working(LIBRARIES):
-        from pi_lora.evaluation.probe import next_command, probe, probe_table, traits_line
+def _show_probe(source: "ModelSource", probed: "Probe", *, file: Path | None, ui: UI) -> None:
+    """Show the results of a probe that is kept in `file`, and what to do next."""
+    from pi_lora.evaluation.probe import next_command, probe_table, traits_line
 
-    probed = probe(source, options, json=json, dtype=dtype, ui=ui)
     if traits := traits_line(source):
         ui.show(traits)
     for result in probed.targets:
         ui.show_table(probe_table(probed, result))
         ui.show(f"{result.summary}; {'no tuning is needed' if result.enough else 'tuning can add to it'}:")
-        ui.copy(next_command(probed, result, json))
-    return probed
+        ui.copy(next_command(probed, result, file))
 
 
 def search(
@@ -328,6 +328,7 @@ def search(
     """
     ui = ui_of(progress)
     with ui.working(LIBRARIES):
+        from pi_lora.evaluation import probe as probing
         from pi_lora.evaluation.search import options_of_test, search
         from pi_lora.recipe.evaluation import SearchOptions
         from pi_lora.storage import check_can_write, write_json
@@ -341,8 +342,9 @@ def search(
     result = search(source, section, dtype=dtype_of(dtype), ui=ui)
     write_json(file, result.model_dump(mode="json"))
     ui.show(f"{file}: found in {result.steps:,} steps; now it is measured on other text")
-    probed = _probe(source, options_of_test(result, file), json=None, dtype=dtype_of(dtype), ui=ui)
+    probed = probing.probe(source, options_of_test(result, file), dtype=dtype_of(dtype), ui=ui)
     write_json(file, {**result.model_dump(mode="json"), **probed.as_json()})
+    _show_probe(source, probed, file=file, ui=ui)
     return result
 
 

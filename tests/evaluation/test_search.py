@@ -321,6 +321,7 @@ def test_the_command_writes_a_file_for_recipes_and_new(tmp_path: Path, capsys: p
     printed = capsys.readouterr().out
     assert "now it is measured on other text" in printed
     assert "passkeys" in printed
+    assert f"--probe {file}" in printed.replace("\n", " ")
     result = read_json(file, SearchResult, "")
     assert read_factors(file).factors == result.factors
     probed = read_probe(file).at(512)
