@@ -81,7 +81,12 @@ def lines_of(table: Table) -> Iterator[str]:
     """Yield the lines of the training text that are not blank; a long line is wrapped."""
     for document in table.documents():
         for line in document.text.splitlines():
-            yield from textwrap.wrap(line, LINE_WIDTH, expand_tabs=False, replace_whitespace=False)
+            if len(line) <= LINE_WIDTH and line.isascii():
+                # As textwrap does, which takes longer than the rest of packing.
+                if text := line.rstrip():
+                    yield text
+            else:
+                yield from textwrap.wrap(line, LINE_WIDTH, expand_tabs=False, replace_whitespace=False)
 
 
 def total_tokens(sequence: Iterable[Labelled]) -> int:

@@ -6,6 +6,7 @@ import json
 import random
 import re
 import sysconfig
+import textwrap
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
@@ -18,7 +19,8 @@ from hypothesis import strategies as st
 
 from pi_lora.data import packing
 from pi_lora.data.batches import TrainingData, collate, training_data
-from pi_lora.data.packing import OPEN_SEQUENCES, grouped, packed, pose_positions, wrapped
+from pi_lora.data.documents import Document
+from pi_lora.data.packing import LINE_WIDTH, OPEN_SEQUENCES, grouped, lines_of, packed, pose_positions, wrapped
 from pi_lora.data.recall import WORDS
 from pi_lora.data.sources import STDLIB, Table, find_table
 from pi_lora.data.tokens import Labelled
@@ -148,6 +150,19 @@ def test_synthetic_documents_have_the_other_text_of_the_recipe(
         found = sequences(tokenizer, 1024, 40, source=sources)
         text = tokenizer.decode([token for ids in found for token in ids])
         assert {kind for kind in patterns if re.search(patterns[kind], text)} == set(others or ["library"])
+
+
+@given(st.text("ab-.\t \x0b\r\x85\xa0é", max_size=2 * LINE_WIDTH))
+def test_lines_are_those_of_textwrap(text: str) -> None:
+    class OneDocument:
+        def documents(self) -> list[Document]:
+            return [Document("one", text)]
+
+    table: Any = OneDocument()
+    expected = []
+    for line in text.splitlines():
+        expected += textwrap.wrap(line, LINE_WIDTH, expand_tabs=False, replace_whitespace=False)
+    assert [*lines_of(table)] == expected
 
 
 def test_synthetic_documents_take_the_first_lines_of_texts_without_an_end(

@@ -98,6 +98,7 @@ def ranked(model: LoadedModel, window: int = 300, batch_size: int = BATCH) -> Ra
     return RankedLM(model, window, batch_size, BenchmarksOptions(), Session())
 
 
+@pytest.mark.slow  # the index of all tasks of lm-eval takes ten seconds
 def test_lm_eval_finds_every_task_of_the_papers_folders() -> None:
     assert BenchmarksOptions().tasks == tuple(PAPERS)
     for folder in PAPERS.values():

@@ -113,10 +113,10 @@ def test_the_seed_decides_the_keys(stretched: LoadedModel) -> None:
 
 
 def test_every_trial_agrees_with_greedy_generation(stretched: LoadedModel) -> None:
-    expected = outcomes(stretched.module, stretched.tokenizer, 320, 8, 5, seed=0)
+    expected = outcomes(stretched.module, stretched.tokenizer, 320, 8, 3, seed=0)
     successes = sum(map(sum, expected))
-    assert 10 <= successes <= 30
-    test = grid(stretched, 320, 8, 5)
+    assert 6 <= successes <= 18
+    test = grid(stretched, 320, 8, 3)
     found = [PasskeyDepth(**test.measure(depth)) for depth in range(8)]
     assert [depth.outcomes for depth in found] == expected
     assert k_max(found) == plain_k_max(320, expected)

@@ -162,7 +162,7 @@ def test_the_loss_that_balances_experts_leaves_padding_out(
 
 @pytest.mark.parametrize("balanced", [True, False])
 def test_the_loss_that_balances_experts_is_added_where_the_config_adds_it(
-    balanced: bool, small_model: Path, tmp_path: Path
+    balanced: bool, examples: dict[str, object], small_model: Path, tmp_path: Path
 ) -> None:
     """TRL 1.16 adds it to the loss of every mixture of experts."""
     losses = []
@@ -175,15 +175,16 @@ def test_the_loss_that_balances_experts_is_added_where_the_config_adds_it(
         for tokenizer in small_model.glob("tokenizer*"):
             shutil.copy(tokenizer, base)
         tuning = {"rank": 2, "target_modules": "attention", "modules_to_save": "nothing"}
-        run = train(
-            small_recipe(base, tuning=tuning, training={"steps": 1, "log_every": 1}), tmp_path / f"run {weight}"
-        )
+        recipe = small_recipe(base, tuning=tuning, data=examples, training={"steps": 1, "log_every": 1})
+        run = train(recipe, tmp_path / f"run {weight}")
         losses.append(Run(run).log[0]["loss"])
     assert (losses[0] != losses[1]) == balanced
 
 
 @pytest.mark.parametrize("model_type", ["granitemoe", "deepseek_v3"])
-def test_experts_whose_config_has_other_names_train(model_type: str, small_model: Path, tmp_path: Path) -> None:
+def test_experts_whose_config_has_other_names_train(
+    model_type: str, examples: dict[str, object], small_model: Path, tmp_path: Path
+) -> None:
     """TRL 1.16 asks the config for `num_experts`."""
     config = architectures.small_config(model_type)
     config.update({"vocab_size": 1024, "bos_token_id": 0, "eos_token_id": 1})
@@ -191,4 +192,5 @@ def test_experts_whose_config_has_other_names_train(model_type: str, small_model
     for tokenizer in small_model.glob("tokenizer*"):
         shutil.copy(tokenizer, tmp_path / "experts")
     tuning = {"rank": 2, "target_modules": "attention", "modules_to_save": "nothing"}
-    train(small_recipe(tmp_path / "experts", tuning=tuning, training={"steps": 1}), tmp_path / "run")
+    recipe = small_recipe(tmp_path / "experts", tuning=tuning, data=examples, training={"steps": 1})
+    train(recipe, tmp_path / "run")
