@@ -139,9 +139,8 @@ class Searched:
         self.loaded.module.requires_grad_(requires_grad=False)
         for part, _, _ in self.rotary:
             part.register_forward_hook(_with_gradient, with_kwargs=True)
-        for part in self.loaded.module.modules():
-            if isinstance(part, GradientCheckpointingLayer):
-                part.forward = partial(checkpoint, part.forward, use_reentrant=False)
+        if self.loaded.module.device.type != "cpu":
+            checkpoint_layers(self.loaded.module)
 
     def short_exam(self) -> Exam:
         """Return a random part of a text with new needles, whose chunks are spread over the target window."""
@@ -263,6 +262,13 @@ class Searched:
             text=text,
             value=needles + key_loss + PENALTY * (text - self.unscaled.mean().item()),
         )
+
+
+def checkpoint_layers(model: Any) -> None:
+    """Let the layers of a model compute their activations again for a gradient, instead of keeping them."""
+    for part in model.modules():
+        if isinstance(part, GradientCheckpointingLayer):
+            part.forward = partial(checkpoint, part.forward, use_reentrant=False)
 
 
 def _with_gradient(part: Any, args: Any, inputs: Any, output: Any) -> Any:

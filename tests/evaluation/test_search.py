@@ -204,6 +204,19 @@ def test_the_gradient_is_the_slope_of_what_is_minimized(searched: Searched) -> N
     assert gradient[:15].abs().min() > 0
 
 
+def test_checkpointed_layers_give_the_same_gradient() -> None:
+    searched = Searched(resolve_model("builtin:tiny"), OPTIONS, "float32")
+    yarn = start_of(searched.base, 512)
+    exam, text = searched.short_exam(), searched.short_text()
+    expected = searched.gradient(yarn, exam, text)
+    module = searched.loaded.module
+    passes: list[int] = []
+    module.get_decoder().layers[0].input_layernorm.register_forward_hook(lambda *_: passes.append(1))
+    searching.checkpoint_layers(module)
+    torch.testing.assert_close(searched.gradient(yarn, exam, text), expected, rtol=1e-4, atol=1e-5)
+    assert len(passes) == 4
+
+
 @pytest.mark.parametrize("kind", ["gemma3_text", "gpt_neox", "phi", "granite"])
 def test_the_gradient_reaches_the_frequencies_of_every_family(kind: str, tmp_path: Path) -> None:
     config = small_config(kind)
