@@ -225,7 +225,7 @@ def search(
 ) -> None:
     """Search for the divisors of MODEL's rotary frequencies with which it reads and retrieves best at --target tokens.
 
-    The result is measured on other text beside the scalings that the search began with.
+    The result is measured on other text beside untuned scalings.
     """
     api.search(
         model,

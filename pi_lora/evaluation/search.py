@@ -17,24 +17,22 @@ mean of the last half of the steps reads the target window; the best of these me
 
 import inspect
 import math
-import random
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from functools import partial
-from itertools import product
 from pathlib import Path
 from statistics import fmean
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from pydantic import BaseModel
 from torch.utils.checkpoint import checkpoint
 from transformers.modeling_layers import GradientCheckpointingLayer
 
-from pi_lora.data.recall import DIGITS, FORMS, NAMES, THINGS
 from pi_lora.data.tokens import added_bos
 from pi_lora.errors import DataError, ModelError
 from pi_lora.evaluation.context import LEAST_GAIN, MOST_LOSS
+from pi_lora.evaluation.exams import Exam, Exams
 from pi_lora.evaluation.forward import check_numbers, differentiable_losses
 from pi_lora.evaluation.measurement import Session, append_journal, read_journal
 from pi_lora.evaluation.perplexity import Sweep, scored_losses
@@ -54,12 +52,6 @@ START: Method = "yarn"
 COMPARED = (START, "theta", "llama3", "cope")
 # A nat that the text loses costs as much as this many nats of a needle.
 PENALTY = 4.0
-# Needles of a text, and the tokens of a short text with needles, whose chunks are spread over the target window.
-NEEDLES = 24
-SHORT_TOKENS = 4096
-CHUNKS = 8
-# Tokens of a short text without needles.
-PLAIN_TOKENS = 2048
 # Adam's learning rate for the logarithms of the divisors, the steps after which it has fallen by a half, and its decay
 # rates.
 RATE = 0.03
@@ -68,17 +60,8 @@ BETAS = (0.8, 0.95)
 # Steps before a mean reads the target window: this number, or more where reading takes over a third of the time.
 LEAST_STEPS = 8
 SHORT_SHARE = 2
-STATEMENT, QUESTION = (f"\n{form}" for form in FORMS[0])
 # The frequencies of the layers that attend to the whole window, in a rotary module for all layers or by layer type.
 FREQUENCIES = ("inv_freq", "full_attention_inv_freq")
-
-
-class Exam(NamedTuple):
-    """A text with needles: token ids (1, tokens), the positions of the answers, and other inputs of the model."""
-
-    ids: torch.Tensor
-    answers: list[int]
-    inputs: Mapping[str, torch.Tensor]
 
 
 class Scored(BaseModel):
@@ -124,9 +107,9 @@ class Searched:
         if not self.test_documents:
             text = text_options.data
             raise DataError(f"--data: {text}: one document is long enough; the search and its test need two")
-        self.rng = random.Random(options.seed)
-        self.long = self._exam(self.texts[-1].ids, self.target)
-        self.text = self._row(self.texts[-1].ids[: self.target].tolist())
+        self.exams = Exams(self.loaded, [text.ids for text in self.texts], options.target, options.seed)
+        self.long = self.exams.long()
+        self.text = self.exams.row(self.texts[-1].ids[: self.target].tolist())
         # Half of its window or more before a token.
         self.scored = range(base.window // 2, self.target)
         self.unscaled = self._unscaled_losses()
@@ -142,63 +125,6 @@ class Searched:
         if self.loaded.module.device.type != "cpu":
             checkpoint_layers(self.loaded.module)
 
-    def short_exam(self) -> Exam:
-        """Return a random part of a text with new needles, whose chunks are spread over the target window."""
-        tokens = min(SHORT_TOKENS, self.target)
-        exam = self._exam(self._part(tokens), tokens)
-        number = exam.ids.shape[1]
-        chunks = torch.tensor(sorted(self.rng.sample(range(1, number), CHUNKS - 1)))
-        gaps = sorted(self.rng.choices(range(self.target - number + 1), k=CHUNKS - 1))
-        positions = torch.arange(number)
-        positions += torch.tensor([0, *gaps])[torch.bucketize(positions, chunks, right=True)]
-        # A mask of ones says that chunks with gaps between their positions are one sequence.
-        inputs = {"position_ids": positions[None].to(exam.ids.device), "attention_mask": torch.ones_like(exam.ids)}
-        return exam._replace(inputs=inputs)
-
-    def short_text(self) -> torch.Tensor:
-        """Return a random part of a text: token ids (1, tokens)."""
-        return self._row(self._part(min(PLAIN_TOKENS, self.target)))
-
-    def _part(self, tokens: int) -> list[int]:
-        """Return a random part of a text."""
-        text = self.rng.choice(self.texts).ids
-        start = self.rng.randrange(len(text) - tokens + 1)
-        return text[start : start + tokens].tolist()
-
-    def _row(self, ids: Sequence[int]) -> torch.Tensor:
-        """Return token ids with the tokenizer's BOS for the first one: (1, tokens)."""
-        bos = added_bos(self.loaded.tokenizer)
-        row = torch.tensor([ids], device=self.loaded.module.device)
-        if bos is not None:
-            row[0, 0] = bos
-        return row
-
-    def _exam(self, text: Sequence[int], tokens: int) -> Exam:
-        """Return a text of at most `tokens` tokens with needles at all depths."""
-        number = min(NEEDLES, tokens // 64)
-        needles = []
-        questions = []
-        for name, thing in self.rng.sample([*product(NAMES, THINGS)], number):
-            fact = {"name": name, "thing": thing, "value": "".join(self.rng.choices(DIGITS, k=5))}
-            needles.append(self._tokens(STATEMENT.format(**fact) + "\n"))
-            questions.append(QUESTION.format(**fact))
-        self.rng.shuffle(questions)
-        asked: list[int] = []
-        answers: list[int] = []
-        for question in questions:
-            # The value and a full stop are the last word.
-            before, _, _ = question.rpartition(" ")
-            answer = len(asked) + len(self._tokens(before))
-            asked += self._tokens(question)
-            answers += range(answer, len(asked) - 1)
-        part = (tokens - 1 - len(asked) - sum(map(len, needles))) // max(1, number)
-        if part < 1:
-            raise DataError(f"--target: {self.target} tokens hold no needles; choose a longer window")
-        ids = [text[0]]  # BOS, where the tokenizer adds one
-        for index, needle in enumerate(needles):
-            ids += [*text[index * part : (index + 1) * part], *needle]
-        return Exam(self._row(ids + asked), [len(ids) + answer for answer in answers], inputs={})
-
     def _unscaled_losses(self) -> torch.Tensor:
         """Return the losses of the scored tokens of the text of L' tokens under the unscaled base, with half of its
         window or more before them: (tokens).
@@ -209,10 +135,6 @@ class Searched:
             for _, tokens, losses in scored_losses(self.loaded.module, ids, pieces, added_bos(self.loaded.tokenizer)):
                 unscaled[tokens.start : tokens.stop] = losses
         return unscaled[self.scored.start :]
-
-    def _tokens(self, text: str) -> list[int]:
-        ids: list[int] = self.loaded.tokenizer(text, add_special_tokens=False).input_ids
-        return ids
 
     def use(self, logarithms: torch.Tensor, attention_factor: float) -> None:
         """Divide the rotary frequencies by divisors with these logarithms, and set the factor of the attention."""
@@ -374,7 +296,7 @@ def search(base: ModelSource, options: SearchOptions, *, dtype: str | None = Non
         scores = {START: searched.score(needles, text_losses, is_key)}
         scores["factors"] = scores[START]
         steps = descent(
-            best, lambda point: measured(searched.gradient, point, searched.short_exam(), searched.short_text())
+            best, lambda point: measured(searched.gradient, point, searched.exams.short(), searched.exams.short_text())
         )
         points: list[torch.Tensor] = []
         while sum(spent) < limit:

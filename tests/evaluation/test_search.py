@@ -16,6 +16,7 @@ import pi_lora
 from architectures import small_config
 from pi_lora import cli
 from pi_lora.errors import DataError, Interrupted, ModelError, PiLoraError, RunExistsError
+from pi_lora.evaluation import exams
 from pi_lora.evaluation import search as searching
 from pi_lora.evaluation.forward import token_losses
 from pi_lora.evaluation.probe import read_probe
@@ -136,16 +137,16 @@ def test_needles_stand_at_all_depths_and_are_asked_for(searched: Searched) -> No
 
 
 def test_short_exams_are_new_and_spread_over_the_target(searched: Searched, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(searching, "SHORT_TOKENS", 256)
-    exams = [searched.short_exam() for _ in range(20)]
-    assert len({tuple(exam.ids[0].tolist()) for exam in exams}) == 20
+    monkeypatch.setattr(exams, "SHORT_TOKENS", 256)
+    drawn = [searched.exams.short() for _ in range(20)]
+    assert len({tuple(exam.ids[0].tolist()) for exam in drawn}) == 20
     last = 0
-    for exam in exams:
+    for exam in drawn:
         positions = exam.inputs["position_ids"][0]
         gaps = positions.diff()
         assert positions[0] == 0
         assert int(gaps.min()) == 1
-        assert 1 <= int((gaps > 1).sum()) < searching.CHUNKS
+        assert 1 <= int((gaps > 1).sum()) < exams.CHUNKS
         assert positions[-1] < 512
         last = max(last, int(positions[-1]))
         assert exam.answers[-1] < exam.ids.shape[1] <= 256
@@ -156,7 +157,7 @@ def test_short_texts_are_parts_of_the_texts_for_the_search(searched: Searched) -
     texts = [[*text.ids] for text in searched.texts]
     read = set()
     for _ in range(20):
-        bos, *ids = searched.short_text()[0].tolist()
+        bos, *ids = searched.exams.short_text()[0].tolist()
         assert bos == searched.loaded.tokenizer.bos_token_id
         assert len(ids) == 511
         [number] = [
@@ -173,7 +174,7 @@ def test_short_texts_are_parts_of_the_texts_for_the_search(searched: Searched) -
 
 def test_chunks_of_a_spread_text_see_the_chunks_before_them(searched: Searched) -> None:
     yarn = start_of(searched.base, 512)
-    short = searched.short_exam()
+    short = searched.exams.short()
     other_ids = short.ids.clone()
     other_ids[:, 3] = 7
     with torch.no_grad():
@@ -182,7 +183,7 @@ def test_chunks_of_a_spread_text_see_the_chunks_before_them(searched: Searched) 
     assert before != after
 
 
-def slope(searched: Searched, point: torch.Tensor, step: torch.Tensor, exam: searching.Exam, text: torch.Tensor) -> Any:
+def slope(searched: Searched, point: torch.Tensor, step: torch.Tensor, exam: exams.Exam, text: torch.Tensor) -> Any:
     """The change of what is minimized along `step`, in both directions, by its length."""
     scored = range(text.shape[1] // 4, text.shape[1])
     values = []
@@ -195,7 +196,7 @@ def slope(searched: Searched, point: torch.Tensor, step: torch.Tensor, exam: sea
 
 def test_the_gradient_is_the_slope_of_what_is_minimized(searched: Searched) -> None:
     yarn = start_of(searched.base, 512)
-    exam, text = searched.short_exam(), searched.short_text()
+    exam, text = searched.exams.short(), searched.exams.short_text()
     gradient = searched.gradient(yarn, exam, text)
     for index in (5, 15):
         step = torch.zeros(16)
@@ -207,7 +208,7 @@ def test_the_gradient_is_the_slope_of_what_is_minimized(searched: Searched) -> N
 def test_checkpointed_layers_give_the_same_gradient() -> None:
     searched = Searched(resolve_model("builtin:tiny"), OPTIONS, "float32")
     yarn = start_of(searched.base, 512)
-    exam, text = searched.short_exam(), searched.short_text()
+    exam, text = searched.exams.short(), searched.exams.short_text()
     expected = searched.gradient(yarn, exam, text)
     module = searched.loaded.module
     passes: list[int] = []
@@ -224,7 +225,7 @@ def test_the_gradient_reaches_the_frequencies_of_every_family(kind: str, tmp_pat
     base = resolve_model(str(save_base(config, tmp_path)))
     searched = Searched(base, SearchOptions(target=512, data="builtin:stdlib"), "float32")
     start = start_of(base, 512)
-    exam, text = searched.short_exam(), searched.short_text()
+    exam, text = searched.exams.short(), searched.exams.short_text()
     gradient = searched.gradient(start, exam, text)
     size = gradient.norm().item()
     assert size > 0.1
@@ -232,7 +233,7 @@ def test_the_gradient_reaches_the_frequencies_of_every_family(kind: str, tmp_pat
 
 
 def test_the_weights_have_no_gradient(searched: Searched) -> None:
-    searched.gradient(start_of(searched.base, 512), searched.short_exam(), searched.short_text())
+    searched.gradient(start_of(searched.base, 512), searched.exams.short(), searched.exams.short_text())
     assert not any(parameter.requires_grad for parameter in searched.loaded.module.parameters())
 
 
@@ -301,8 +302,8 @@ def test_the_mean_of_the_later_steps_with_the_best_score_is_the_result(monkeypat
 def test_an_interrupted_search_ends_with_the_same_divisors(monkeypatch: pytest.MonkeyPatch) -> None:
     base = resolve_model("builtin:tiny")
     options = SearchOptions(target=512, minutes=0.25)
-    monkeypatch.setattr(searching, "SHORT_TOKENS", 256)
-    monkeypatch.setattr(searching, "PLAIN_TOKENS", 64)
+    monkeypatch.setattr(exams, "SHORT_TOKENS", 256)
+    monkeypatch.setattr(exams, "PLAIN_TOKENS", 64)
     write = searching.append_journal
     written: list[Any] = []
     kept = TEXTS
