@@ -22,9 +22,8 @@ from pi_lora.api.measuring import (
     evaluate_passkey,
     evaluate_perplexity,
     evaluate_run,
-    probe,
-    search,
 )
+from pi_lora.api.probing import probe, search
 from pi_lora.api.texts import generate, read_prompt, summarize
 from pi_lora.api.training import launch_arguments, new, plan, prepare, resolve_training, run_training, train
 

@@ -1,8 +1,7 @@
-"""Measurements of models and runs, the probe of untuned scalings, and comparisons."""
+"""Measurements of models and runs, and comparisons."""
 
 from collections.abc import Mapping, Sequence
 from functools import partial
-from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
 from pi_lora.api.inputs import (
@@ -18,15 +17,13 @@ from pi_lora.api.inputs import (
     section_of,
     ui_of,
 )
-from pi_lora.errors import PiLoraError, RunExistsError
+from pi_lora.errors import PiLoraError
 from pi_lora.types import LIBRARIES, NO_PERMISSIONS, UI, Permissions, Progress
 
 if TYPE_CHECKING:
     from pi_lora.evaluation.measurement import Scores
     from pi_lora.evaluation.passkey import PasskeyScores
     from pi_lora.evaluation.perplexity import PerplexityScores
-    from pi_lora.evaluation.probe import Probe
-    from pi_lora.evaluation.search import SearchResult
     from pi_lora.models.source import ModelSource
     from pi_lora.recipe.section import Section
     from pi_lora.report.comparison import Comparison
@@ -246,106 +243,6 @@ def evaluate_run(
         ui.show_table(scores_table([each]))
     ui.say(f"{folder.path}: its scores are kept; to put them into its card: pi-lora report {folder.path}")
     return scores
-
-
-def probe(
-    model: AnyModel,
-    target: int | Sequence[int] | None = None,
-    *,
-    dtype: str | None = None,
-    permissions: Permissions = NO_PERMISSIONS,
-    json: FilePath | None = None,
-    progress: Progress | bool | UI = False,
-    **options: Any,
-) -> "Probe":
-    """Measure before any tuning which scaling suits a model, as `pi-lora probe` does.
-
-    Args:
-        model: A plain base.
-        target: L', the window to extend to, in tokens; several to see how far the model reaches.
-        dtype: The dtype of the weights; by default bfloat16 where it is fast.
-        permissions: Whether code of the model may run.
-        json: A file to write the probe to, for `new` and `extend`.
-        progress: Whether to show a progress bar, or a function that is called with the work done and all work.
-        options: The options of the command: `data`, `scalings`, `documents`, `trials`, `seed`, `column`.
-
-    Raises:
-        PiLoraError: An option is wrong, the model is a run, or a scaling does not suit it.
-    """
-    ui = ui_of(progress)
-    with ui.working(LIBRARIES):
-        from pi_lora.evaluation import probe as probing
-        from pi_lora.recipe.evaluation import ProbeOptions
-
-        values = dict(options)
-        if target is not None:
-            values["target"] = [target] if isinstance(target, int) else list(target)
-        section = section_of(ProbeOptions, values)
-        source = resolve(model, permissions=permissions)
-        join_launched_processes()
-    file = optional_path(json)
-    probed = probing.probe(source, section, json=file, dtype=dtype_of(dtype), ui=ui)
-    _show_probe(source, probed, file=file, ui=ui)
-    return probed
-
-
-def _show_probe(source: "ModelSource", probed: "Probe", *, file: Path | None, ui: UI) -> None:
-    """Show the results of a probe that is kept in `file`, and what to do next."""
-    from pi_lora.evaluation.probe import next_command, probe_table, traits_line
-
-    if traits := traits_line(source):
-        ui.show(traits)
-    for result in probed.targets:
-        ui.show_table(probe_table(probed, result))
-        ui.show(f"{result.summary}; {'no tuning is needed' if result.enough else 'tuning can add to it'}:")
-        ui.copy(next_command(probed, result, file))
-
-
-def search(
-    model: AnyModel,
-    target: int,
-    output: FilePath,
-    *,
-    dtype: str | None = None,
-    permissions: Permissions = NO_PERMISSIONS,
-    progress: Progress | bool | UI = False,
-    **options: Any,
-) -> "SearchResult":
-    """Search for the divisors of the rotary frequencies with which a model reads and retrieves best at a target window,
-    and measure them on other text beside untuned scalings, as `pi-lora search` does.
-
-    Args:
-        model: A plain base.
-        target: L', the window to extend to, in tokens.
-        output: The new file. It serves as `context.factors` of a recipe, and as the probe of `new` and `extend`.
-        dtype: The dtype of the weights; by default bfloat16 where it is fast.
-        permissions: Whether code of the model may run.
-        progress: Whether to show a progress bar, or a function that is called with the work done and all work.
-        options: The options of the command: `data`, `column`, `minutes`, `documents`, `trials`, `seed`.
-
-    Raises:
-        PiLoraError: An option is wrong, the file exists, the model cannot be extended so, or the text is too short.
-    """
-    ui = ui_of(progress)
-    with ui.working(LIBRARIES):
-        from pi_lora.evaluation import probe as probing
-        from pi_lora.evaluation.search import options_of_test, search
-        from pi_lora.recipe.evaluation import SearchOptions
-        from pi_lora.storage import check_can_write, write_json
-
-    section = section_of(SearchOptions, {"target": target, **options})
-    source = resolve(model, permissions=permissions)
-    file = path_of(output)
-    if file.exists():
-        raise RunExistsError(f"{file}: exists, and is not overwritten; remove it, or name another --output")
-    check_can_write(file)
-    result = search(source, section, dtype=dtype_of(dtype), ui=ui)
-    write_json(file, result.model_dump(mode="json"))
-    ui.show(f"{file}: found in {result.steps:,} steps; now it is measured on other text")
-    probed = probing.probe(source, options_of_test(result, file), dtype=dtype_of(dtype), ui=ui)
-    write_json(file, {**result.model_dump(mode="json"), **probed.as_json()})
-    _show_probe(source, probed, file=file, ui=ui)
-    return result
 
 
 def compare(
