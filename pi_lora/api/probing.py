@@ -118,7 +118,7 @@ def search(
     result = search(source, section, dtype=dtype_of(dtype), ui=ui)
     write_json(file, result.model_dump(mode="json"))
     ui.show(f"{file}: found in {result.steps:,} steps; now it is measured on other text")
-    probed = probing.probe(source, options_of_test(result, file), dtype=dtype_of(dtype), ui=ui)
+    probed = probing.probe(source, options_of_test(source, result, file), dtype=dtype_of(dtype), ui=ui)
     write_json(file, {**result.model_dump(mode="json"), **probed.as_json()})
     _show_probe(source, probed, file=file, ui=ui)
     return result

@@ -9,10 +9,11 @@ asks many needles one after the other, and plain text is scored as well:
 - what text in both windows loses against the unscaled base in its own window, times `PENALTY`.
 
 The scores are differentiable in the divisors. So the search is a descent along the gradient, where an evolution has to
-try. It begins with YaRN, and keeps YaRN's factor of the attention, which short texts would choose too low. No dimension
-is taken as critical; no frequency is divided by less than a higher one. A step reads a short text with new needles,
-whose chunks are spread over the target window, as in PoSE, and a short text without needles as it is. Now and then the
-mean of the last half of the steps reads the target window; the best of these means is the result.
+try. It begins with YaRN (with theta, if YaRN does not suit the model), and keeps YaRN's factor of the attention, which
+short texts would choose too low. No dimension is taken as critical; no frequency is divided by less than a higher one.
+A step reads a short text with new needles, whose chunks are spread over the target window, as in PoSE, and a short text
+without needles as it is. Now and then the mean of the last half of the steps reads the target window; the best of these
+means is the result.
 """
 
 import inspect
@@ -42,14 +43,14 @@ from pi_lora.models.loaded import load_model
 from pi_lora.models.source import ModelSource
 from pi_lora.models.weights import finite
 from pi_lora.recipe.evaluation import ProbeOptions, SearchOptions, TextOptions
-from pi_lora.scaling.config import Extension, Method, extend_config, rotary_frequencies_of
+from pi_lora.scaling.config import Extension, Method, extend_config, methods_for, rotary_frequencies_of
 from pi_lora.scaling.factors import DROPPED
 from pi_lora.scaling.verify import build_on_meta, rotary_frequencies
 from pi_lora.types import SILENT, UI
 
-START: Method = "yarn"
-# The untuned scalings that the result is measured beside.
-COMPARED = (START, "theta", "llama3", "cope")
+# The untuned scalings that the result is measured beside, as far as they suit the model. The search begins with the
+# first one.
+COMPARED: tuple[Method, ...] = ("yarn", "theta", "llama3", "cope")
 # A nat that the text loses costs as much as this many nats of a needle.
 PENALTY = 4.0
 # Adam's learning rate for the logarithms of the divisors, the steps after which it has fallen by a half, and its decay
@@ -76,7 +77,7 @@ class Scored(BaseModel):
 
 
 class SearchResult(BaseModel):
-    """The best divisors, and the scores of YaRN and of the best."""
+    """The best divisors, and the scores of the first and of the best."""
 
     model: str
     original: int
@@ -97,7 +98,9 @@ class Searched:
     def __init__(self, base: ModelSource, options: SearchOptions, dtype: str | None) -> None:
         self.base = base
         self.target = options.target
-        self.attention_factor = 0.1 * math.log(options.target / base.window) + 1
+        self.attention_factor = 1.0
+        if compared_methods(base)[0] == "yarn":
+            self.attention_factor += 0.1 * math.log(options.target / base.window)
         self.loaded = load_model(base, dtype or ("bfloat16" if has_fast_bfloat16() else None))
         text_options = complete(TextOptions(data=options.data, column=options.column), [base])
         # The first documents are those of the test.
@@ -200,12 +203,18 @@ def _with_gradient(part: Any, args: Any, inputs: Any, output: Any) -> Any:
     return inspect.unwrap(type(part).forward)(part, *args, **inputs)
 
 
-def options_of_test(result: SearchResult, file: Path) -> ProbeOptions:
+def compared_methods(base: ModelSource) -> list[Method]:
+    """Return the scalings of `COMPARED` that suit a model; Phi-3 has no YaRN."""
+    suitable = methods_for(base.config)
+    return [method for method in COMPARED if method in suitable]
+
+
+def options_of_test(base: ModelSource, result: SearchResult, file: Path) -> ProbeOptions:
     """Return the options of a probe of the result in `file` beside untuned scalings, on other text with other keys."""
     options = result.options
     return ProbeOptions(
         target=(result.target,),
-        scalings=(*COMPARED, "factors"),
+        scalings=(*compared_methods(base), "factors"),
         factors=str(file),
         data=options.data,
         column=options.column,
@@ -216,10 +225,12 @@ def options_of_test(result: SearchResult, file: Path) -> ProbeOptions:
 
 
 def start_of(base: ModelSource, target: int) -> torch.Tensor:
-    """Return the logarithms of the divisors of YaRN: (divisors), from the frequencies that transformers computes."""
+    """Return the logarithms of the divisors that the search begins with: (divisors), from the frequencies that
+    transformers computes.
+    """
     config_class = base.base.config_class
     assert config_class
-    extended = extend_config(base.config, Extension(target, scaling=START))
+    extended = extend_config(base.config, Extension(target, scaling=compared_methods(base)[0]))
     scaled = rotary_frequencies(build_on_meta(config_class, extended))
     [frequencies] = [values for name, values in scaled.items() if name.rpartition(".")[2] in FREQUENCIES]
     divisors = torch.tensor(rotary_frequencies_of(base.config)) / frequencies
@@ -293,8 +304,8 @@ def search(base: ModelSource, options: SearchOptions, *, dtype: str | None = Non
         best = start_of(base, options.target)
         needles, text_losses = read_target(best)
         is_key = searched.key_tokens(text_losses)
-        scores = {START: searched.score(needles, text_losses, is_key)}
-        scores["factors"] = scores[START]
+        scores = {"start": searched.score(needles, text_losses, is_key)}
+        scores["factors"] = scores["start"]
         steps = descent(
             best, lambda point: measured(searched.gradient, point, searched.exams.short(), searched.exams.short_text())
         )

@@ -218,13 +218,15 @@ def test_checkpointed_layers_give_the_same_gradient() -> None:
     assert len(passes) == 4
 
 
-@pytest.mark.parametrize("kind", ["gemma3_text", "gpt_neox", "phi", "granite"])
+@pytest.mark.parametrize("kind", ["gemma3_text", "gpt_neox", "phi", "granite", "phi3"])
 def test_the_gradient_reaches_the_frequencies_of_every_family(kind: str, tmp_path: Path) -> None:
     config = small_config(kind)
     config.vocab_size = 1024
     base = resolve_model(str(save_base(config, tmp_path)))
     searched = Searched(base, SearchOptions(target=512, data="builtin:stdlib"), "float32")
     start = start_of(base, 512)
+    factors = tuple(start.exp().tolist())
+    base.extended(Extension(512, scaling="factors", factors=factors, attention_factor=searched.attention_factor))
     exam, text = searched.exams.short(), searched.exams.short_text()
     gradient = searched.gradient(start, exam, text)
     size = gradient.norm().item()
