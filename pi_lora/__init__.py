@@ -34,12 +34,12 @@ if TYPE_CHECKING:
     from pi_lora.models.loaded import LoadedModel
     from pi_lora.models.source import ModelSource
     from pi_lora.run import Run
-    from pi_lora.scaling.config import Extension
+    from pi_lora.scaling.extension import Extension
     from pi_lora.types import Permissions
 
 # Where the classes are.
 CLASSES = {
-    "Extension": "pi_lora.scaling.config",
+    "Extension": "pi_lora.scaling.extension",
     "LoadedModel": "pi_lora.models.loaded",
     "ModelSource": "pi_lora.models.source",
     "Permissions": "pi_lora.types",

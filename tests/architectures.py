@@ -35,15 +35,14 @@ from pi_lora.scaling.config import (
     FULL_ATTENTION,
     LOCAL_ATTENTION,
     WINDOW_DECLARED,
-    Extension,
     Method,
     constant_longrope,
     full_attention_rope,
     language_config,
     local_window,
-    methods_for,
     read_rope,
 )
+from pi_lora.scaling.extension import Extension, methods_for
 from pi_lora.scaling.verify import config_of
 
 PAGE = Path(__file__).parent.parent / "docs" / "models.md"

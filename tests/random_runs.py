@@ -14,7 +14,7 @@ from transformers import AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
 from pi_lora.models.adapter import without_known_warnings
 from pi_lora.models.files import BUILTIN_FOLDER, save_config
 from pi_lora.models.resolve import resolve_model
-from pi_lora.scaling.config import Extension
+from pi_lora.scaling.extension import Extension
 
 TWICE = Extension(128, 64)
 TOKENIZER = ("tokenizer.json", "tokenizer_config.json")

@@ -132,7 +132,7 @@ def extend(
         from pi_lora.report.card import card_of
         from pi_lora.report.scores import MeasuredRun
         from pi_lora.run import staged
-        from pi_lora.scaling.config import Extension
+        from pi_lora.scaling.extension import Extension
         from pi_lora.serving.commands import serving_lines
         from pi_lora.storage import check_can_make, write_whole
 

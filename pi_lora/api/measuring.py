@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     from pi_lora.models.source import ModelSource
     from pi_lora.recipe.section import Section
     from pi_lora.report.comparison import Comparison
-    from pi_lora.scaling.config import Extension
+    from pi_lora.scaling.extension import Extension
 
 # Each function imports what it needs: a plan does without torch.
 

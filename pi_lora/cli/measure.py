@@ -34,7 +34,8 @@ from pi_lora.recipe.evaluation import (
     SummarizationOptions,
 )
 from pi_lora.recipe.factors import read_factors
-from pi_lora.scaling.config import Extension, Method
+from pi_lora.scaling.config import Method
+from pi_lora.scaling.extension import Extension
 from pi_lora.terminal import TERMINAL, out, working
 
 Models = Annotated[list[str], Parameter(name="MODEL", help="Hub ids, folders, runs or builtin:tiny.")]

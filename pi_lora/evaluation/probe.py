@@ -25,7 +25,8 @@ from pi_lora.models.source import Base, ModelSource
 from pi_lora.recipe.evaluation import PasskeyOptions, PerplexityOptions, ProbeOptions
 from pi_lora.recipe.factors import read_factors
 from pi_lora.run import BASE, STEP_0
-from pi_lora.scaling.config import SLIDING_ATTENTION, Extension, Method, methods_for
+from pi_lora.scaling.config import SLIDING_ATTENTION, Method
+from pi_lora.scaling.extension import Extension, methods_for
 from pi_lora.storage import cache_folder, check_can_write, read_json, write_json
 from pi_lora.types import SILENT, UI, Json
 

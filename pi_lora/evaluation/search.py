@@ -43,7 +43,8 @@ from pi_lora.models.loaded import load_model
 from pi_lora.models.source import ModelSource
 from pi_lora.models.weights import finite
 from pi_lora.recipe.evaluation import ProbeOptions, SearchOptions, TextOptions
-from pi_lora.scaling.config import Extension, Method, extend_config, methods_for, rotary_frequencies_of
+from pi_lora.scaling.config import Method, rotary_frequencies_of
+from pi_lora.scaling.extension import Extension, extend_config, methods_for
 from pi_lora.scaling.factors import DROPPED
 from pi_lora.scaling.verify import build_on_meta, rotary_frequencies
 from pi_lora.types import SILENT, UI

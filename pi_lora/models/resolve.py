@@ -30,7 +30,6 @@ from pi_lora.scaling.config import (
     STORED_ENTRIES,
     TEXT_CONFIG,
     Config,
-    Extension,
     check_reach,
     full_attention_rope,
     is_extension_of,
@@ -40,6 +39,7 @@ from pi_lora.scaling.config import (
     scale_of,
     with_legacy_rope_keys,
 )
+from pi_lora.scaling.extension import Extension
 from pi_lora.storage import read_json
 from pi_lora.types import NO_PERMISSIONS, Json, Permissions
 

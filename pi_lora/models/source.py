@@ -24,15 +24,8 @@ from pi_lora.models.files import (
 from pi_lora.models.shape import Shape
 from pi_lora.recipe.schema import Recipe
 from pi_lora.run import Fingerprint, Run
-from pi_lora.scaling.config import (
-    COMPOSITE,
-    Config,
-    Extension,
-    extend_config,
-    read_rope,
-    scale_of,
-    window_of,
-)
+from pi_lora.scaling.config import COMPOSITE, Config, read_rope, scale_of, window_of
+from pi_lora.scaling.extension import Extension, extend_config
 from pi_lora.types import Permissions
 
 if TYPE_CHECKING:

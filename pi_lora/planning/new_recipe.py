@@ -26,7 +26,7 @@ from pi_lora.planning.gpus import CPU, Gpu, device_here, find_gpu
 from pi_lora.planning.training_plan import TrainingPlan, plan_training
 from pi_lora.recipe.evaluation import default_windows
 from pi_lora.recipe.schema import SYNTHETIC, Data, Recipe, Source
-from pi_lora.scaling.config import methods_for
+from pi_lora.scaling.extension import methods_for
 from pi_lora.types import Json
 
 # Embeddings and head of more tokens take gigabytes in float32 with AdamW: norms alone train with the adapter.

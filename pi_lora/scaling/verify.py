@@ -10,16 +10,8 @@ import torch
 from transformers import AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
 
 from pi_lora.errors import ScalingError
-from pi_lora.scaling.config import (
-    LISTS,
-    SLIDING_ATTENTION,
-    Config,
-    Extension,
-    Method,
-    extend_config,
-    full_attention_rope,
-    whole_config,
-)
+from pi_lora.scaling.config import LISTS, SLIDING_ATTENTION, Config, Method, full_attention_rope, whole_config
+from pi_lora.scaling.extension import Extension, extend_config
 
 
 def config_of(kind: type[PreTrainedConfig], config: Config) -> PreTrainedConfig:

@@ -24,7 +24,7 @@ from pi_lora.evaluation.measurement import Session
 from pi_lora.evaluation.suite import metrics_of, read_scores, write_scores
 from pi_lora.models.loaded import LoadedModel
 from pi_lora.recipe.evaluation import ContextOptions
-from pi_lora.scaling.config import Extension
+from pi_lora.scaling.extension import Extension
 from pi_lora.types import Json
 
 WINDOW = 512

@@ -16,7 +16,7 @@ from pi_lora.errors import DataError
 from pi_lora.evaluation.generation import answer
 from pi_lora.models.loaded import LoadedModel
 from pi_lora.recipe.evaluation import Sampling
-from pi_lora.scaling.config import Extension
+from pi_lora.scaling.extension import Extension
 
 TEMPLATE = "{% for each in messages %}[{{ each.role }}]{{ each.content }}{% endfor %}[{{ add_generation_prompt }}]"
 

@@ -32,7 +32,7 @@ from pi_lora.evaluation.passkey import (
 )
 from pi_lora.models.loaded import LoadedModel
 from pi_lora.recipe.evaluation import PasskeyOptions
-from pi_lora.scaling.config import Extension
+from pi_lora.scaling.extension import Extension
 from processes import without_progress
 
 PAPER_PROMPT = """\

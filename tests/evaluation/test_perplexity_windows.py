@@ -28,7 +28,7 @@ from pi_lora.evaluation.perplexity import (
 from pi_lora.evaluation.suite import metrics_of
 from pi_lora.evaluation.texts import choose_documents
 from pi_lora.recipe.evaluation import PerplexityOptions
-from pi_lora.scaling.config import Extension
+from pi_lora.scaling.extension import Extension
 
 WINDOWS = st.lists(st.integers(2, 60), min_size=1, max_size=4).map(tuple)
 

@@ -35,7 +35,7 @@ from pi_lora.models.resolve import resolve_model
 from pi_lora.recipe.evaluation import SearchOptions, TextOptions
 from pi_lora.recipe.factors import read_factors
 from pi_lora.recipe.files import load_recipe
-from pi_lora.scaling.config import Extension
+from pi_lora.scaling.extension import Extension
 from pi_lora.scaling.factors import DROPPED
 from pi_lora.scaling.verify import build_on_meta, rotary_frequencies
 from pi_lora.storage import read_json

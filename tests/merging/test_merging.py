@@ -17,7 +17,7 @@ from pi_lora.api import load, merge
 from pi_lora.errors import ModelError
 from pi_lora.models.resolve import resolve_model
 from pi_lora.models.weights import StoredTensor
-from pi_lora.scaling.config import Extension
+from pi_lora.scaling.extension import Extension
 from random_runs import save_base, save_run, stored, tuned
 from small_configs import ATTENTION, llama
 

@@ -13,7 +13,7 @@ from transformers import AutoModelForCausalLM, PreTrainedConfig
 from architectures import small_config
 from conftest import small_recipe, train
 from pi_lora.api import load, merge
-from pi_lora.scaling.config import Extension
+from pi_lora.scaling.extension import Extension
 from random_runs import TWICE, save_base, save_run, stored, tuned
 
 IDS = torch.randint(2, 60, (2, 100), generator=torch.Generator().manual_seed(5))

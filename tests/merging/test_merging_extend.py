@@ -14,7 +14,7 @@ from pi_lora.errors import ModelError
 from pi_lora.evaluation.probe import probe
 from pi_lora.models.resolve import resolve_model
 from pi_lora.recipe.evaluation import ProbeOptions
-from pi_lora.scaling.config import Extension
+from pi_lora.scaling.extension import Extension
 
 IDS = torch.randint(2, 1024, (2, 256), generator=torch.Generator().manual_seed(5))
 YARN = Extension(256, scaling="yarn")

@@ -20,7 +20,7 @@ from pi_lora.models.loaded import load_base
 from pi_lora.models.quantized import dequantized
 from pi_lora.models.resolve import resolve_model
 from pi_lora.models.weights import read_header, read_weights
-from pi_lora.scaling.config import Extension
+from pi_lora.scaling.extension import Extension
 from random_runs import TWICE, save_base, save_run, stored
 from small_configs import SIZES
 

@@ -13,7 +13,7 @@ from conftest import extend, small_recipe, train
 from pi_lora.api import load, merge
 from pi_lora.errors import ModelError
 from pi_lora.models.resolve import resolve_model
-from pi_lora.scaling.config import Extension
+from pi_lora.scaling.extension import Extension
 from random_runs import TOKENIZER, put_on_hub, save_base, save_run, stored
 from small_configs import SIZES, llama
 

@@ -14,7 +14,8 @@ from pi_lora.api import extend, load, merge
 from pi_lora.errors import ModelError
 from pi_lora.models.files import read_config, save_config
 from pi_lora.models.resolve import resolve_model
-from pi_lora.scaling.config import Extension, window_of
+from pi_lora.scaling.config import window_of
+from pi_lora.scaling.extension import Extension
 from pi_lora.types import Permissions
 
 TRUST = Permissions(trust_remote_code=True)

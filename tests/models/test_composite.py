@@ -19,7 +19,8 @@ from pi_lora.models.adapter import without_known_warnings
 from pi_lora.models.files import BUILTIN_FOLDER, PROCESSOR_FILES, save_config
 from pi_lora.models.loaded import load_model
 from pi_lora.models.resolve import resolve_model
-from pi_lora.scaling.config import Extension, language_config, whole_config
+from pi_lora.scaling.config import language_config, whole_config
+from pi_lora.scaling.extension import Extension
 from random_runs import TOKENIZER, stored
 
 FAMILIES = ["gemma3", "mistral3", "qwen3_vl", "qwen3_5"]

@@ -18,7 +18,7 @@ from pi_lora.models import loaded
 from pi_lora.models.loaded import LoadedModel, Placement, load_base
 from pi_lora.models.resolve import resolve_model
 from pi_lora.recipe.evaluation import Sampling
-from pi_lora.scaling.config import Extension
+from pi_lora.scaling.extension import Extension
 
 GREEDY = Sampling(temperature=0.0, max_new_tokens=12)
 

@@ -14,7 +14,8 @@ from pi_lora.errors import ModelError
 from pi_lora.models.files import read_adapter_settings, read_config, save_config
 from pi_lora.models.loaded import load_base
 from pi_lora.models.resolve import resolve_model
-from pi_lora.scaling.config import Extension, Method, method_of, window_of
+from pi_lora.scaling.config import Method, method_of, window_of
+from pi_lora.scaling.extension import Extension
 from pi_lora.scaling.verify import build_on_meta, rotary_frequencies
 from random_runs import put_on_hub
 

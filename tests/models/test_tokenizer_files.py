@@ -13,7 +13,7 @@ from transformers import AutoTokenizer
 from conftest import extend
 from pi_lora.api import merge
 from pi_lora.models.resolve import resolve_model
-from pi_lora.scaling.config import Extension
+from pi_lora.scaling.extension import Extension
 from random_runs import save_base, save_run
 from small_configs import llama
 from small_tokenizers import made

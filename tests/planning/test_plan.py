@@ -28,7 +28,8 @@ from pi_lora.planning.gpus import CPU, GIB, GPUS, MIB, device_for, find_gpu, gpu
 from pi_lora.planning.memory import layer_bytes
 from pi_lora.planning.training_plan import Target, TrainingPlan, plan_recipe
 from pi_lora.recipe.schema import Recipe, Training, Tuning
-from pi_lora.scaling.config import Extension, full_attention_rope, methods_for, window_of
+from pi_lora.scaling.config import full_attention_rope, window_of
+from pi_lora.scaling.extension import Extension, methods_for
 
 LLAMA = "huggyllama/llama-7b"
 OPTIMIZERS = ("adamw", "paged_adamw_8bit")

@@ -15,7 +15,8 @@ from pi_lora.models.resolve import resolve_model
 from pi_lora.recipe.factors import read_factors
 from pi_lora.recipe.files import dump_recipe, load_recipe
 from pi_lora.recipe.schema import Recipe
-from pi_lora.scaling.config import Extension, full_attention_rope
+from pi_lora.scaling.config import full_attention_rope
+from pi_lora.scaling.extension import Extension
 
 GOOD = "model: {name: builtin:tiny}\ncontext: {target: 1024}\nscaling: factors\ndata: {source: builtin:stdlib}\n"
 DIVISORS = [1.0, 1.0, 1.0, 1.0, 1.5, 2.0, 3.0, 4.0]

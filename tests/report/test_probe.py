@@ -34,7 +34,7 @@ from pi_lora.evaluation.probe import (
 from pi_lora.models.resolve import resolve_model
 from pi_lora.recipe.evaluation import PasskeyOptions, PerplexityOptions, ProbeOptions
 from pi_lora.recipe.files import dump_recipe
-from pi_lora.scaling.config import Extension
+from pi_lora.scaling.extension import Extension
 from pi_lora.types import UI
 
 TARGET = 256

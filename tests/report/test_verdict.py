@@ -10,7 +10,7 @@ from pi_lora.models.resolve import resolve_model
 from pi_lora.report.card import card_of
 from pi_lora.report.scores import MeasuredRun
 from pi_lora.report.verdict import verdict_of
-from pi_lora.scaling.config import Extension
+from pi_lora.scaling.extension import Extension
 from reported import SCORES, benchmarks, make_run, passkey, perplexity, ruler
 
 

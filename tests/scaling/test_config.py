@@ -7,9 +7,7 @@ from hypothesis import strategies as st
 
 from pi_lora.errors import ScalingError
 from pi_lora.scaling.config import (
-    Extension,
     Method,
-    extend_config,
     is_extension_of,
     local_window,
     method_of,
@@ -19,6 +17,7 @@ from pi_lora.scaling.config import (
     window_of,
     with_legacy_rope_keys,
 )
+from pi_lora.scaling.extension import Extension, extend_config
 
 LLAMA_5: dict[str, Any] = {
     "model_type": "llama",

@@ -28,17 +28,8 @@ from transformers import (
 from conftest import extend
 from pi_lora.errors import ScalingError
 from pi_lora.models.resolve import resolve_model
-from pi_lora.scaling.config import (
-    LISTS,
-    Extension,
-    Method,
-    extend_config,
-    full_attention_rope,
-    method_of,
-    methods_for,
-    scale_of,
-    window_of,
-)
+from pi_lora.scaling.config import LISTS, Method, full_attention_rope, method_of, scale_of, window_of
+from pi_lora.scaling.extension import Extension, extend_config, methods_for
 from pi_lora.scaling.verify import build_on_meta, check_scaling, rotary_frequencies
 
 SMALL: dict[str, Any] = {

@@ -8,7 +8,8 @@ from transformers import AutoConfig, AutoModelForCausalLM, DynamicCache
 
 from pi_lora.api import merge
 from pi_lora.models.resolve import resolve_model
-from pi_lora.scaling.config import Extension, Method
+from pi_lora.scaling.config import Method
+from pi_lora.scaling.extension import Extension
 from pi_lora.serving.commands import cache_bytes, serving_lines
 
 # Numbers a token and layer, by the papers and model cards.

@@ -9,7 +9,8 @@ import pi_lora
 from pi_lora import cli
 from pi_lora.errors import ModelError, RunExistsError
 from pi_lora.models.resolve import resolve_model
-from pi_lora.scaling.config import Extension, Method
+from pi_lora.scaling.config import Method
+from pi_lora.scaling.extension import Extension
 from pi_lora.serving.gguf import CONVERTER, export_gguf, find_converter
 from random_runs import put_on_hub
 

@@ -15,7 +15,7 @@ from pi_lora.models.loaded import LoadedModel, load_base
 from pi_lora.models.resolve import resolve_model
 from pi_lora.recipe.evaluation import Evaluation
 from pi_lora.recipe.files import load_recipe
-from pi_lora.scaling.config import Extension
+from pi_lora.scaling.extension import Extension
 
 EVALUATION = {
     "every": 2,

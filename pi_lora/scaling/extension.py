@@ -1,0 +1,248 @@
+"""The extension of a model config to a longer window, or why it is refused. No torch is needed."""
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, get_args
+
+from pi_lora.errors import ScalingError
+from pi_lora.scaling.config import (
+    LISTS,
+    LOCAL_ROPE_ONLY,
+    LONGROPE_ONLY,
+    ORIGINAL_WINDOW,
+    VLLM_ATTENTION_KEYS,
+    Config,
+    Method,
+    constant_longrope,
+    fixed_longrope,
+    full_attention_rope,
+    local_window,
+    rotary_dimensions,
+    rotary_frequencies_of,
+    window_factor,
+    window_of,
+    with_full_rope,
+    with_legacy_rope_keys,
+)
+from pi_lora.scaling.factors import clipped, dropped
+
+# The scalings of each rope type. The frequencies of an extended model are extended further: a `linear` or `yarn` factor
+# is multiplied. `yarn` allows no larger theta, because vLLM would read the old window.
+METHODS_OF: Mapping[str, tuple[Method, ...]] = {
+    "default": get_args(Method),
+    "linear": ("pi", "theta", "direct"),
+    "yarn": ("yarn",),
+    "llama3": ("llama3", "theta", "direct"),
+    "longrope": ("pi",),
+    "proportional": ("pi", "theta", "direct"),
+}
+# The wavelengths that `llama3` keeps and divides, in parts of the original window, as in Llama 3.1.
+LLAMA3_BANDS = {"low_freq_factor": 1.0, "high_freq_factor": 4.0}
+
+
+@dataclass(frozen=True)
+class Extension:
+    """The extension of an unextended base to `target` tokens. `original` is the window L, by default read from the
+    config. `theta` is the new base of the frequencies for the scaling `theta`, by default NTK-aware. `factors` and
+    `attention_factor` are those of `factors`: a divisor of each frequency, and a factor of cosines and sines.
+    """
+
+    target: int
+    original: int | None = None
+    scaling: Method = "pi"
+    theta: float | None = None
+    factors: tuple[float, ...] | None = None
+    attention_factor: float = 1.0
+
+    def original_of(self, config: Config) -> int:
+        """Return the original window L of the model in tokens."""
+        return self.original or window_of(config)
+
+    def scale_of(self, config: Config) -> float:
+        """Return L'/L, the `factor` of configs."""
+        return self.target / self.original_of(config)
+
+
+def extend_config(config: Config, extension: Extension) -> dict[str, Any]:
+    """Return a copy of a model config with a window of `extension.target` tokens, in both dialects.
+
+    Ropes per layer type change on full-attention layers only. `direct` changes the declared window only.
+    `max_position_embeddings` is the number from which every reader computes L':
+
+    - L' divided by the factor under `linear`, `dynamic` and `proportional`: engines multiply it, and `dynamic` scales
+      inputs longer than it;
+    - L' of Gemma 3 under `linear`, where vLLM does not multiply;
+    - L' under `yarn`: transformers 4 computes the factor from it, and SGLang takes it as the window;
+    - L' under every other rope.
+    """
+    check_extendable(config, extension)
+    rope = _extended_rope(config, extension)
+    divisor = 1.0 if rope["rope_type"] == "yarn" else window_factor(config, rope)
+    declared = round(extension.target / divisor)
+    extended = {**with_full_rope(config, rope), "max_position_embeddings": declared}
+    extended.pop(ORIGINAL_WINDOW, None)
+    if extension.scaling in ("theta", *LISTS) or (rope["rope_type"] == "longrope" and not constant_longrope(rope)):
+        extended[ORIGINAL_WINDOW] = extension.original_of(config)
+    if extension.scaling in LISTS or constant_longrope(rope):
+        extended["original_max_position_embeddings"] = declared
+    return with_legacy_rope_keys(extended)
+
+
+def check_extendable(config: Config, extension: Extension) -> None:
+    """Raise ScalingError if the target window is not longer, the model's rope cannot be extended by this scaling, or no
+    rotary layer attends to the target window.
+    """
+    model_type = config.get("model_type")
+    method = extension.scaling
+    original = extension.original_of(config)
+    target = extension.target
+    reach = local_window(config)
+    suitable = methods_for(config)
+    problem = None
+    if target <= original:
+        problem = f"context.target: {target} is not longer than the model's own window of {original}; nothing to extend"
+    elif model_type in LOCAL_ROPE_ONLY:
+        problem = f"model of type {model_type}: only its local-attention layers are rotary; nothing to interpolate"
+    elif method not in suitable:
+        kind = full_attention_rope(config)["rope_type"]
+        advice = f"use {' or '.join(suitable)}" if suitable else "start from an unextended base"
+        problem = f"scaling: {method}: not possible for a {model_type} model with rope type {kind}; {advice}"
+    elif reach is not None and reach < target:
+        limit = f"every layer of this model attends to at most {reach} tokens"
+        problem = f"context.target: {target}: {limit}; choose a model with full attention"
+    elif method == "factors" or extension.factors:
+        problem = _factors_problem(config, extension)
+    if problem:
+        raise ScalingError(problem)
+
+
+def _factors_problem(config: Config, extension: Extension) -> str | None:
+    """Return why the divisors do not suit a model; None if they do."""
+    factors = extension.factors
+    if extension.scaling != "factors":
+        return f"--factors: have no effect under scaling: {extension.scaling}; use factors, or leave them out"
+    if factors is None:
+        return "context.factors: scaling: factors needs them; name a file that pi-lora search wrote"
+    frequencies = len(rotary_frequencies_of(config))
+    if len(factors) != frequencies:
+        return f"context.factors: {len(factors)} numbers; the model has {frequencies} rotary frequencies"
+    if extension.attention_factor != 1 and config.get("model_type") in LONGROPE_ONLY:
+        return f"context.factors: attention_factor: transformers 4 drops it for {config['model_type']}; leave it out"
+    return None
+
+
+def methods_for(config: Config) -> tuple[Method, ...]:
+    """Return the scalings that can extend a model, by its rope type."""
+    rope = full_attention_rope(config)
+    kind = rope["rope_type"]
+    if kind == "default" and config.get("model_type") in LONGROPE_ONLY:
+        return (*METHODS_OF["linear"], *LISTS)
+    if config.get(ORIGINAL_WINDOW) and fixed_longrope(rope):
+        return ()
+    if constant_longrope(rope) is not None:
+        kind = "linear"
+    return METHODS_OF.get(kind, ())
+
+
+def ntk_theta(config: Config, scale: float) -> float:
+    """Return the base of the frequencies with which the lowest one is divided by `scale` (NTK-aware scaling).
+
+    Frequency i of R/2 is `theta^(-2i/D)`, so theta grows by `scale^(D/(R-2))`. R is the number of rotary dimensions of
+    a head. D is R, but under `proportional` all dimensions of a head.
+
+    >>> round(ntk_theta({"head_dim": 64, "rope_theta": 1e5}, 2))
+    204522
+    """
+    rope = full_attention_rope(config)
+    head, rotated = rotary_dimensions(config, rope)
+    if rotated <= 2:
+        raise ScalingError("scaling: theta: a head has one rotary frequency, which theta does not change; use pi")
+    denominator = head if rope["rope_type"] == "proportional" else rotated
+    growth: float = scale ** (denominator / (rotated - 2))
+    return float(rope["rope_theta"]) * growth
+
+
+def _extended_rope(config: Config, extension: Extension) -> dict[str, Any]:
+    """Return the rope of the full-attention layers after the extension."""
+    rope = full_attention_rope(config)
+    scale = extension.scale_of(config)
+    method = extension.scaling
+    if method == "direct":
+        return rope
+    if method == "theta":
+        theta = extension.theta or ntk_theta(config, scale)
+        if theta <= rope["rope_theta"]:
+            raise ScalingError(f"context.theta: {theta:g} is not larger than the model's own {rope['rope_theta']:g}")
+        return {**rope, "rope_theta": theta}
+    if method == "dynamic":
+        return {**rope, "rope_type": "dynamic", "factor": scale}
+    if method in LISTS:
+        return _divided(config, rope, extension)
+    if method in ("yarn", "llama3"):
+        return _extended_bands(rope, method, scale, extension.original_of(config))
+    return _interpolated(config, rope, scale, extension.target)
+
+
+def _extended_bands(rope: dict[str, Any], method: Method, scale: float, original: int) -> dict[str, Any]:
+    """Return a `yarn` or `llama3` rope, of a model with a default rope or one that was extended by the same method."""
+    if rope["rope_type"] != method:
+        rope = {**rope, "rope_type": method, "factor": 1.0, "original_max_position_embeddings": original}
+        if method == "llama3":
+            rope |= LLAMA3_BANDS
+    factor_before = rope["factor"]
+    return _without_default_attention({**rope, "factor": factor_before * scale}, factor_before)
+
+
+def _interpolated(config: Config, rope: dict[str, Any], scale: float, target: int) -> dict[str, Any]:
+    """Return a rope whose frequencies are divided by `scale` (`pi`)."""
+    constant = constant_longrope(rope)
+    if rope["rope_type"] == "longrope" and constant is None:
+        longer = {**rope, "long_factor": [factor * scale for factor in rope["long_factor"]]}
+        if rope.get("factor"):
+            longer["factor"] = rope["factor"] * scale
+        return longer
+    factor = (constant or float(rope.get("factor") or 1)) * scale
+    if config.get("model_type") in LONGROPE_ONLY:
+        divisors = (factor,) * len(rotary_frequencies_of(config))
+        return _longrope(rope, divisors, target)
+    rope_type = "proportional" if rope["rope_type"] == "proportional" else "linear"
+    return {**rope, "rope_type": rope_type, "factor": factor}
+
+
+def _without_default_attention(rope: dict[str, Any], factor_before: float) -> dict[str, Any]:
+    """Drop an `attention_factor` that is YaRN's default for the old factor. Readers compute the new default."""
+    stated = rope.get("attention_factor")
+    default = 0.1 * math.log(factor_before) + 1
+    if stated is not None and math.isclose(stated, default, rel_tol=1e-3):
+        del rope["attention_factor"]
+    return rope
+
+
+def _divided(config: Config, rope: Config, extension: Extension) -> dict[str, Any]:
+    """Return a `longrope` of the divisors of `factors`, `cope` or `drop`."""
+    frequencies = rotary_frequencies_of(config)
+    if extension.scaling == "cope":
+        divisors = clipped(frequencies)
+    elif extension.scaling == "drop":
+        divisors = dropped(frequencies, extension.original_of(config))
+    else:
+        divisors = extension.factors or ()
+    return _longrope(rope, divisors, extension.target, extension.attention_factor)
+
+
+def _longrope(rope: Config, divisors: tuple[float, ...], target: int, attention_factor: float = 1.0) -> dict[str, Any]:
+    """Return a `longrope` that divides the frequencies of short and of long inputs alike."""
+    longrope = {
+        **rope,
+        "rope_type": "longrope",
+        "short_factor": list(divisors),
+        "long_factor": list(divisors),
+        # Readers that know no `attention_factor` derive 1 from the two windows.
+        "original_max_position_embeddings": target,
+        "factor": 1.0,
+        "attention_factor": attention_factor,
+    }
+    if attention_factor != 1:
+        longrope |= dict.fromkeys(VLLM_ATTENTION_KEYS, attention_factor)
+    return longrope
