@@ -1,25 +1,28 @@
 """Memory of one device in training, by component, and at the moment of a training step when the sum is highest.
 
-The coefficients of activations were counted by running one layer of transformers 5.23 and PEFT 0.21 under a dispatch
-mode that follows every allocation (torch 2.13). tests/planning/test_plan_memory.py counts them again. They hold for
-attention with a gated MLP; other layers are treated as such a layer of the same widths.
-
 Left out: fragmentation of the allocator, shorter sequences, and memory for saving. Also left out is about one percent
 or less: the log-sum-exp of attention, the norms' inverse deviations, cosines and sines, and the linear layer that NF4
 is unpacking.
 """
 
 from collections.abc import Mapping
-from typing import Literal, NamedTuple
+from typing import NamedTuple
 
 from pi_lora.models.shape import Shape
-from pi_lora.planning.flops import SINK_CHANNELS, Blocks, blocks_of, trained_parameters
+from pi_lora.planning.flops import trained_parameters
 from pi_lora.planning.gpus import CPU, GIB, Gpu
+from pi_lora.planning.layer import (
+    ADAPTED_EXPERTS,
+    BFLOAT16,
+    FLOAT32,
+    Arithmetic,
+    attention_bytes,
+    hidden_states,
+    layer_bytes,
+    product_bytes,
+)
 from pi_lora.recipe.schema import Recipe, Tuning
 
-# Bytes per number.
-FLOAT32 = 4
-BFLOAT16 = 2
 # Bytes per weight in NF4 with double quantization (Dettmers et al. 2023, section 3): 4 bits, an 8-bit scale for each 64
 # weights, and a float32 scale for each 256 of those: 0.5 + 1/64 + 4/(64 * 256) bytes, or 4.127 bits.
 NF4 = 0.5 + 1 / 64 + 4 / (64 * 256)
@@ -52,38 +55,6 @@ MEASURED_LOGITS = 10 * 2**28
 # Logits of a measurement on a CPU, and bytes of those that are twice in float32.
 MEASURED_LOGITS_ON_CPU = 2**25
 MEASURED_FLOATS_ON_CPU = 2 * FLOAT32 * 2**21
-# Bytes per head and pair of tokens that `eager` keeps in a layer, and has at the peak: the weights, in float32 and in
-# the dtype of the products.
-_EAGER = {FLOAT32: 4, BFLOAT16: 6}
-_EAGER_PEAK = 12
-# Bytes per head and pair of tokens of a block with soft caps, at the peak.
-_CAPPED_PEAK = 14
-
-
-# The dtypes of weights and hidden states.
-# - bfloat16, float32: of both;
-# - autocast: products in bfloat16, of float32 weights and hidden states;
-# - casts: PEFT's, from a bfloat16 base to its float32 adapter, without autocast or where dropout forbids it.
-Arithmetic = Literal["bfloat16", "autocast", "float32", "casts"]
-# With float32 hidden states.
-WIDE_STREAM = ("autocast", "float32")
-# Tensors that a layer keeps for its backward outside attention: (of the hidden width, of the intermediate width), in
-# bfloat16; a float32 tensor counts as two. The MLP keeps four tensors of the intermediate width. Linear layers that
-# train keep their inputs, under autocast also a cast of them. Frozen norms under LoRA keep their input as float32. LoRA
-# on attention alone takes up to a fifth less.
-_FULL = {"bfloat16": (8, 4), "autocast": (11, 4), "float32": (10, 8)}
-_LORA = {"bfloat16": (6, 4), "autocast": (7, 4), "float32": (6, 8), "casts": (16, 5)}
-# Tensors that the backward of the MLP adds.
-_BACKWARD = {"bfloat16": (2, 2), "autocast": (2, 2), "float32": (4, 4), "casts": (6, 1.75)}
-# LoRA on experts adds a product to the weights of the experts: bytes at the peak per number of one layer's experts. The
-# backward keeps 2.0 of them.
-ADAPTED_EXPERTS = 2.7
-# Tensors of the hidden width for each expert of a token: kept, and added by the backward. Experts compute in the dtype
-# of their weights, also under autocast (transformers 5.23, `_grouped_mm`).
-_EXPERTS_KEPT = 2
-_EXPERTS_BACKWARD = 3
-# Tensors of the hidden width at the peak of a chunked MLP, beyond kept ones and those of a chunk; full tuning takes 8.
-_AROUND_CHUNKS = 12
 
 
 class Moment(NamedTuple):
@@ -205,7 +176,7 @@ def _moments_of_step(
 
 def _measuring(shape: Shape, states: States, longest: int, arithmetic: Arithmetic, *, on_cpu: bool) -> Moment:
     """Return the moment of a measurement of `longest` tokens, which has no gradients and keeps no activations."""
-    number_bytes = _product_bytes(arithmetic)
+    number_bytes = product_bytes(arithmetic)
     logits = MEASURED_LOGITS
     if on_cpu:
         logits = MEASURED_LOGITS_ON_CPU * number_bytes + MEASURED_FLOATS_ON_CPU
@@ -221,7 +192,7 @@ def _measuring(shape: Shape, states: States, longest: int, arithmetic: Arithmeti
 def measuring_bytes(shape: Shape, arithmetic: Arithmetic) -> int:
     """Return bytes per token of a forward pass without gradients: at the peak of an MLP, or of attention."""
     stream_bytes = hidden_states(shape, 1, arithmetic)
-    number_bytes = _product_bytes(arithmetic)
+    number_bytes = product_bytes(arithmetic)
     queries = 4
     if shape.head_normed and number_bytes == BFLOAT16:
         queries += 1  # in float32
@@ -304,17 +275,6 @@ def _whole_gradients(shape: Shape) -> int:
     return shape.layer * (2 * BFLOAT16 + FLOAT32)
 
 
-def hidden_states(shape: Shape, tokens: int, arithmetic: Arithmetic) -> int:
-    """Return bytes of a layer's input, which checkpointing saves."""
-    number_bytes = FLOAT32 if arithmetic in WIDE_STREAM else BFLOAT16
-    return tokens * shape.hidden * number_bytes
-
-
-def _product_bytes(arithmetic: Arithmetic) -> int:
-    """Return bytes of a number that linear layers and attention compute."""
-    return FLOAT32 if arithmetic == "float32" else BFLOAT16
-
-
 def loss_bytes(shape: Shape, tokens: int, arithmetic: Arithmetic, on_cpu: bool) -> int:
     """Return bytes of a loss: a tile of logits, and the final hidden states with their gradients, once more in
     float32.
@@ -329,7 +289,7 @@ def loss_bytes(shape: Shape, tokens: int, arithmetic: Arithmetic, on_cpu: bool) 
         copied = shape.hidden if arithmetic == "autocast" else 0
         tile = (min(tokens, LOSS_TOKENS) + copied) * shape.vocabulary
     states_and_gradients = 2 * hidden_states(shape, tokens, arithmetic) + tokens * shape.hidden * FLOAT32
-    return tile * _product_bytes(arithmetic) + states_and_gradients
+    return tile * product_bytes(arithmetic) + states_and_gradients
 
 
 def _activations(shape: Shape, recipe: Recipe, tokens: int, arithmetic: Arithmetic, on_cpu: bool) -> tuple[int, int]:
@@ -347,7 +307,7 @@ def _activations(shape: Shape, recipe: Recipe, tokens: int, arithmetic: Arithmet
     peak = peak_per_token * tokens + adapted_experts
     checkpoint = hidden_states(shape, tokens, arithmetic)
     if training.activation_checkpointing == "selective":
-        checkpoint += tokens * shape.queries * _product_bytes(arithmetic)
+        checkpoint += tokens * shape.queries * product_bytes(arithmetic)
     checkpointed = training.checkpointed_layers(shape.layers)
     resident = RESIDENT_WHEN_OFFLOADED if recipe.hardware.offload_activations else checkpointed
     sequences = training.per_device_batch_size
@@ -360,107 +320,3 @@ def _activations(shape: Shape, recipe: Recipe, tokens: int, arithmetic: Arithmet
     if not checkpointed:
         working -= kept + of_layer
     return round(kept_in_all + sequences * attention.masks), round(working)
-
-
-class AttentionBytes(NamedTuple):
-    """Bytes of one sequence that a kernel takes beyond queries, keys, values and output.
-
-    Attributes:
-        full: Kept for the backward by a layer that attends to everything.
-        sliding: Kept by a layer that attends to a window.
-        peak: Of a layer in its backward.
-        masks: Of all layers together.
-    """
-
-    full: float = 0
-    sliding: float = 0
-    peak: float = 0
-    masks: float = 0
-
-
-def attention_bytes(shape: Shape, attention: str, tokens: int, arithmetic: Arithmetic, on_cpu: bool) -> AttentionBytes:
-    """Return the bytes of a kernel, by its name in a recipe, for a sequence of `tokens`.
-
-    `sdpa` makes a mask of bytes for sliding windows, and every layer keeps it as numbers. `eager` keeps the weights of
-    all pairs of tokens. Both repeat the keys for the heads that share them. FlashAttention needs none of these.
-    """
-    pairs = tokens * tokens
-    number_bytes = _product_bytes(arithmetic)
-    repeated_keys = 2 * tokens * (shape.queries - shape.keys) * number_bytes
-    slides = bool(shape.sliding_layers) and shape.sliding_window < tokens
-    if attention == "eager":
-        kept = pairs * shape.heads * _EAGER[number_bytes] + repeated_keys
-        masks = bool(shape.full_layers) + bool(shape.sliding_layers)
-        return AttentionBytes(kept, kept, pairs * shape.heads * _EAGER_PEAK, masks * pairs * number_bytes)
-    if attention == "sdpa" and slides:
-        return AttentionBytes(sliding=pairs * number_bytes + repeated_keys, masks=pairs)
-    full = sliding = peak = 0.0
-    if attention == "auto" and shape.in_blocks:
-        blocks = blocks_of(tokens, 0, on_cpu)
-        full = _block_numbers(shape, tokens, blocks) * number_bytes
-        sliding = full
-        if shape.soft_capped:
-            peak = full + blocks.size * tokens * shape.heads * _CAPPED_PEAK
-    if attention == "auto" and slides:
-        sliding = _block_numbers(shape, tokens, blocks_of(tokens, shape.sliding_window, on_cpu)) * number_bytes
-    return AttentionBytes(full, sliding, peak)
-
-
-def _block_numbers(shape: Shape, tokens: int, blocks: Blocks) -> float:
-    """Return the numbers that blocks keep: their masks, for all heads that share keys, copies of keys and values, and
-    the outputs, which are joined later.
-    """
-    masks = shape.queries / shape.keys * blocks.pairs
-    copies = 2 * shape.keys * (blocks.pairs / blocks.size - tokens)
-    width = 1.0
-    if shape.in_blocks and not shape.soft_capped:
-        width += SINK_CHANNELS * shape.heads / shape.queries
-    return masks + width * (copies + tokens * shape.queries)
-
-
-def layer_bytes(
-    shape: Shape, tuning: Tuning, arithmetic: Arithmetic, context_parallel: int = 1, mlp_share: float = 1.0
-) -> tuple[float, float]:
-    """Return bytes per token of one layer: kept for the backward, and at the peak of recomputation and backward.
-
-    The peak is in the backward of the MLP; or in that of attention, where context parallelism gathers the keys and
-    values of the whole sequence. `mlp_share` is the share of the tokens that the MLP takes at a time.
-    """
-    full = tuning.method == "full"
-    tensors = _FULL if full else _LORA
-    hidden, intermediate = tensors[arithmetic]
-    # Tensors of bfloat16 per tensor of attention, which keeps q and the output, k and v.
-    width = 2 if arithmetic == "float32" else 1
-    heads = 2 * width
-    # A third and fourth norm of hidden states (Gemma) also keep their float32 values.
-    more_norms = max(0, shape.norms - 2)
-    norms = 4 * more_norms
-    if shape.head_normed:
-        heads += 3  # norms of q and k keep a float32 copy
-        heads += more_norms > 0  # and Gemma's the normalized values
-    if tuning.with_norms and not full:
-        norms += 4 if arithmetic in WIDE_STREAM else 2  # the normalized values, of norms that train with LoRA
-    common = _bytes(shape, norms, heads=heads)
-    experts_hidden = shape.experts_per_token
-    if arithmetic in WIDE_STREAM:
-        experts_hidden *= 2
-    if arithmetic == "autocast" and shape.experts:
-        intermediate *= 2
-    hidden += _EXPERTS_KEPT * experts_hidden
-    kept = _bytes(shape, hidden, intermediate)
-    peak = kept + _bytes(shape, *_BACKWARD[arithmetic]) + _bytes(shape, _EXPERTS_BACKWARD * experts_hidden)
-    if arithmetic != "float32":
-        peak += _bytes(shape, more_norms)  # their backward is in float32
-    if mlp_share < 1:
-        kept = _bytes(shape, hidden)
-        peak = min(peak, kept + _bytes(shape, _AROUND_CHUNKS) + mlp_share * peak)
-    # The gradients of q, k and v; the k and v of all devices, and their gradients (torch's all-gather rotation).
-    gathered = width * (shape.queries + (2 + 4 * context_parallel) * shape.keys) * BFLOAT16
-    attention_peak = _bytes(shape, hidden) + gathered
-    return kept + common, max(peak, attention_peak) + common
-
-
-def _bytes(shape: Shape, hidden: float, intermediate: float = 0, heads: float = 0) -> float:
-    """Return bytes per token of bfloat16 tensors: so many of the hidden and the intermediate width, and of q and k."""
-    numbers = hidden * shape.hidden + intermediate * shape.intermediate + heads * (shape.queries + shape.keys)
-    return numbers * BFLOAT16

@@ -25,7 +25,7 @@ from pi_lora.models.shape import Shape, shape_of
 from pi_lora.planning.advice import advice, plan_lines
 from pi_lora.planning.flops import flops_of_training
 from pi_lora.planning.gpus import CPU, GIB, GPUS, MIB, device_for, find_gpu, gpu_of_device
-from pi_lora.planning.memory import layer_bytes
+from pi_lora.planning.layer import layer_bytes
 from pi_lora.planning.training_plan import Target, TrainingPlan, plan_recipe
 from pi_lora.recipe.schema import Recipe, Training, Tuning
 from pi_lora.scaling.config import full_attention_rope, window_of

@@ -38,15 +38,8 @@ from pi_lora.models.resolve import resolve_model
 from pi_lora.models.shape import shape_of
 from pi_lora.planning import flops, memory
 from pi_lora.planning.flops import trained_parameters
-from pi_lora.planning.memory import (
-    ADAPTED_EXPERTS,
-    NF4,
-    Arithmetic,
-    attention_bytes,
-    layer_bytes,
-    loss_bytes,
-    measuring_bytes,
-)
+from pi_lora.planning.layer import ADAPTED_EXPERTS, Arithmetic, attention_bytes, layer_bytes
+from pi_lora.planning.memory import NF4, loss_bytes, measuring_bytes
 from pi_lora.recipe.schema import Tuning
 from pi_lora.training import loss
 from pi_lora.training.trainer import chunk_mlps
