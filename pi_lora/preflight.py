@@ -21,7 +21,8 @@ from pi_lora.models.source import Base, ModelSource
 from pi_lora.models.weights import read_weights
 from pi_lora.planning.advice import plan_lines
 from pi_lora.planning.training_plan import TrainingPlan
-from pi_lora.recipe.schema import Data, Recipe
+from pi_lora.recipe.data import Data
+from pi_lora.recipe.schema import Recipe
 from pi_lora.run import Run, check_output, staging_path
 from pi_lora.types import NO_PERMISSIONS, Permissions
 

@@ -13,7 +13,8 @@ from pi_lora.models.resolve import resolve_model
 from pi_lora.planning.gpus import GIB, find_gpu
 from pi_lora.planning.new_recipe import choose, first_plan, short
 from pi_lora.planning.training_plan import TrainingPlan
-from pi_lora.recipe.schema import Context, Data
+from pi_lora.recipe.data import Data
+from pi_lora.recipe.schema import Context
 from pi_lora.scaling.config import window_of
 
 PAGE = Path(__file__).parent.parent / "docs" / "families.md"

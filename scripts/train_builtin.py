@@ -17,7 +17,7 @@ import torch
 from transformers import LlamaConfig, LlamaForCausalLM, logging
 
 from pi_lora.data.sources import STDLIB, find_table
-from pi_lora.recipe.schema import Source
+from pi_lora.recipe.data import Source
 from pretraining import Mixture, optimizers_for, save, train_step, train_tokenizer
 
 VOCABULARY = 1024

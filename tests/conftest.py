@@ -37,7 +37,8 @@ from pi_lora.models.source import ModelSource
 from pi_lora.planning.gpus import Gpu
 from pi_lora.planning.training_plan import TrainingPlan, plan_training
 from pi_lora.preflight import check
-from pi_lora.recipe.schema import Recipe, Source
+from pi_lora.recipe.data import Source
+from pi_lora.recipe.schema import Recipe
 from pi_lora.report.card import write_card
 from pi_lora.training.job import TrainingJob
 from pi_lora.types import NO_PERMISSIONS, Permissions, Progress, silent

@@ -3,7 +3,7 @@
 from tokenizers import Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers, processors, trainers
 
 from pi_lora.data.sources import STDLIB, find_table
-from pi_lora.recipe.schema import Source
+from pi_lora.recipe.data import Source
 
 # What cl100k, Llama 3 and Qwen split text by before BPE.
 CL100K = (

@@ -29,9 +29,9 @@ from pi_lora.errors import DataError, ModelError, RecipeError
 from pi_lora.models.files import PROCESSOR_FILES
 from pi_lora.models.resolve import resolve_model
 from pi_lora.preflight import check
+from pi_lora.recipe.data import Source
 from pi_lora.recipe.evaluation import PerplexityOptions
 from pi_lora.recipe.files import dump_recipe, load_recipe
-from pi_lora.recipe.schema import Source
 from pi_lora.report.upload import push
 
 # huggingface_hub 2.4 hands a file to httpx2 in a way that httpx2 is about to drop.

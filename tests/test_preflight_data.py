@@ -8,8 +8,8 @@ from conftest import run_command, small_recipe
 from pi_lora.data import examples
 from pi_lora.errors import DataError
 from pi_lora.preflight import check_data
+from pi_lora.recipe.data import Source
 from pi_lora.recipe.files import dump_recipe
-from pi_lora.recipe.schema import Source
 from pi_lora.training.job import pack_data
 
 

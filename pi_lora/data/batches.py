@@ -23,7 +23,8 @@ from pi_lora.data.selection import Scorer, selected
 from pi_lora.data.sources import find_table, format_counts
 from pi_lora.data.tokens import in_batches, padding_id, tokenizer_identity
 from pi_lora.errors import DataError
-from pi_lora.recipe.schema import Data, Selection, Training
+from pi_lora.recipe.data import Data, Selection
+from pi_lora.recipe.schema import Training
 from pi_lora.storage import cache_folder, digest_of, make_once
 from pi_lora.types import Json, Progress, silent
 

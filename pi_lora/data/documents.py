@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from pi_lora.errors import DataError, first_line
-from pi_lora.recipe.schema import CHAT_COLUMNS
+from pi_lora.recipe.data import CHAT_COLUMNS
 from pi_lora.types import Json
 
 PARQUET = ".parquet"

@@ -13,7 +13,7 @@ from pi_lora.data.documents import NamedJson, looks_local
 from pi_lora.data.sources import Table, find_table, hash_to_unit
 from pi_lora.data.tokens import in_batches, strip_eos
 from pi_lora.errors import DataError
-from pi_lora.recipe.schema import Data
+from pi_lora.recipe.data import Data
 from pi_lora.types import Json
 
 # The prompt of the paper, to the letter (paper.tex, `fig:summ-format`). There, "# .... Document goes here" stands for

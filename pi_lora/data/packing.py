@@ -16,7 +16,7 @@ from pi_lora.data.recall import recall_document
 from pi_lora.data.sources import Table, format_counts
 from pi_lora.data.tokens import Labelled, Tokens, added_bos, in_batches, padding_id, tokenized
 from pi_lora.errors import DataError
-from pi_lora.recipe.schema import COMMON_WORDS, ENTITIES, RECALL, SYNTHETIC, Data, Source
+from pi_lora.recipe.data import COMMON_WORDS, ENTITIES, RECALL, SYNTHETIC, Data, Source
 
 # Columns of lists: `input_ids`, `position_ids` of PoSE, `loss_mask`, `lengths` of sequences.
 Row = Mapping[str, Sequence[int]]

@@ -10,7 +10,7 @@ from typing import Protocol
 from pi_lora.data.documents import Document
 from pi_lora.data.sources import Table
 from pi_lora.errors import DataError
-from pi_lora.recipe.schema import Selection
+from pi_lora.recipe.data import Selection
 from pi_lora.types import Json, Progress
 
 # The documents that are named in messages: so many of the best, and so many of the worst.

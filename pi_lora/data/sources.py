@@ -29,8 +29,8 @@ from pi_lora.data.documents import (
 )
 from pi_lora.errors import DataError
 from pi_lora.hub import commit_of, download_file, gated, hub_errors
+from pi_lora.recipe.data import CHAT_COLUMNS, SYNTHETIC, Source
 from pi_lora.recipe.evaluation import TextOptions
-from pi_lora.recipe.schema import CHAT_COLUMNS, SYNTHETIC, Source
 from pi_lora.types import Json
 
 STDLIB = "builtin:stdlib"

@@ -32,8 +32,8 @@ from pi_lora.evaluation.measurement import (
 from pi_lora.models.loaded import LoadedModel, load_model
 from pi_lora.models.resolve import resolve_model
 from pi_lora.models.source import ModelSource
+from pi_lora.recipe.data import Source
 from pi_lora.recipe.evaluation import ChatOptions, Sampling
-from pi_lora.recipe.schema import Source
 from pi_lora.types import Json
 
 # Tokens of an answer that are compared.

@@ -18,8 +18,8 @@ from pi_lora.evaluation.generation import generate
 from pi_lora.evaluation.measurement import Measurement, Metric, Scores, Session, Value, average, header_of
 from pi_lora.models.loaded import LoadedModel
 from pi_lora.models.source import ModelSource
+from pi_lora.recipe.data import Data
 from pi_lora.recipe.evaluation import Sampling, SummarizationOptions
-from pi_lora.recipe.schema import Data
 from pi_lora.types import Json
 
 SOURCE: Json = {"name": SCROLLS, "subset": "gov_report"}

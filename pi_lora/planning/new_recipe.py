@@ -24,8 +24,9 @@ from pi_lora.models.tokenizer import has_chat_template
 from pi_lora.planning.advice import Changes, memory_saving_changes, plan_lines, replanned
 from pi_lora.planning.gpus import CPU, Gpu, device_here, find_gpu
 from pi_lora.planning.training_plan import TrainingPlan, plan_training
+from pi_lora.recipe.data import SYNTHETIC, Data, Source
 from pi_lora.recipe.evaluation import default_windows
-from pi_lora.recipe.schema import SYNTHETIC, Data, Recipe, Source
+from pi_lora.recipe.schema import Recipe
 from pi_lora.scaling.extension import methods_for
 from pi_lora.types import Json
 

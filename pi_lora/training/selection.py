@@ -16,8 +16,9 @@ from pi_lora.evaluation.measurement import append_journal, read_journal
 from pi_lora.models import device as devices
 from pi_lora.models.loaded import LoadedModel, load_base
 from pi_lora.models.source import ModelSource
+from pi_lora.recipe.data import Selection
 from pi_lora.recipe.evaluation import ContextOptions
-from pi_lora.recipe.schema import Recipe, Selection
+from pi_lora.recipe.schema import Recipe
 from pi_lora.storage import cache_folder, digest_of
 from pi_lora.types import Json
 

@@ -14,7 +14,7 @@ from lm_eval.tasks.ruler import cwe_utils, fwe_utils, vt_utils
 from pi_lora.data.aggregation import KINDS, aggregation_document
 from pi_lora.data.packing import WRITERS, lines_of
 from pi_lora.data.sources import find_table
-from pi_lora.recipe.schema import SYNTHETIC, Source
+from pi_lora.recipe.data import SYNTHETIC, Source
 
 NOVEL = Path(__file__).with_name("texts") / "through_the_postern_gate.txt"
 LINES = list(lines_of(find_table(Source(name=str(NOVEL)))))

@@ -20,7 +20,8 @@ from pi_lora.data.examples import data_problems
 from pi_lora.data.sources import find_table
 from pi_lora.data.tokens import Labelled
 from pi_lora.errors import DataError
-from pi_lora.recipe.schema import Data, Source, Training
+from pi_lora.recipe.data import Data, Source
+from pi_lora.recipe.schema import Training
 from small_tokenizers import made
 
 ROLES = ("system", "user", "assistant")

@@ -20,7 +20,8 @@ from pi_lora.data.sources import find_table, share_to_hold_out
 from pi_lora.errors import DataError
 from pi_lora.models.resolve import resolve_model
 from pi_lora.models.tokenizer import load_tokenizer
-from pi_lora.recipe.schema import Data, Source, Training
+from pi_lora.recipe.data import Data, Source
+from pi_lora.recipe.schema import Training
 
 ROWS = [
     {"text": 'The cat, a "black" one,\nsat. ' * 30, "gist": "A cat sat.", "n": "1"},

@@ -27,8 +27,9 @@ from pi_lora.data.tokens import Labelled
 from pi_lora.errors import DataError
 from pi_lora.models.files import BUILTIN_FOLDER
 from pi_lora.models.tokenizer import load_tokenizer
+from pi_lora.recipe.data import RECALL, SYNTHETIC, Data, Source
 from pi_lora.recipe.files import load_recipe
-from pi_lora.recipe.schema import RECALL, SYNTHETIC, Data, Source, Training
+from pi_lora.recipe.schema import Training
 from pi_lora.storage import cache_folder
 
 RECIPES = Path(__file__).parents[2] / "recipes"

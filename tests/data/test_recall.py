@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 from pi_lora.data.recall import FORMS, recall_document
 from pi_lora.data.sources import STDLIB, find_table
 from pi_lora.evaluation.passkey import FILLER, STATEMENT
-from pi_lora.recipe.schema import Source
+from pi_lora.recipe.data import Source
 
 
 def words(text: str) -> int:

@@ -34,8 +34,8 @@ from pi_lora.data.sources import (
     split_of,
 )
 from pi_lora.errors import DataError
+from pi_lora.recipe.data import SYNTHETIC, Data, Source
 from pi_lora.recipe.evaluation import PerplexityOptions
-from pi_lora.recipe.schema import SYNTHETIC, Data, Source
 
 ROWS = 200
 CARD = """---

@@ -17,7 +17,8 @@ from pi_lora.data.tokens import pieces, tokenized, tokenizer_identity
 from pi_lora.errors import DataError
 from pi_lora.models.files import BUILTIN_FOLDER
 from pi_lora.models.tokenizer import load_tokenizer, save_tokenizer
-from pi_lora.recipe.schema import Data, Source, Training
+from pi_lora.recipe.data import Data, Source
+from pi_lora.recipe.schema import Training
 from small_tokenizers import made
 
 

@@ -18,7 +18,7 @@ from pi_lora.evaluation.passkey import make_trial
 from pi_lora.models.files import BUILTIN_FOLDER
 from pi_lora.models.resolve import resolve_model
 from pi_lora.models.tokenizer import load_tokenizer
-from pi_lora.recipe.schema import Data
+from pi_lora.recipe.data import Data
 from random_runs import TOKENIZER
 
 

@@ -21,8 +21,9 @@ from pi_lora.data.sources import find_table
 from pi_lora.data.tokens import tokenized
 from pi_lora.errors import DataError
 from pi_lora.models.resolve import resolve_for_training
+from pi_lora.recipe.data import Selection, Source
 from pi_lora.recipe.files import dump_recipe
-from pi_lora.recipe.schema import Recipe, Selection, Source
+from pi_lora.recipe.schema import Recipe
 from pi_lora.scaling.extension import Extension
 from pi_lora.training import selection as selection_module
 from pi_lora.training.job import pack_data
