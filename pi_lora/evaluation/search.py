@@ -5,7 +5,6 @@ LongRoPE2 searches the divisors by an evolution that is scored with the perplexi
 asks many needles one after the other, and plain text is scored as well:
 
 - the loss of the needles: numbers that were stated at all depths of a text, and are asked for at the end;
-- the loss of the key tokens: those whose loss falls by distant context under YaRN (evaluation/context.py);
 - what text in both windows loses against the unscaled base in its own window, times `PENALTY`.
 
 The scores are differentiable in the divisors. So the search is a descent along the gradient, where an evolution has to
@@ -32,7 +31,6 @@ from transformers.modeling_layers import GradientCheckpointingLayer
 
 from pi_lora.data.tokens import added_bos
 from pi_lora.errors import DataError, ModelError
-from pi_lora.evaluation.context import LEAST_GAIN, MOST_LOSS
 from pi_lora.evaluation.exams import Exam, Exams
 from pi_lora.evaluation.forward import check_numbers, differentiable_losses
 from pi_lora.evaluation.measurement import Session, append_journal, read_journal
@@ -67,12 +65,9 @@ FREQUENCIES = ("inv_freq", "full_attention_inv_freq")
 
 
 class Scored(BaseModel):
-    """The losses of a candidate in nats: of the needles, of the key tokens, and of the text. `value` is what the search
-    minimizes.
-    """
+    """The losses of divisors in nats, of the needles and of the text. `value` is what the search minimizes."""
 
     needles: float
-    key_tokens: float
     text: float
     value: float
 
@@ -116,7 +111,7 @@ class Searched:
         self.text = self.exams.row(self.texts[-1].ids[: self.target].tolist())
         # Half of its window or more before a token.
         self.scored = range(base.window // 2, self.target)
-        self.unscaled = self._unscaled_losses()
+        self.unscaled = self.unscaled_losses().mean().item()
         self.rotary = [
             (part, name, plain.clone())
             for part in self.loaded.module.modules()
@@ -129,7 +124,7 @@ class Searched:
         if self.loaded.module.device.type != "cpu":
             checkpoint_layers(self.loaded.module)
 
-    def _unscaled_losses(self) -> torch.Tensor:
+    def unscaled_losses(self) -> torch.Tensor:
         """Return the losses of the scored tokens of the text of L' tokens under the unscaled base, with half of its
         window or more before them: (tokens).
         """
@@ -159,9 +154,9 @@ class Searched:
         """Return the mean loss of the answers."""
         return self.losses(logarithms, exam.ids, exam.answers, **exam.inputs).mean()
 
-    def text_losses(self, logarithms: torch.Tensor) -> torch.Tensor:
-        """Return the losses of the scored tokens of the text of L' tokens: (tokens)."""
-        return self.losses(logarithms, self.text, self.scored)
+    def text_loss(self, logarithms: torch.Tensor) -> torch.Tensor:
+        """Return the mean loss of the scored tokens of the text of L' tokens."""
+        return self.losses(logarithms, self.text, self.scored).mean()
 
     def gradient(self, logarithms: torch.Tensor, exam: Exam, text: torch.Tensor) -> torch.Tensor:
         """Return the gradient of what the answers and a text lose, in the logarithms: (divisors)."""
@@ -172,22 +167,10 @@ class Searched:
         [of_text] = torch.autograd.grad(self.losses(point, text, range(tokens // 4, tokens)).mean(), point)
         return of_needles + PENALTY * of_text
 
-    def key_tokens(self, losses: torch.Tensor) -> torch.Tensor:
-        """Return which tokens of the text are key tokens beyond the original window, from their losses: (tokens)."""
-        is_key = (self.unscaled - losses > LEAST_GAIN) & (losses < MOST_LOSS)
-        is_key[: self.base.window - self.scored.start] = False
-        return is_key
-
-    def score(self, needles: float, text_losses: torch.Tensor, is_key: torch.Tensor) -> Scored:
-        """Return the scores of divisors from the losses of the needles and of the text of L' tokens."""
-        key_loss = text_losses[is_key].mean().item() if is_key.any() else 0.0
-        text = text_losses.mean().item()
-        return Scored(
-            needles=needles,
-            key_tokens=key_loss,
-            text=text,
-            value=needles + key_loss + PENALTY * (text - self.unscaled.mean().item()),
-        )
+    def score(self, needles: float, text: float) -> Scored:
+        """Return the scores of divisors from the mean losses of the needles and of the text of L' tokens."""
+        value = needles + PENALTY * (text - self.unscaled)
+        return Scored(needles=needles, text=text, value=value)
 
 
 def checkpoint_layers(model: Any) -> None:
@@ -298,14 +281,13 @@ def search(base: ModelSource, options: SearchOptions, *, dtype: str | None = Non
             return torch.tensor(numbers)
 
         @torch.no_grad()
-        def read_target(point: torch.Tensor) -> tuple[float, torch.Tensor]:
+        def scored_at_target(point: torch.Tensor) -> Scored:
             needles = measured(searched.needle_loss, point, searched.long)
-            return needles.item(), measured(searched.text_losses, point)
+            text = measured(searched.text_loss, point)
+            return searched.score(needles.item(), text.item())
 
         best = start_of(base, options.target)
-        needles, text_losses = read_target(best)
-        is_key = searched.key_tokens(text_losses)
-        scores = {"start": searched.score(needles, text_losses, is_key)}
+        scores = {"start": scored_at_target(best)}
         scores["factors"] = scores["start"]
         steps = descent(
             best, lambda point: measured(searched.gradient, point, searched.exams.short(), searched.exams.short_text())
@@ -319,7 +301,7 @@ def search(base: ModelSource, options: SearchOptions, *, dtype: str | None = Non
                 note = f"{len(points):,} steps, the best has {scores['factors'].value:.3f} nats"
                 progress(round(min(sum(spent), limit)), round(limit), note)
             mean = torch.stack(points[len(points) // 2 :]).mean(dim=0)
-            scored = searched.score(*read_target(mean), is_key)
+            scored = scored_at_target(mean)
             if scored.value < scores["factors"].value:
                 best = mean
                 scores["factors"] = scored

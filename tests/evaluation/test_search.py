@@ -240,26 +240,8 @@ def test_the_weights_have_no_gradient(searched: Searched) -> None:
 
 
 def test_what_the_text_loses_costs(searched: Searched) -> None:
-    unscaled = searched.unscaled
-    none = torch.zeros(len(unscaled), dtype=torch.bool)
-    assert searched.score(0.5, unscaled, none).value == pytest.approx(0.5, abs=1e-4)
-    assert searched.score(0.5, unscaled + 0.1, none).value == pytest.approx(0.5 + 0.1 * PENALTY, rel=1e-3)
-    one = none.clone()
-    one[200] = True
-    scored = searched.score(0.5, unscaled, one)
-    assert scored.key_tokens == pytest.approx(unscaled[200].item())
-    assert scored.value == pytest.approx(0.5 + scored.key_tokens, abs=1e-4)
-
-
-def test_key_tokens_are_lost_near_and_found_far(searched: Searched) -> None:
-    far = (searched.unscaled - 3).clamp(min=0.0)
-    is_key = searched.key_tokens(far)
-    window = searched.base.window
-    assert not is_key[: window - searched.scored.start].any()
-    assert 0 < int(is_key.sum()) < len(far) - window + searched.scored.start
-    for token in range(window - searched.scored.start, len(far)):
-        assert is_key[token] == (2 < searched.unscaled[token] < 5)
-    assert not searched.key_tokens(torch.full_like(far, 9.0)).any()
+    assert searched.score(0.5, searched.unscaled).value == pytest.approx(0.5)
+    assert searched.score(0.5, searched.unscaled + 0.1).value == pytest.approx(0.5 + 0.1 * PENALTY)
 
 
 def test_the_unscaled_base_has_half_its_window_or_more_before_a_token(searched: Searched) -> None:
@@ -271,8 +253,10 @@ def test_the_unscaled_base_has_half_its_window_or_more_before_a_token(searched: 
     later = ids[:, window // 2 : 3 * window // 2].clone()
     later[0, 0] = ids[0, 0]  # BOS
     second = token_losses(module, later, range(window // 2, window))[0]
-    torch.testing.assert_close(searched.unscaled[: window // 2], first)
-    torch.testing.assert_close(searched.unscaled[window // 2 : window], second)
+    losses = searched.unscaled_losses()
+    torch.testing.assert_close(losses[: window // 2], first)
+    torch.testing.assert_close(losses[window // 2 : window], second)
+    assert searched.unscaled == pytest.approx(losses.mean().item())
 
 
 def test_the_mean_of_the_later_steps_with_the_best_score_is_the_result(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -292,7 +276,7 @@ def test_the_mean_of_the_later_steps_with_the_best_score_is_the_result(monkeypat
 
     monkeypatch.setattr(searching, "descent", steps)
     monkeypatch.setattr(Searched, "needle_loss", needle_loss)
-    monkeypatch.setattr(Searched, "text_losses", lambda searched, point: searched.unscaled)
+    monkeypatch.setattr(Searched, "text_loss", lambda searched, point: torch.tensor(searched.unscaled))
     monkeypatch.setattr(Searched, "gradient", lambda searched, *inputs: torch.zeros(16))
     found = search(resolve_model("builtin:tiny"), SearchOptions(target=512, minutes=30 / 60))
     assert read[1:] == pytest.approx(means)
