@@ -43,6 +43,7 @@ def folder(python: str, tmp_path_factory: pytest.TempPathFactory) -> Path:
     (folder / "reports.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     rows = [{"goal": "Open a door.", "sol1": "Turn the handle.", "sol2": "Eat the handle.", "label": 0}] * 2
     (folder / "piqa.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    (folder / "found.json").write_text(json.dumps({"factors": [2.0] * 16, "attention_factor": 1.1}))
     return folder
 
 
@@ -58,6 +59,7 @@ def run(python: str, folder: Path) -> Path:
         "train {demo} {small} tuning.method=full training.save_every=1 --output full",
         "train {demo} {small} tuning.method=qlora --output qlora",
         "train {demo} {small} hardware.cpu_processes=2 training.save_every=1 --output two",
+        "extend builtin:tiny --target 1024 --scaling factors --factors found.json --output extended",
         "eval perplexity run --data text.txt --windows 256,1024",
         "eval passkey run --depths 2 --trials 1",
         "eval benchmarks run --data piqa=piqa.jsonl --tasks piqa",
@@ -74,6 +76,13 @@ def test_a_command_prints_no_line_of_a_library(python: str, run: Path, command: 
         pytest.importorskip("lm_eval", reason="pip install pi-lora[eval]")
     words = command.format(demo=DEMO, small=" ".join(SMALL)).split()
     assert errors_of(run.parent, python, "-m", "pi_lora", *words) == ""
+
+
+def test_searched_divisors_are_tuned_and_merged_without_a_line_of_a_library(python: str, folder: Path) -> None:
+    """transformers does not know the keys that vLLM reads."""
+    found = ("scaling=factors", "context.factors=found.json")
+    for words in (("train", DEMO, *SMALL, *found, "--output", "searched"), ("merge", "searched", "--output", "whole")):
+        assert errors_of(folder, python, "-m", "pi_lora", *words) == ""
 
 
 def test_the_demo_prints_no_line_of_a_library(python: str, folder: Path, run: Path) -> None:

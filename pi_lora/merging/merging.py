@@ -50,7 +50,8 @@ class Merge:
     @property
     def typed_config(self) -> PreTrainedConfig:
         """The config as an object of transformers."""
-        return config_of(type(self.expected.config), self.config)
+        with quiet_loading():
+            return config_of(type(self.expected.config), self.config)
 
     def write_small_files(self, folder: Path) -> None:
         """Write config and tokenizer; raise ModelError if that config does not make the model of the run."""

@@ -224,10 +224,12 @@ class ModelSource:
     @property
     def typed_config(self) -> "PreTrainedConfig":
         """The config as an object of transformers."""
+        from pi_lora.models.quiet import quiet_loading
         from pi_lora.scaling.verify import config_of
 
         assert self.base.config_class, "shipped configs are for plans"
-        return config_of(self.base.config_class, self.config)
+        with quiet_loading():  # transformers does not know vLLM's keys of a `longrope`
+            return config_of(self.base.config_class, self.config)
 
     def extended(self, extension: Extension) -> "ModelSource":
         """Return this base extended; raise ScalingError if that is impossible, or transformers does not apply it."""
