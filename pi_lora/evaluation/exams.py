@@ -31,10 +31,11 @@ class Exam(NamedTuple):
 
 
 class Exams:
-    """Texts in token ids, parts of which are read with needles and without, in a target window in tokens."""
+    """Texts in token ids for a target window in tokens. The search reads parts of them, with needles and without."""
 
     def __init__(self, loaded: LoadedModel, texts: Sequence["array[int]"], target: int, seed: int) -> None:
         self.tokenizer = loaded.tokenizer
+        self.bos = added_bos(loaded.tokenizer)
         self.device = loaded.module.device
         self.texts = texts
         self.target = target
@@ -69,15 +70,14 @@ class Exams:
 
     def row(self, ids: Sequence[int]) -> torch.Tensor:
         """Return token ids with the tokenizer's BOS for the first one: (1, tokens)."""
-        bos = added_bos(self.tokenizer)
         row = torch.tensor([ids], device=self.device)
-        if bos is not None:
-            row[0, 0] = bos
+        if self.bos is not None:
+            row[0, 0] = self.bos
         return row
 
     def _exam(self, text: Sequence[int], tokens: int) -> Exam:
         """Return a text of at most `tokens` tokens with needles at all depths."""
-        number = min(NEEDLES, tokens // 64)
+        number = max(1, min(NEEDLES, tokens // 64))
         needles = []
         questions = []
         for name, thing in self.rng.sample([*product(NAMES, THINGS)], number):
@@ -93,10 +93,10 @@ class Exams:
             answer = len(asked) + len(self._tokens(before))
             asked += self._tokens(question)
             answers += range(answer, len(asked) - 1)
-        part = (tokens - 1 - len(asked) - sum(map(len, needles))) // max(1, number)
+        part = (tokens - 1 - len(asked) - sum(map(len, needles))) // number
         if part < 1:
             raise DataError(f"--target: {self.target} tokens hold no needles; choose a longer window")
-        ids = [text[0]]  # BOS, where the tokenizer adds one
+        ids = [] if self.bos is None else [self.bos]
         for index, needle in enumerate(needles):
             ids += [*text[index * part : (index + 1) * part], *needle]
         return Exam(self.row(ids + asked), [len(ids) + answer for answer in answers], inputs={})

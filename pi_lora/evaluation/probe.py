@@ -229,7 +229,8 @@ def _probe_target(base: ModelSource, target: int, options: ProbeOptions, measure
     lowest = min(probed.windows[1].value for probed in scalings.values())
     promising_ratio = PROMISING_RATIO if trials > 1 else 1.0
     for name, probed in scalings.items():
-        if probed.windows[1].value <= promising_ratio * lowest:
+        # Divisors that were searched are asked: they were chosen for retrieval.
+        if name == "factors" or probed.windows[1].value <= promising_ratio * lowest:
             probed.passkey = measure("passkey", models[name], scaling=name, target=target, requested=passkey_options)
     return choose_best(target, scalings).model_copy(update={"factors": options.factors})
 

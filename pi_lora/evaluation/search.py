@@ -5,7 +5,7 @@ LongRoPE2 searches the divisors by an evolution that is scored with the perplexi
 asks many needles one after the other, and plain text is scored as well:
 
 - the loss of the needles: numbers that were stated at all depths of a text, and are asked for at the end;
-- what text in both windows loses against the unscaled base in its own window, times `PENALTY`.
+- the loss of text in both windows, times `PENALTY`.
 
 The scores are differentiable in the divisors. So the search is a descent along the gradient, where an evolution has to
 try. It begins with YaRN (with theta, if YaRN does not suit the model), and keeps YaRN's factor of the attention, which
@@ -29,12 +29,10 @@ from pydantic import BaseModel
 from torch.utils.checkpoint import checkpoint
 from transformers.modeling_layers import GradientCheckpointingLayer
 
-from pi_lora.data.tokens import added_bos
 from pi_lora.errors import DataError, ModelError
 from pi_lora.evaluation.exams import Exam, Exams
 from pi_lora.evaluation.forward import check_numbers, differentiable_losses
 from pi_lora.evaluation.measurement import Session, append_journal, read_journal
-from pi_lora.evaluation.perplexity import Sweep, scored_losses
 from pi_lora.evaluation.texts import choose_documents, complete
 from pi_lora.models.device import hardware, has_fast_bfloat16, versions
 from pi_lora.models.loaded import load_model
@@ -109,9 +107,8 @@ class Searched:
         self.exams = Exams(self.loaded, [text.ids for text in self.texts], options.target, options.seed)
         self.long = self.exams.long()
         self.text = self.exams.row(self.texts[-1].ids[: self.target].tolist())
-        # Half of its window or more before a token.
+        # Half of the original window or more before a token.
         self.scored = range(base.window // 2, self.target)
-        self.unscaled = self.unscaled_losses().mean().item()
         self.rotary = [
             (part, name, plain.clone())
             for part in self.loaded.module.modules()
@@ -123,17 +120,6 @@ class Searched:
             part.register_forward_hook(_with_gradient, with_kwargs=True)
         if self.loaded.module.device.type != "cpu":
             checkpoint_layers(self.loaded.module)
-
-    def unscaled_losses(self) -> torch.Tensor:
-        """Return the losses of the scored tokens of the text of L' tokens under the unscaled base, with half of its
-        window or more before them: (tokens).
-        """
-        ids = self.text[0].tolist()
-        unscaled = torch.zeros(len(ids))
-        for pieces in Sweep((self.base.window,), self.scored.start).passes(len(ids), 1):
-            for _, tokens, losses in scored_losses(self.loaded.module, ids, pieces, added_bos(self.loaded.tokenizer)):
-                unscaled[tokens.start : tokens.stop] = losses
-        return unscaled[self.scored.start :]
 
     def use(self, logarithms: torch.Tensor, attention_factor: float) -> None:
         """Divide the rotary frequencies by divisors with these logarithms, and set the factor of the attention."""
@@ -166,11 +152,6 @@ class Searched:
         [of_needles] = torch.autograd.grad(self.needle_loss(point, exam), point)
         [of_text] = torch.autograd.grad(self.losses(point, text, range(tokens // 4, tokens)).mean(), point)
         return of_needles + PENALTY * of_text
-
-    def score(self, needles: float, text: float) -> Scored:
-        """Return the scores of divisors from the mean losses of the needles and of the text of L' tokens."""
-        value = needles + PENALTY * (text - self.unscaled)
-        return Scored(needles=needles, text=text, value=value)
 
 
 def checkpoint_layers(model: Any) -> None:
@@ -282,9 +263,9 @@ def search(base: ModelSource, options: SearchOptions, *, dtype: str | None = Non
 
         @torch.no_grad()
         def scored_at_target(point: torch.Tensor) -> Scored:
-            needles = measured(searched.needle_loss, point, searched.long)
-            text = measured(searched.text_loss, point)
-            return searched.score(needles.item(), text.item())
+            needles = measured(searched.needle_loss, point, searched.long).item()
+            text = measured(searched.text_loss, point).item()
+            return Scored(needles=needles, text=text, value=needles + PENALTY * text)
 
         best = start_of(base, options.target)
         scores = {"start": scored_at_target(best)}
@@ -298,7 +279,8 @@ def search(base: ModelSource, options: SearchOptions, *, dtype: str | None = Non
             first = len(spent)
             while len(spent) - first < LEAST_STEPS or sum(spent[first:]) < SHORT_SHARE * seconds_of_target:
                 points.append(next(steps))
-                note = f"{len(points):,} steps, the best has {scores['factors'].value:.3f} nats"
+                best_scores = scores["factors"]
+                note = f"{len(points):,} steps, needles {best_scores.needles:.3f} nats, text {best_scores.text:.3f}"
                 progress(round(min(sum(spent), limit)), round(limit), note)
             mean = torch.stack(points[len(points) // 2 :]).mean(dim=0)
             scored = scored_at_target(mean)

@@ -156,7 +156,7 @@ class SearchOptions(Section):
     documents: PositiveInt = 4
     """Number of documents of the test, the first ones. One at least is left for the search."""
     trials: PositiveInt = 5
-    """Random passkeys at each of 8 distances of the test."""
+    """Random passkeys at each of 8 distances of the test; a single one at each of 4."""
     seed: Seed = 0
     """Seed of the search and of the needles; that of the test is the next one."""
 

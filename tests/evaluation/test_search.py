@@ -18,7 +18,6 @@ from pi_lora import cli
 from pi_lora.errors import DataError, Interrupted, ModelError, PiLoraError, RunExistsError
 from pi_lora.evaluation import exams
 from pi_lora.evaluation import search as searching
-from pi_lora.evaluation.forward import token_losses
 from pi_lora.evaluation.probe import read_probe
 from pi_lora.evaluation.search import (
     COMPARED,
@@ -239,26 +238,6 @@ def test_the_weights_have_no_gradient(searched: Searched) -> None:
     assert not any(parameter.requires_grad for parameter in searched.loaded.module.parameters())
 
 
-def test_what_the_text_loses_costs(searched: Searched) -> None:
-    assert searched.score(0.5, searched.unscaled).value == pytest.approx(0.5)
-    assert searched.score(0.5, searched.unscaled + 0.1).value == pytest.approx(0.5 + 0.1 * PENALTY)
-
-
-def test_the_unscaled_base_has_half_its_window_or_more_before_a_token(searched: Searched) -> None:
-    module = searched.loaded.module
-    window = searched.base.window
-    searched.use(torch.zeros(16), 1.0)
-    ids = searched.text
-    first = token_losses(module, ids[:, :window], range(window // 2, window))[0]
-    later = ids[:, window // 2 : 3 * window // 2].clone()
-    later[0, 0] = ids[0, 0]  # BOS
-    second = token_losses(module, later, range(window // 2, window))[0]
-    losses = searched.unscaled_losses()
-    torch.testing.assert_close(losses[: window // 2], first)
-    torch.testing.assert_close(losses[window // 2 : window], second)
-    assert searched.unscaled == pytest.approx(losses.mean().item())
-
-
 def test_the_mean_of_the_later_steps_with_the_best_score_is_the_result(monkeypatch: pytest.MonkeyPatch) -> None:
     """The target window is read after every eight steps; the second mean of the last half of the steps is best."""
     points = [torch.full((16,), number / 10) for number in range(1, 41)]
@@ -276,13 +255,15 @@ def test_the_mean_of_the_later_steps_with_the_best_score_is_the_result(monkeypat
 
     monkeypatch.setattr(searching, "descent", steps)
     monkeypatch.setattr(Searched, "needle_loss", needle_loss)
-    monkeypatch.setattr(Searched, "text_loss", lambda searched, point: torch.tensor(searched.unscaled))
+    monkeypatch.setattr(Searched, "text_loss", lambda searched, point: torch.tensor(3.0))
     monkeypatch.setattr(Searched, "gradient", lambda searched, *inputs: torch.zeros(16))
     found = search(resolve_model("builtin:tiny"), SearchOptions(target=512, minutes=30 / 60))
     assert read[1:] == pytest.approx(means)
     assert found.factors == pytest.approx([math.exp(means[1])] * 16)
     assert found.attention_factor == pytest.approx(1.0693147)
     assert found.steps == 24
+    best = found.scores["factors"]
+    assert (best.needles, best.text, best.value) == (1.0, 3.0, 1.0 + 3 * PENALTY)
 
 
 def test_an_interrupted_search_ends_with_the_same_divisors(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -324,10 +305,14 @@ def test_the_command_writes_a_file_for_recipes_and_new(tmp_path: Path, capsys: p
     assert f"--probe {file}" in printed.replace("\n", " ")
     result = read_json(file, SearchResult, "")
     assert read_factors(file).factors == result.factors
+    start, found = result.scores["start"], result.scores["factors"]
+    assert found.needles < start.needles - 0.1
+    assert found.value < start.value - 0.1
     probed = read_probe(file).at(512)
     assert probed.factors == str(file)
     assert set(probed.scalings) == {"direct", *COMPARED, "factors"}
     assert probed.scalings["factors"].perplexity.options.documents == 2
+    assert probed.scalings["factors"].passkey
     content = json.loads(file.read_text())
     content["targets"][0] |= {"best": "factors", "enough": False}
     file.write_text(json.dumps(content))
