@@ -105,20 +105,22 @@ def search(
     ui = ui_of(progress)
     with ui.working(LIBRARIES):
         from pi_lora.evaluation import probe as probing
-        from pi_lora.evaluation.search import options_of_test, search
+        from pi_lora.evaluation.search import options_of_test, search, untested_result
         from pi_lora.recipe.evaluation import SearchOptions
         from pi_lora.storage import check_can_write, write_json
 
     section = section_of(SearchOptions, {"target": target, **options})
     source = resolve(model, permissions=permissions)
     file = path_of(output)
-    if file.exists():
+    result = untested_result(file, source, section) if file.is_file() else None
+    if file.exists() and result is None:
         raise RunExistsError(f"{file}: exists, and is not overwritten; remove it, or name another --output")
     check_can_write(file)
-    result = search(source, section, dtype=dtype_of(dtype), ui=ui)
-    write_json(file, result.model_dump(mode="json"))
+    if result is None:
+        result = search(source, section, dtype=dtype_of(dtype), ui=ui)
+        write_json(file, result.model_dump(mode="json", exclude_none=True))
     ui.show(f"{file}: found in {result.steps:,} steps; now it is measured on other text")
     probed = probing.probe(source, options_of_test(source, result, file), dtype=dtype_of(dtype), ui=ui)
-    write_json(file, {**result.model_dump(mode="json"), **probed.as_json()})
+    write_json(file, {**result.model_dump(mode="json", exclude_none=True), **probed.as_json()})
     _show_probe(source, probed, file=file, ui=ui)
     return result

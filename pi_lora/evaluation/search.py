@@ -84,6 +84,8 @@ class SearchResult(BaseModel):
     scores: dict[str, Scored]
     hardware: str
     versions: dict[str, str]
+    targets: list[Any] | None = None
+    """The test of the result, as a probe writes it."""
 
 
 class Searched:
@@ -187,6 +189,16 @@ def options_of_test(base: ModelSource, result: SearchResult, file: Path) -> Prob
         trials=options.trials,
         seed=options.seed + 1,
     )
+
+
+def untested_result(file: Path, base: ModelSource, options: SearchOptions) -> SearchResult | None:
+    """Return the result of the same search in a file whose test was interrupted; None for any other file."""
+    try:
+        result = SearchResult.model_validate_json(file.read_bytes())
+    except ValueError:
+        return None
+    is_same = (result.model, result.options) == (base.name, options)
+    return result if is_same and result.targets is None else None
 
 
 def start_of(base: ModelSource, target: int) -> torch.Tensor:

@@ -17,6 +17,7 @@ from architectures import small_config
 from pi_lora import cli
 from pi_lora.errors import DataError, Interrupted, ModelError, PiLoraError, RunExistsError
 from pi_lora.evaluation import exams
+from pi_lora.evaluation import probe as probing
 from pi_lora.evaluation import search as searching
 from pi_lora.evaluation.probe import read_probe
 from pi_lora.evaluation.search import (
@@ -325,6 +326,31 @@ def test_the_command_writes_a_file_for_recipes_and_new(tmp_path: Path, capsys: p
     (tmp_path / "new.yaml").rename(file)
     with pytest.raises(RunExistsError):
         pi_lora.search("builtin:tiny", 512, file)
+
+
+def test_a_search_that_was_interrupted_in_its_test_is_tested(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    file = tmp_path / "found.json"
+    options = {"minutes": 0.05, "documents": 1, "trials": 1}
+    read = probing.MEASUREMENTS["perplexity"].run
+
+    def interrupt(*_: Any) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(type(probing.MEASUREMENTS["perplexity"]), "run", interrupt)
+    with pytest.raises(KeyboardInterrupt):
+        pi_lora.search("builtin:tiny", 512, file, **options)
+    monkeypatch.setattr(type(probing.MEASUREMENTS["perplexity"]), "run", lambda _, *inputs: read(*inputs))
+    untested = read_json(file, SearchResult, "")
+    with pytest.raises(RunExistsError):
+        pi_lora.search("builtin:tiny", 512, file, **options, seed=1)
+    monkeypatch.setattr(searching, "search", interrupt)
+    assert pi_lora.search("builtin:tiny", 512, file, **options) == untested
+    assert read_probe(file).at(512).scalings["factors"].passkey
+    with pytest.raises(RunExistsError):
+        pi_lora.search("builtin:tiny", 512, file, **options)
+    file.write_text("{}")
+    with pytest.raises(RunExistsError):
+        pi_lora.search("builtin:tiny", 512, file, **options)
 
 
 def test_bad_input_is_one_line(tmp_path: Path, lora_run: Path) -> None:
