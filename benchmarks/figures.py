@@ -226,7 +226,7 @@ FIGURES: dict[str, Figure] = {
         hours="1 of an H200; continues",
     ),
     "architectures": Figure(
-        claim="[94 architectures](../docs/models.md) are extended, and compute what their configs say",
+        claim="[95 architectures](../docs/models.md) are extended, and compute what their configs say",
         commands=("-m pytest tests/models/test_architectures.py",),
         result="the test's verdict",
         data="random weights",

@@ -9,19 +9,23 @@ benchmarks/results/plan_memory.json when it is measured. Rows of Gemma 3 need th
 models/gemma3_270m, and are left out without it.
 
 --simulate measures nothing: it writes, beside the plans, the bytes of a training step on fake tensors (simulate.py), of
-these rows and of the shipped recipes, on the first of their devices. A recipe that is named is simulated alone, and
-printed.
+these rows, of the shipped recipes on the first of their devices, and of the recipes that `pi-lora new` chooses for
+models and GPUs of several sizes. A recipe that is named is simulated alone, and printed.
 """
 
 import json
 import sys
 import tempfile
 from collections.abc import Iterator
+from contextlib import suppress
+from itertools import product
 from pathlib import Path
 from typing import Any
 
+import family_plans
+from pi_lora.errors import PiLoraError
 from pi_lora.models.files import BUILTIN_FOLDER
-from pi_lora.models.resolve import resolve_for_training
+from pi_lora.models.resolve import resolve_for_training, resolve_model
 from pi_lora.planning.gpus import CPU, Gpu, device_here, find_gpu
 from pi_lora.planning.training_plan import plan_training
 from pi_lora.recipe.files import load_recipe, recipe_paths, shipped_recipes
@@ -53,6 +57,9 @@ ROWS: dict[str, tuple[int, int | None, tuple[str, ...]]] = {
     "Gemma 3, LoRA, checkpointing, sdpa": (8192, None, (*GEMMA, CHECKPOINTING, "model.attention=sdpa")),
     "gpt-oss, LoRA": (4096, GPT_OSS, ()),
 }
+# The models, besides those of docs/families.md, and the GPUs, whose chosen recipes are simulated.
+SMALL_MODELS = ("Qwen/Qwen3-1.7B-Base", "mistralai/Mistral-7B-v0.3")
+GPUS = ("12GB", "4090", "A6000", "H100")
 # What is not simulated.
 LEFT_OUT = ("hardware.context_parallel=1", "hardware.offload_activations=false", "evaluation.every=null")
 ONE_DEVICE = ("hardware.gpus=null", "hardware.machines=1")
@@ -175,6 +182,14 @@ def simulate_all(folder: Path) -> None:
         name = file.relative_to(shipped_recipes()).with_suffix("")
         result["recipes"][str(name)] = simulated(recipe, gpu)
         print(file, flush=True)
+    result["chosen"] = {}
+    for model, name in product((*family_plans.MODELS, *SMALL_MODELS), GPUS):
+        gpu = find_gpu(name)
+        source = resolve_model(model, shipped=True)
+        with suppress(PiLoraError):  # no candidate fits
+            plan = family_plans.chosen_plan(source, 2 * source.window, gpu)
+            result["chosen"][f"{model}, {name}"] = simulated(plan.recipe, gpu)
+            print(f"{model}, {name}", flush=True)
     write("plan_memory", result)
 
 

@@ -123,9 +123,8 @@ def into_readme(seconds: float) -> None:
     here = machine()
     arithmetic = "bfloat16" if has_fast_bfloat16() else "float32"
     note = (
-        f"`make demo` in {seconds:.0f} s, one seed: "
-        f"{DOCUMENTS} documents, {DEPTHS} distances, {TRIALS} trials each. "
-        f"Of the {STEPS} steps, {SEEDS} seeds, mean and range. "
+        f"`make demo` took {seconds:.0f} s, with one seed, on {DOCUMENTS} documents, and {TRIALS} passkeys at each of "
+        f"{DEPTHS} distances. The row of {STEPS} steps has the mean and range of {SEEDS} seeds. "
         f"{here['cores']} cores of {here['processor']}, "
         f"training in {arithmetic}; "
         f"{here['versions']}; {here['date']}."

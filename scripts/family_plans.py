@@ -10,6 +10,7 @@ from pathlib import Path
 from pages import table, write_block
 from pi_lora.errors import PiLoraError
 from pi_lora.models.resolve import resolve_model
+from pi_lora.models.source import ModelSource
 from pi_lora.planning.gpus import GIB, find_gpu
 from pi_lora.planning.new_recipe import choose, first_plan, short
 from pi_lora.planning.training_plan import TrainingPlan
@@ -40,18 +41,26 @@ def text_of(model: str) -> str:
     beyond = max(2 * window, TARGETS[-1])
     rows = []
     for target, gpu in product(sorted({*TARGETS, beyond}), GPUS):
-        first = first_plan(source, beyond, find_gpu(gpu), sections={})
-        recipe = first.recipe.changed(context=Context(target=target))
-        if target <= window:
-            recipe = recipe.changed(scaling="keep", data=EXAMPLES)
-        row: list[object] = [short(target), gpu]
         try:
-            row += cells_of(choose(replace(first, recipe=recipe)))
+            cells = cells_of(chosen_plan(source, target, gpu))
         except PiLoraError:
-            row.append("does not fit")
-        rows.append(row)
+            cells = ["does not fit"]
+        rows.append([short(target), gpu, *cells])
     size = f"{source.shape.parameters / 1e9:.1f} billion parameters without towers, a window of {window:,} tokens.\n"
     return "\n".join([size, *table(HEAD, rows), ""])
+
+
+def chosen_plan(source: ModelSource, target: int, gpu: str) -> TrainingPlan:
+    """The plan that `pi-lora new` chooses; a target within the model's own window is that of a task.
+
+    Raise PiLoraError if no candidate fits.
+    """
+    window = window_of(source.config)
+    first = first_plan(source, max(2 * window, target), find_gpu(gpu), sections={})
+    recipe = first.recipe.changed(context=Context(target=target))
+    if target <= window:
+        recipe = recipe.changed(scaling="keep", data=EXAMPLES)
+    return choose(replace(first, recipe=recipe))
 
 
 def cells_of(plan: TrainingPlan) -> list[object]:

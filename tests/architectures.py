@@ -468,13 +468,13 @@ says the same about one model before its weights are read. [Families](families.m
 
 | family | rope in its config | window that is read | scalings | engines |
 |---|---|---|---|---|
-| Llama 2, Llama 3; Mistral 0.2 and later; Qwen 2.5, Qwen 3; SmolLM2; OLMo 2; Granite; GLM 4; Yi | plain | `max_position_embeddings` | all | all |
-| Llama 3.1, 3.2, 3.3 | `llama3` | `max_position_embeddings` | `llama3`, `theta` | all; llama.cpp stores `llama3` as factors |
+| Llama 2, Llama 3; Mistral 0.2 and later; Qwen 2.5, Qwen 3; SmolLM2; OLMo 2; Granite; GLM 4; Yi | plain | `max_position_embeddings` | all | transformers, vLLM, llama.cpp and mlx-lm; lists not in llama.cpp |
+| Llama 3.1, 3.2, 3.3 | `llama3` | `max_position_embeddings` | `llama3`, `theta` | transformers, vLLM, llama.cpp (stores factors), mlx-lm |
 | Qwen 2.5, Qwen 3 with the `yarn` of their card; DeepSeek V2, V3 (MLA) | `yarn` | original window times factor | `yarn` | transformers, vLLM, SGLang |
 | gpt-oss, Ministral 3 | `yarn` | original window times factor | `yarn` | transformers 5, vLLM |
 | Olmo 3 | `yarn` on full-attention layers | original window times factor | `yarn`, on those layers | transformers, vLLM |
 | Phi-3, Phi-4 | plain, or `longrope` | `max_position_embeddings` | plain: `pi`, `theta`, lists; `longrope`: `pi` | transformers, vLLM |
-| Gemma 2 | plain | `max_position_embeddings` | all | all |
+| Gemma 2 | plain | `max_position_embeddings` | all | transformers, vLLM; not llama.cpp |
 | Gemma 3 | `linear` on global layers | `max_position_embeddings` | `pi`, `theta`, on those layers | transformers, vLLM |
 | Gemma 4 (text) | `proportional` on global layers | `max_position_embeddings` times factor | `pi`, `theta`, on those layers | transformers 5 |
 | Gemma 3 from 4B, Gemma 4 with a vision tower | in `text_config`, as above | as above | as above | transformers, vLLM (Gemma 3) |
