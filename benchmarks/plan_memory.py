@@ -163,6 +163,8 @@ def simulated(recipe: Recipe, gpu: Gpu) -> dict[str, Any]:
         "parts": step.parts,
         "planned_flops": sum(plan.flops) / sequences,
         "simulated_flops": step.flops,
+        "planned_host": plan.memory.host,
+        "simulated_host": step.host,
     }
 
 

@@ -28,7 +28,7 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from torch.utils.flop_counter import flop_registry
-from transformers import AutoModelForCausalLM, PreTrainedConfig, masking_utils
+from transformers import AutoModelForCausalLM, PreTrainedConfig, masking_utils, modeling_utils
 from trl.kernels import chunked_logprob
 from trl.trainer import utils as of_trl
 
@@ -118,6 +118,7 @@ class Simulation(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self.at_most: Counter[str] = Counter()
         self.flops = 0.0
         self.sizes: dict[int, int] = {}
+        self.host = 0
 
     def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
@@ -237,10 +238,11 @@ def build(recipe: Recipe, config: PreTrainedConfig, dtype: torch.dtype) -> Any:
 
 @dataclass(frozen=True)
 class Simulated:
-    """Bytes at the highest point of a step by part, and operations of one pass by kind."""
+    """Bytes at the highest point of a step by part, operations of one pass, and bytes that the host pins."""
 
     parts: dict[str, int]
     flops: float
+    host: int
 
     @property
     def peak(self) -> int:
@@ -266,6 +268,7 @@ def simulate(recipe: Recipe, config: PreTrainedConfig, original: int, gpu: Gpu) 
         prepare(tuned, recipe, on_cpu)
         if mesh:
             shard(tuned, mesh)
+        stack.enter_context(patch.object(modeling_utils, "save_on_cpu", partial(offload, simulation)))
         stack.enter_context(patch.object(masking_utils, "is_tracing", lambda *_: False))
         chosen = partial(attend, on_cpu=on_cpu)
         stack.enter_context(patch.object(nn.functional, "scaled_dot_product_attention", chosen))
@@ -288,7 +291,7 @@ def simulate(recipe: Recipe, config: PreTrainedConfig, original: int, gpu: Gpu) 
             torch.nn.utils.clip_grad_norm_(trained, 1.0)
         if recipe.training.optimizer == "adamw":
             optimizer.step()
-    return Simulated(dict(simulation.at_most), simulation.flops)
+    return Simulated(dict(simulation.at_most), simulation.flops, simulation.host)
 
 
 def forward(tuned: Any, ids: torch.Tensor, on_cpu: bool) -> Any:
@@ -298,6 +301,16 @@ def forward(tuned: Any, ids: torch.Tensor, on_cpu: bool) -> Any:
         return tuned(**inputs, num_items_in_batch=1)[0]
     outputs = tuned(**inputs, fused_lm_head=True)
     return -outputs.log_probs.sum()
+
+
+def offload(simulation: Simulation, **_: Any) -> Any:
+    """Keep on the host what a backward needs, pinned in powers of two, as torch's `save_on_cpu`."""
+
+    def to_host(tensor: torch.Tensor) -> Callable[[], torch.Tensor]:
+        simulation.host += 2 ** (tensor.nbytes - 1).bit_length()
+        return partial(torch.empty, tensor.shape, dtype=tensor.dtype)
+
+    return torch.autograd.graph.saved_tensors_hooks(to_host, lambda saved: saved())
 
 
 def make_fake(model: nn.Module) -> None:
@@ -372,7 +385,7 @@ def prepare(tuned: Any, recipe: Recipe, on_cpu: bool) -> None:
             tuned.enable_input_require_grads()
         options = _checkpointing_options(recipe) or {}
         with without_known_warnings():
-            tuned.activation_checkpointing_enable(every_n_layers=options.get("every_n_layers", 1))
+            tuned.activation_checkpointing_enable(**options)
 
 
 def mark_parts(simulation: Simulation, base: Any) -> None:
