@@ -22,7 +22,8 @@ from itertools import product
 from pathlib import Path
 from typing import Any
 
-import family_plans
+import record  # first: it finds scripts/
+from family_plans import MODELS, chosen_plan
 from pi_lora.errors import PiLoraError
 from pi_lora.models.files import BUILTIN_FOLDER
 from pi_lora.models.resolve import resolve_for_training, resolve_model
@@ -30,7 +31,6 @@ from pi_lora.planning.gpus import CPU, Gpu, device_here, find_gpu
 from pi_lora.planning.training_plan import plan_training
 from pi_lora.recipe.files import load_recipe, recipe_paths, shipped_recipes
 from pi_lora.recipe.schema import Recipe
-from record import read, training_log, write, write_row
 
 TINY = ("model.name=builtin:tiny", "context.original=256", "context.target=4096")
 GEMMA_FOLDER = "models/gemma3_270m"
@@ -133,11 +133,11 @@ def measure(row: str, file: Path, changes: tuple[str, ...]) -> None:
     """Measure a row, and keep it beside its plan."""
     recipe = load_recipe(file, changes).recipe
     step = simulated(recipe, device_here())
-    log = training_log(str(file), *changes, "--force")
+    log = record.training_log(str(file), *changes, "--force")
     peak = log[-1]["peak_memory"]
     planned = step["planned"]
     result = {**step, "measured": peak, "ratio": planned / peak}
-    write_row("plan_memory", ("rows", row), result)
+    record.write_row("plan_memory", ("rows", row), result)
     print(f"{row}: planned {planned / 2**30:.2f} GiB, measured {peak / 2**30:.2f} GiB")
 
 
@@ -170,7 +170,7 @@ def simulated(recipe: Recipe, gpu: Gpu) -> dict[str, Any]:
 
 def simulate_all(folder: Path) -> None:
     """Simulate the rows, and the shipped recipes on their first device, without measurements between steps."""
-    result = read("plan_memory")
+    result = record.read("plan_memory")
     for row, file, changes in settings(folder):
         kept = result["rows"][row]
         kept |= simulated(load_recipe(file, changes).recipe, device_here())
@@ -185,14 +185,13 @@ def simulate_all(folder: Path) -> None:
         result["recipes"][str(name)] = simulated(recipe, gpu)
         print(file, flush=True)
     result["chosen"] = {}
-    for model, name in product((*family_plans.MODELS, *SMALL_MODELS), GPUS):
-        gpu = find_gpu(name)
+    for model, gpu_name in product((*MODELS, *SMALL_MODELS), GPUS):
         source = resolve_model(model, shipped=True)
         with suppress(PiLoraError):  # no candidate fits
-            plan = family_plans.chosen_plan(source, 2 * source.window, gpu)
-            result["chosen"][f"{model}, {name}"] = simulated(plan.recipe, gpu)
-            print(f"{model}, {name}", flush=True)
-    write("plan_memory", result)
+            plan = chosen_plan(source, 2 * source.window, gpu_name)
+            result["chosen"][f"{model}, {gpu_name}"] = simulated(plan.recipe, plan.gpu)
+            print(f"{model}, {gpu_name}", flush=True)
+    record.write("plan_memory", result)
 
 
 def main() -> None:

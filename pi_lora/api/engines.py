@@ -136,11 +136,18 @@ def extend(
         from pi_lora.serving.commands import serving_lines
         from pi_lora.storage import check_can_make, write_whole
 
-    divisors = read_factors(path_of(factors)).model_dump() if factors else {}
+    probed = read_probe(path_of(probe)) if probe else None
+    given = read_factors(path_of(factors)) if factors else None
+    if probed and scaling == "factors":
+        of_probe = probed.at(target).divisors
+        if given and given != of_probe:
+            raise ModelError("--factors: not those that --probe measured; leave one of the two out")
+        given = of_probe
+    divisors = given.model_dump() if given else {}
     extension = Extension(target, original, scaling, **divisors)
     source = resolve(model, extension=extension, permissions=permissions)
     folder = path_of(output)
-    scores = read_probe(path_of(probe)).scores_by_stage(source.name, target, scaling) if probe else {}
+    scores = probed.scores_by_stage(source.name, target, scaling) if probed else {}
     check_can_make(folder)
     check_quantization(source.base)
     files = weight_files(source)

@@ -121,6 +121,7 @@ def search(
         write_json(file, result.model_dump(mode="json", exclude_none=True))
     ui.show(f"{file}: found in {result.steps:,} steps; now it is measured on other text")
     probed = probing.probe(source, options_of_test(source, result, file), dtype=dtype_of(dtype), ui=ui)
-    write_json(file, {**result.model_dump(mode="json", exclude_none=True), **probed.as_json()})
+    tested = probed.as_json()
+    write_json(file, {**result.model_dump(mode="json", exclude_none=True), **tested})
     _show_probe(source, probed, file=file, ui=ui)
-    return result
+    return result.model_copy(update={"targets": tested["targets"]})

@@ -13,7 +13,7 @@ from pydantic import ValidationError
 from pi_lora.cli import extend, measure, recipes  # noqa: F401
 from pi_lora.cli.app import app
 from pi_lora.distributed import enable_expandable_segments, is_to_report
-from pi_lora.errors import Interrupted, PiLoraError, RecipeError, first_line
+from pi_lora.errors import Interrupted, PiLoraError, RecipeError, ScalingError, first_line
 from pi_lora.storage import problem_text
 from pi_lora.terminal import err
 
@@ -33,6 +33,8 @@ EXTRAS = {
     "gguf": "gguf",
     "liger_kernel": "liger",
 }
+# The commands that take a recipe: a message about a scaling names a key there, and elsewhere an option.
+WITH_RECIPE = ("train", "plan", "prepare", "show")
 
 
 def main() -> NoReturn:
@@ -58,6 +60,8 @@ def main() -> NoReturn:
         if not isinstance(error, PiLoraError):
             _fail(1, _unforeseen(error))
         problems = error.problems if isinstance(error, RecipeError) else [str(error)]
+        if isinstance(error, ScalingError) and sys.argv[1] not in WITH_RECIPE:
+            problems = [problem.replace("context.", "--", 1) for problem in problems]
         _fail(INTERRUPTED if isinstance(error, Interrupted) else 2, *problems)
     sys.exit()
 

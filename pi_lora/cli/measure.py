@@ -62,8 +62,8 @@ Measured = Annotated[Measuring, GROUP]
 
 def _measure(name: str, models: list[str], options: Any, measuring: Measuring, target: int | None) -> None:
     """Measure models alike, plain bases extended to `target`."""
-    if not target and (measuring.original or measuring.scaling):
-        raise PiLoraError("--original, --scaling: need --target, the window to extend to; give it as well")
+    if not target and (measuring.original or measuring.scaling or measuring.factors):
+        raise PiLoraError("--original, --scaling, --factors: need --target, the window to extend to; give it as well")
     extension = None
     if target:
         divisors = read_factors(measuring.factors).model_dump() if measuring.factors else {}
@@ -117,7 +117,7 @@ def passkey(
     several models side by side. With --scaling or --original a plain base is extended to --target.
     """
     # A target alone is a length to measure: a base that is not extended is measured beyond its window.
-    is_extended = measuring.original or measuring.scaling
+    is_extended = measuring.original or measuring.scaling or measuring.factors
     _measure("passkey", models, options, measuring, options.longest if is_extended else None)
 
 

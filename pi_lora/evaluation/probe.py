@@ -23,7 +23,7 @@ from pi_lora.models.device import device, hardware, has_fast_bfloat16, versions
 from pi_lora.models.loaded import load_model
 from pi_lora.models.source import Base, ModelSource
 from pi_lora.recipe.evaluation import PasskeyOptions, PerplexityOptions, ProbeOptions
-from pi_lora.recipe.factors import read_factors
+from pi_lora.recipe.factors import Factors, read_factors
 from pi_lora.run import BASE, STEP_0
 from pi_lora.scaling.config import SLIDING_ATTENTION, Method
 from pi_lora.scaling.extension import Extension, methods_for
@@ -85,6 +85,7 @@ class TargetResult(BaseModel):
         summary: The perplexity and the passkeys of the best scaling in a sentence.
         scalings: The scores by scaling.
         factors: The file with the divisors of the scaling `factors`.
+        divisors: These divisors.
     """
 
     target: int
@@ -93,11 +94,12 @@ class TargetResult(BaseModel):
     summary: str
     scalings: dict[Method, Probed]
     factors: str | None = None
+    divisors: Factors | None = None
 
     @property
     def sections(self) -> Json:
         """The sections of a recipe that extends by the best scaling."""
-        factors = self.factors if self.best == "factors" else None
+        factors = self.divisors.model_dump() if self.divisors and self.best == "factors" else None
         return {"scaling": self.best, "context": {"target": self.target, "factors": factors}}
 
     @property
@@ -197,11 +199,13 @@ def probe(
 def _probe_target(base: ModelSource, target: int, options: ProbeOptions, measure: Callable[..., Any]) -> TargetResult:
     """Measure the base and the scalings at one target."""
     models: dict[Method, ModelSource] = {"direct": base}
-    requested = cast("tuple[Method, ...]", options.scalings)
-    factors = read_factors(Path(options.factors)).model_dump() if options.factors else {}
-    for method in requested or methods_for(base.config)[:DEFAULT_SCALINGS]:
+    requested = cast("tuple[Method, ...]", options.scalings) or methods_for(base.config)[:DEFAULT_SCALINGS]
+    factors = read_factors(Path(options.factors)) if options.factors else None
+    if factors and "factors" not in requested:
+        requested = (*requested, "factors")
+    for method in requested:
         if method != "direct":
-            divisors = factors if method == "factors" else {}
+            divisors = factors.model_dump() if factors and method == "factors" else {}
             models[method] = base.extended(Extension(target, scaling=method, **divisors))
     sample_tokens = SAMPLE_TOKENS_ON_CPU if device().type == "cpu" else SAMPLE_TOKENS
     samples = max(1, sample_tokens // target)
@@ -232,7 +236,7 @@ def _probe_target(base: ModelSource, target: int, options: ProbeOptions, measure
         # Divisors that were searched are asked: they were chosen for retrieval.
         if name == "factors" or probed.windows[1].value <= promising_ratio * lowest:
             probed.passkey = measure("passkey", models[name], scaling=name, target=target, requested=passkey_options)
-    return choose_best(target, scalings).model_copy(update={"factors": options.factors})
+    return choose_best(target, scalings).model_copy(update={"factors": options.factors, "divisors": factors})
 
 
 def choose_best(target: int, scalings: dict[Method, Probed]) -> TargetResult:
@@ -352,7 +356,10 @@ def better_scaling(base: Base, target: int, scaling: str) -> list[str]:
     result = kept_probe(base, target)
     if result is None or result.best == scaling:
         return []
-    return [f"scaling: {scaling}: in a probe, {result.summary}; scaling={result.best} tunes from there"]
+    keys = f"scaling={result.best}"
+    if result.best == "factors":
+        keys += f" context.factors={result.factors}"
+    return [f"scaling: {scaling}: in a probe, {result.summary}; {keys} tunes from there"]
 
 
 def _kept_file(model: str, target: int) -> Path:

@@ -29,7 +29,7 @@ from pydantic import BaseModel
 from torch.utils.checkpoint import checkpoint
 from transformers.modeling_layers import GradientCheckpointingLayer
 
-from pi_lora.errors import DataError, ModelError
+from pi_lora.errors import DataError, ModelError, ScalingError
 from pi_lora.evaluation.exams import Exam, Exams
 from pi_lora.evaluation.forward import check_numbers, differentiable_losses
 from pi_lora.evaluation.measurement import Session, append_journal, read_journal
@@ -98,7 +98,8 @@ class Searched:
         if compared_methods(base)[0] == "yarn":
             self.attention_factor += 0.1 * math.log(options.target / base.window)
         self.loaded = load_model(base, dtype or ("bfloat16" if has_fast_bfloat16() else None))
-        text_options = complete(TextOptions(data=options.data, column=options.column), [base])
+        # Whole documents: some default choices cut them, perhaps below the target window.
+        text_options = complete(TextOptions(data=options.data, column=options.column), [base]).changed(truncate=None)
         # The first documents are those of the test.
         documents, _ = choose_documents(self.loaded, text_options, options.target)
         self.test_documents = min(options.documents, len(documents) - 1)
@@ -209,8 +210,13 @@ def start_of(base: ModelSource, target: int) -> torch.Tensor:
     assert config_class
     extended = extend_config(base.config, Extension(target, scaling=compared_methods(base)[0]))
     scaled = rotary_frequencies(build_on_meta(config_class, extended))
-    [frequencies] = [values for name, values in scaled.items() if name.rpartition(".")[2] in FREQUENCIES]
-    divisors = torch.tensor(rotary_frequencies_of(base.config)) / frequencies
+    ropes = [values for name, values in scaled.items() if name.rpartition(".")[2] in FREQUENCIES]
+    if len(ropes) != 1:
+        raise ScalingError(
+            f"model of type {base.config['model_type']}: has {len(ropes)} ropes for layers with full attention, and a "
+            "search needs one; use another scaling"
+        )
+    divisors = torch.tensor(rotary_frequencies_of(base.config)) / ropes[0]
     return divisors.log()
 
 
@@ -252,6 +258,7 @@ def search(base: ModelSource, options: SearchOptions, *, dtype: str | None = Non
         raise ModelError(f"{base.name}: brings its own scaling; search for its base, {base.base.name}")
     frequencies = len(rotary_frequencies_of(base.config))
     base.extended(Extension(options.target, scaling="factors", factors=(2.0,) * frequencies))
+    start = start_of(base, options.target)
     with Session(say=ui.say, journalled=True) as session, ui.progress(f"searching at {options.target:,}") as progress:
         searched = Searched(base, options, dtype)
         decided_by = {**options.model_dump(exclude={"minutes"}), "texts": [text.digest for text in searched.texts]}
@@ -279,7 +286,7 @@ def search(base: ModelSource, options: SearchOptions, *, dtype: str | None = Non
             text = measured(searched.text_loss, point).item()
             return Scored(needles=needles, text=text, value=needles + PENALTY * text)
 
-        best = start_of(base, options.target)
+        best = start
         scores = {"start": scored_at_target(best)}
         scores["factors"] = scores["start"]
         steps = descent(

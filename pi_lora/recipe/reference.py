@@ -12,8 +12,9 @@ from pi_lora.recipe.section import Section, sections_in
 
 HEAD = """# Every key of a recipe
 
-Written by `pi-lora recipes --keys` from the schema. A key without a default is required where its section is given. On the command line:
-`pi-lora train RECIPE training.steps=200`. `pi-lora show RECIPE` prints a resolved recipe, and the origin of each value.
+Written by `pi-lora recipes --keys` from the schema. A key without a default is required where its section is given.
+On the command line: `pi-lora train RECIPE training.steps=200`. `pi-lora show RECIPE` prints a resolved recipe, and the
+origin of each value.
 """
 NAMES = {str: "text", int: "whole number", float: "number", bool: "`true`, `false`"}
 TABLE_HEAD = "| key | values | default | |\n|---|---|---|---|\n"

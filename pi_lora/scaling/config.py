@@ -263,7 +263,7 @@ def _legacy_rope_scaling(rope: Config, model_type: str) -> dict[str, Any] | None
     if kind == "longrope":
         keys = {"short_factor", "long_factor"}
         if model_type not in LONGROPE_ONLY:
-            keys |= {"factor", "attention_factor", "original_max_position_embeddings", *VLLM_ATTENTION_KEYS}
+            keys = rope.keys() - {"rope_type", "rope_theta", "partial_rotary_factor"}
     else:
         keys = rope.keys() - {"rope_theta", "partial_rotary_factor"}
         if model_type in TWO_FIELDS_IN_4:
@@ -317,7 +317,7 @@ def rotary_frequencies_of(config: Config) -> list[float]:
 
 def rotary_dimensions(config: Config, rope: Config) -> tuple[int, int]:
     """Return the dimensions of a head of the full-attention layers, and those that are rotated."""
-    head = config.get("qk_rope_head_dim") or config.get("head_dim")
+    head = config.get("qk_rope_head_dim") or config.get("head_dim") or config.get("attention_head_dim")
     head = int(head or config["hidden_size"] // config["num_attention_heads"])
     if rope["rope_type"] == "proportional":
         # Gemma 4 has larger heads in its full-attention layers.

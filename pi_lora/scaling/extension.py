@@ -220,7 +220,7 @@ def _without_default_attention(rope: dict[str, Any], factor_before: float) -> di
 
 
 def _divided(config: Config, rope: Config, extension: Extension) -> dict[str, Any]:
-    """Return a `longrope` of the divisors of `factors`, `cope` or `drop`."""
+    """Return a `longrope` of the divisors of `factors`, `cope` or `drop`; raise ScalingError if they change nothing."""
     frequencies = rotary_frequencies_of(config)
     if extension.scaling == "cope":
         divisors = clipped(frequencies)
@@ -228,6 +228,8 @@ def _divided(config: Config, rope: Config, extension: Extension) -> dict[str, An
         divisors = dropped(frequencies, extension.original_of(config))
     else:
         divisors = extension.factors or ()
+    if set(divisors) == {1.0}:
+        raise ScalingError(f"scaling: {extension.scaling}: divides no frequency of this model; choose another scaling")
     return _longrope(rope, divisors, extension.target, extension.attention_factor)
 
 

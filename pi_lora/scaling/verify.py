@@ -4,13 +4,22 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from copy import deepcopy
 from dataclasses import replace
+from math import isclose
 from typing import Any
 
 import torch
 from transformers import AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
 
 from pi_lora.errors import ScalingError
-from pi_lora.scaling.config import LISTS, SLIDING_ATTENTION, Config, Method, full_attention_rope, whole_config
+from pi_lora.scaling.config import (
+    FULL_ATTENTION,
+    LISTS,
+    SLIDING_ATTENTION,
+    Config,
+    Method,
+    full_attention_rope,
+    whole_config,
+)
 from pi_lora.scaling.extension import Extension, extend_config
 
 
@@ -43,17 +52,30 @@ def check_scaling(plain: PreTrainedModel, config: Config, extension: Extension) 
     kind = type(plain.config)
     plain_frequencies = rotary_frequencies(plain)
     extended_config = extend_config(config, checked)
-    extended_frequencies = rotary_frequencies(build_on_meta(kind, extended_config))
+    extended_model = build_on_meta(kind, extended_config)
+    extended_frequencies = rotary_frequencies(extended_model)
     divisor: Any = checked.scale_of(config)
     if checked.scaling in LISTS:
         divisor = torch.tensor(full_attention_rope(extended_config)["long_factor"])
     if not plain_frequencies:
         raise ScalingError(f"model of type {kind.model_type}: is built without rotary embeddings; choose another")
-    if not _follows(plain_frequencies, extended_frequencies, checked.scaling, divisor):
+    follows = _follows(plain_frequencies, extended_frequencies, checked.scaling, divisor)
+    if checked.scaling in LISTS:
+        given = attention_factors(extended_model)
+        follows = follows and all(isclose(factor, checked.attention_factor, rel_tol=1e-5) for factor in given)
+    if not follows:
         raise ScalingError(
             f"model of type {kind.model_type}: transformers does not apply the scaling of its config; "
             "choose another model"
         )
+
+
+def _rotary_modules(model: PreTrainedModel) -> Iterator[tuple[str, Any]]:
+    """Yield the rotary modules of a model on the meta device by name, built again with values."""
+    for name, module in model.named_modules():
+        if any(buffer.endswith("inv_freq") for buffer, _ in module.named_buffers(recurse=False)):
+            kind: Any = type(module)
+            yield name, kind(config=module.config)
 
 
 def rotary_frequencies(model: PreTrainedModel) -> dict[str, torch.Tensor]:
@@ -63,15 +85,27 @@ def rotary_frequencies(model: PreTrainedModel) -> dict[str, torch.Tensor]:
     """
     frequencies = {}
     with _building(type(model.config)):
-        for name, module in model.named_modules():
-            if any(buffer.endswith("inv_freq") for buffer, _ in module.named_buffers(recurse=False)):
-                kind: Any = type(module)
-                rotary = kind(config=module.config)
-                if getattr(rotary, "rope_type", None) == "longrope":
-                    rotary(torch.zeros(1), torch.tensor([[module.config.max_position_embeddings - 1]]))
-                for buffer, values in rotary.named_buffers():
-                    frequencies[f"{name}.{buffer}"] = values
+        for name, rotary in _rotary_modules(model):
+            if getattr(rotary, "rope_type", None) == "longrope":
+                rotary(torch.zeros(1), torch.tensor([[rotary.config.max_position_embeddings - 1]]))
+            for buffer, values in rotary.named_buffers():
+                frequencies[f"{name}.{buffer}"] = values
     return frequencies
+
+
+def attention_factors(model: PreTrainedModel) -> list[float]:
+    """Return the factor of cosines and sines that each rotary module with a list of divisors gives: the cosine of the
+    first position.
+    """
+    factors = []
+    with _building(type(model.config)):
+        for _, rotary in _rotary_modules(model):
+            has_types = isinstance(getattr(rotary, "rope_type", None), dict)
+            layer = {"layer_type": FULL_ATTENTION} if has_types else {}
+            output = rotary(torch.zeros(1), torch.zeros(1, 1, dtype=torch.long), **layer)
+            parts = output if isinstance(output, tuple) else (output,)
+            factors.append(max(float(part.abs().max()) for part in parts))
+    return factors
 
 
 @contextmanager

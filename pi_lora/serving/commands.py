@@ -29,6 +29,9 @@ def serving_lines(config: PreTrainedConfig, folder: Path = Path()) -> list[str]:
     vllm_line = f"vllm serve {name} --max-model-len {window} --dtype {dtype}"
     if "mrope_section" in rope and rope["rope_type"] not in VLLM_MROPE_TYPES:
         vllm_line = f"# vLLM 0.32 stops at MRoPE with {rope['rope_type']} scaling; it serves yarn and theta"
+    has_latent_attention = getattr(language, "kv_lora_rank", None) and language.model_type != "minicpm3"
+    if rope["rope_type"] == "longrope" and has_latent_attention:
+        vllm_line = "# vLLM 0.32 drops the divisors of models with latent attention; it serves yarn"
     llama_cpp = [
         f"pi-lora export gguf {name} --output {shlex.quote(str(gguf_file))}",
         *llama_cpp_lines(gguf_file, window, str(folder)),

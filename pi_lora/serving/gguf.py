@@ -11,7 +11,7 @@ from gguf import GGUFReader
 
 from pi_lora.errors import ModelError, RunExistsError
 from pi_lora.models.source import ModelSource
-from pi_lora.scaling.config import full_attention_rope, method_of
+from pi_lora.scaling.config import fixed_longrope, full_attention_rope, method_of
 
 CONVERTER = "convert_hf_to_gguf.py"
 HOW_TO_GET_CONVERTER = (
@@ -60,7 +60,8 @@ def export_gguf(model: ModelSource, output: Path, script: Path, outtype: str | N
     if not _has_scaling(reader, architecture, model):
         partial_file.unlink()
         raise ModelError(
-            f"{model.name}: llama.cpp's converter drops the scaling of {architecture} models; serve it with vLLM"
+            f"{model.name}: llama.cpp's converter drops the scaling of {architecture} models, or a factor of the "
+            "attention; serve it with vLLM"
         )
     _set_window(reader, architecture, model.window)
     partial_file.replace(output)
@@ -68,7 +69,8 @@ def export_gguf(model: ModelSource, output: Path, script: Path, outtype: str | N
 
 def _has_scaling(reader: Any, architecture: str, model: ModelSource) -> bool:
     """Whether a GGUF file has the scaling of a model. The converter of llama-cpp-python 0.3.36 drops all scalings of
-    Gemma, Gemma 2, StableLM, Phi and Cohere, and lists of divisors of all but Phi-3 and MiniCPM.
+    Gemma, Gemma 2, StableLM, Phi and Cohere, lists of divisors of all but Phi-3 and MiniCPM, and the factor of the
+    attention of MiniCPM.
     """
     rope = full_attention_rope(model.config)
     scaling_type = reader.get_field(f"{architecture}.rope.scaling.type")
@@ -76,7 +78,12 @@ def _has_scaling(reader: Any, architecture: str, model: ModelSource) -> bool:
     if rope["rope_type"] in ("linear", "yarn"):
         return bool(scaling_type and scaling_type.contents() == rope["rope_type"])
     if rope["rope_type"] == "longrope":
-        return any(tensor.name.startswith("rope_factors_long") for tensor in reader.tensors)
+        has_divisors = any(tensor.name.startswith("rope_factors_long") for tensor in reader.tensors)
+        stated = reader.get_field(f"{architecture}.rope.scaling.attn_factor")
+        attention_factor = rope.get("attention_factor", 1.0) if fixed_longrope(rope) else None
+        if attention_factor is None:
+            return has_divisors  # the engine computes the factor from the two windows
+        return has_divisors and math.isclose(stated.contents() if stated else 1.0, attention_factor, rel_tol=1e-3)
     if method_of(model.config) == "theta":
         return bool(theta and math.isclose(theta.contents(), rope["rope_theta"], rel_tol=1e-3))
     return True

@@ -71,7 +71,7 @@ def test_ctrl_c_during_startup_is_one_line(tmp_path: Path, delay: float) -> None
             "--data: builtin:stdlib: the longest document has",
         ),
         (["eval", "perplexity", "builtin:tiny", "--stride", "300"], "stride: 300 is longer than the shortest window"),
-        (["eval", "perplexity", "builtin:tiny", "--scaling", "pi"], "--original, --scaling: need --target"),
+        (["eval", "perplexity", "builtin:tiny", "--scaling", "pi"], "--original, --scaling, --factors: need --target"),
         (["eval", "passkey", "builtin:tiny", "--target", "40"], "--target: 40 tokens do not hold the passkey prompt"),
         (["trian"], 'pi-lora: Unknown command "trian". Did you mean "train"; see pi-lora --help'),
     ],

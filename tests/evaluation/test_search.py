@@ -15,8 +15,8 @@ from hypothesis import strategies as st
 import pi_lora
 from architectures import small_config
 from pi_lora import cli
-from pi_lora.errors import DataError, Interrupted, ModelError, PiLoraError, RunExistsError
-from pi_lora.evaluation import exams
+from pi_lora.errors import DataError, Interrupted, ModelError, PiLoraError, RunExistsError, ScalingError
+from pi_lora.evaluation import exams, texts
 from pi_lora.evaluation import probe as probing
 from pi_lora.evaluation import search as searching
 from pi_lora.evaluation.probe import read_probe
@@ -35,6 +35,7 @@ from pi_lora.models.resolve import resolve_model
 from pi_lora.recipe.evaluation import SearchOptions, TextOptions
 from pi_lora.recipe.factors import read_factors
 from pi_lora.recipe.files import load_recipe
+from pi_lora.scaling.config import full_attention_rope
 from pi_lora.scaling.extension import Extension
 from pi_lora.scaling.factors import DROPPED
 from pi_lora.scaling.verify import build_on_meta, rotary_frequencies
@@ -316,9 +317,17 @@ def test_the_command_writes_a_file_for_recipes_and_new(tmp_path: Path, capsys: p
     assert probed.scalings["factors"].passkey
     content = json.loads(file.read_text())
     content["targets"][0] |= {"best": "factors", "enough": False}
-    file.write_text(json.dumps(content))
-    pi_lora.new("builtin:tiny", 512, gpu="cpu", probe=file, output=tmp_path / "new.yaml")
     file.unlink()
+    moved = tmp_path / "moved.json"
+    moved.write_text(json.dumps(content))
+    pi_lora.new("builtin:tiny", 512, gpu="cpu", probe=moved, output=tmp_path / "new.yaml")
+    extended = pi_lora.extend("builtin:tiny", tmp_path / "out", target=512, scaling="factors", probe=moved)
+    assert full_attention_rope(resolve_model(str(extended)).config)["long_factor"] == list(result.factors)
+    other = tmp_path / "other.json"
+    other.write_text(json.dumps({"factors": [3.0] * len(result.factors)}))
+    with pytest.raises(ModelError, match="--factors: not those that --probe measured"):
+        pi_lora.extend("builtin:tiny", tmp_path / "b", target=512, scaling="factors", probe=moved, factors=other)
+    moved.unlink()
     recipe = load_recipe(tmp_path / "new.yaml").recipe
     assert recipe.scaling == "factors"
     assert recipe.context.factors
@@ -344,7 +353,9 @@ def test_a_search_that_was_interrupted_in_its_test_is_tested(tmp_path: Path, mon
     with pytest.raises(RunExistsError):
         pi_lora.search("builtin:tiny", 512, file, **options, seed=1)
     monkeypatch.setattr(searching, "search", interrupt)
-    assert pi_lora.search("builtin:tiny", 512, file, **options) == untested
+    tested = pi_lora.search("builtin:tiny", 512, file, **options)
+    assert tested.targets
+    assert tested.model_copy(update={"targets": None}) == untested
     assert read_probe(file).at(512).scalings["factors"].passkey
     with pytest.raises(RunExistsError):
         pi_lora.search("builtin:tiny", 512, file, **options)
@@ -362,3 +373,15 @@ def test_bad_input_is_one_line(tmp_path: Path, lora_run: Path) -> None:
         search(base, SearchOptions(target=512, data=str(tmp_path / "one.txt")))
     with pytest.raises(ModelError, match="brings its own scaling; search for its base"):
         search(resolve_model(str(lora_run)), SearchOptions(target=512))
+
+
+def test_a_choice_of_documents_that_cuts_them_does_not_cut_a_search(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As `proof-pile`, whose documents are measured to 32,768 tokens."""
+    monkeypatch.setitem(texts.DEFAULTS, "builtin:stdlib", {"documents": 12, "truncate": 400})
+    assert Searched(resolve_model("builtin:tiny"), OPTIONS, "float32").text.shape == (1, 512)
+
+
+def test_a_model_with_two_ropes_in_full_attention_is_refused(tmp_path: Path) -> None:
+    base = resolve_model(str(save_base(small_config("granite_swa"), tmp_path / "base")))
+    with pytest.raises(ScalingError, match="granite_swa: has 2 ropes for layers with full attention"):
+        start_of(base, 2 * base.window)

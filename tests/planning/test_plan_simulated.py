@@ -37,19 +37,24 @@ ORIGINAL = 2048
 TOKENS = 4096
 
 
-def ratios(kind: str, device: str, method: str, **training: Any) -> tuple[float, float]:
-    """Planned bytes and operations as shares of the simulated ones."""
-    config = AutoConfig.for_model(kind, **{**WIDTHS, **KINDS[kind]})
-    shape = shape_of(on_meta(config))
-    recipe = Recipe.model_validate(
+def recipe_of(method: str, training: dict[str, Any], hardware: dict[str, Any]) -> Recipe:
+    return Recipe.model_validate(
         {
             "model": {"name": "any"},
             "context": {"target": TOKENS},
             "tuning": {"method": method},
             "data": {"source": "text"},
             "training": {"steps": 1, "warmup_steps": 0, "global_batch_size": 1, **training},
+            "hardware": hardware,
         }
     )
+
+
+def ratios(kind: str, device: str, method: str, **training: Any) -> tuple[float, float]:
+    """Planned bytes and operations as shares of the simulated ones."""
+    config = AutoConfig.for_model(kind, **{**WIDTHS, **KINDS[kind]})
+    shape = shape_of(on_meta(config))
+    recipe = recipe_of(method, training, hardware={})
     gpu = GPUS[device]
     simulated = simulate(recipe, config, ORIGINAL, gpu)
     in_place = device == CPU
@@ -76,6 +81,15 @@ def ratios(kind: str, device: str, method: str, **training: Any) -> tuple[float,
 )
 def test_planned_steps_are_those_that_are_simulated(kind: str, method: str, training: dict[str, Any]) -> None:
     assert ratios(kind, "H100", method, **training) == pytest.approx((1, 1), rel=0.05)
+
+
+def test_offloaded_inputs_take_the_simulated_memory_of_the_host() -> None:
+    config = AutoConfig.for_model("llama", **WIDTHS)
+    recipe = recipe_of("lora", training={}, hardware={"gpus": 1, "offload_activations": True})
+    simulated = simulate(recipe, config, ORIGINAL, GPUS["H100"])
+    planned = memory(shape_of(on_meta(config)), recipe, ORIGINAL, GPUS["H100"])
+    assert planned.host == simulated.host
+    assert planned.highest == pytest.approx(simulated.peak, rel=0.05)
 
 
 def test_experts_take_the_simulated_memory() -> None:

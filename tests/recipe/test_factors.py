@@ -2,21 +2,24 @@
 
 import json
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 from transformers import AutoModelForCausalLM
+from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 
 import pi_lora
-from conftest import small_recipe, train
+from conftest import run_captured, small_recipe, train
 from pi_lora import cli
-from pi_lora.errors import ModelError, PiLoraError, RecipeError
+from pi_lora.errors import ModelError, PiLoraError, RecipeError, ScalingError
 from pi_lora.models.resolve import resolve_model
 from pi_lora.recipe.factors import read_factors
 from pi_lora.recipe.files import dump_recipe, load_recipe
 from pi_lora.recipe.schema import Recipe
 from pi_lora.scaling.config import full_attention_rope
 from pi_lora.scaling.extension import Extension
+from pi_lora.scaling.verify import check_scaling
 
 GOOD = "model: {name: builtin:tiny}\ncontext: {target: 1024}\nscaling: factors\ndata: {source: builtin:stdlib}\n"
 DIVISORS = [1.0, 1.0, 1.0, 1.0, 1.5, 2.0, 3.0, 4.0]
@@ -80,6 +83,46 @@ def test_divisors_are_for_the_scaling_factors(tmp_path: Path) -> None:
 def test_divisors_that_do_not_fit_the_model_are_refused(small_model: Path, extension: Extension, problem: str) -> None:
     with pytest.raises(PiLoraError, match=problem):
         resolve_model(str(small_model), extension)
+
+
+def test_a_model_that_drops_the_factor_of_the_attention_is_refused(
+    small_model: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    source = resolve_model(str(small_model))
+    extension = Extension(256, scaling="factors", factors=tuple(DIVISORS), attention_factor=1.25)
+    check_scaling(source.base.meta_model, source.config, extension)
+    rotate = LlamaRotaryEmbedding.forward
+
+    def without_factor(rotary: Any, *inputs: Any) -> Any:
+        return tuple(part / rotary.attention_scaling for part in rotate(rotary, *inputs))
+
+    monkeypatch.setattr(LlamaRotaryEmbedding, "forward", without_factor)
+    with pytest.raises(ScalingError, match="does not apply the scaling of its config"):
+        check_scaling(source.base.meta_model, source.config, extension)
+
+
+@pytest.mark.parametrize(
+    ("words", "problem"),
+    [
+        ("eval perplexity MODEL --factors FILE", "--original, --scaling, --factors: need --target"),
+        ("eval passkey MODEL --factors FILE --target 256", "--factors: have no effect under scaling: pi"),
+        ("extend MODEL --scaling factors --target 256 --output OUT", "--factors: scaling: factors needs them"),
+        ("extend MODEL --scaling yarn --target 32 --output OUT", "--target: 32 is not longer than the model's own"),
+    ],
+)
+def test_divisors_are_never_left_out_in_silence(
+    words: str,
+    problem: str,
+    small_model: Path,
+    found: Path,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    names = {"MODEL": str(small_model), "FILE": str(found), "OUT": str(tmp_path / "out")}
+    status, _, errors = run_captured(capsys, monkeypatch, *(names.get(word, word) for word in words.split()))
+    assert status == 2
+    assert errors.startswith(problem)
 
 
 def test_a_file_without_divisors_is_refused(tmp_path: Path) -> None:

@@ -13,6 +13,7 @@ from pi_lora.scaling.config import (
     method_of,
     normalize_max_positions,
     read_rope,
+    rotary_dimensions,
     scale_of,
     window_of,
     with_legacy_rope_keys,
@@ -171,6 +172,26 @@ def test_phi3_is_interpolated_as_longrope() -> None:
     assert once["max_position_embeddings"] == once["original_max_position_embeddings"] == 4096
     twice = extend_config(once, Extension(16384, window_of(once)))
     assert (scale_of(twice), window_of(twice), method_of(twice)) == (8, 16384, "pi")
+
+
+@pytest.mark.parametrize("method", ["pi", "yarn", "theta", "cope"])
+def test_sections_for_time_height_and_width_stay_for_every_reader(method: Method) -> None:
+    """vLLM reads positions of images by them; transformers 5 prefers `rope_scaling`."""
+    rope = {"rope_type": "default", "rope_theta": 1e6, "mrope_section": [4, 2, 2]}
+    base = {**LLAMA_5, "hidden_size": 64, "num_attention_heads": 4, "rope_parameters": rope}
+    extended = extend_config(base, Extension(8192, 2048, method))
+    assert extended["rope_scaling"]["mrope_section"] == extended["rope_parameters"]["mrope_section"] == [4, 2, 2]
+
+
+def test_divisors_that_divide_nothing_are_refused_as_such() -> None:
+    base = {**LLAMA_5, "hidden_size": 64, "num_attention_heads": 4, "max_position_embeddings": 131072}
+    with pytest.raises(ScalingError, match="scaling: drop: divides no frequency of this model; choose another"):
+        extend_config(base, Extension(262144, scaling="drop"))
+
+
+def test_zamba_rotates_the_heads_of_its_attention() -> None:
+    config = {**LLAMA_5, "attention_head_dim": 32, "hidden_size": 64, "num_attention_heads": 4}
+    assert rotary_dimensions(config, LLAMA_5["rope_parameters"]) == (32, 32)
 
 
 def test_ropes_per_layer_type_unknown_to_transformers_4_get_no_top_level_fields() -> None:

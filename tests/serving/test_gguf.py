@@ -1,5 +1,6 @@
 """`pi-lora export gguf` with scripts that stand for llama.cpp's converter; test_engines.py has the real one."""
 
+import json
 from pathlib import Path
 
 import gguf
@@ -89,6 +90,28 @@ def test_a_file_without_the_scaling_of_the_model_is_not_kept(
     with pytest.raises(ModelError, match="converter drops the scaling of llama models"):
         export_gguf(resolve_model(str(extended)), tmp_path / "model.gguf", script)
     assert not list(tmp_path.glob("model.*"))
+
+
+def test_a_file_without_the_factor_of_the_attention_is_not_kept(small_model: Path, tmp_path: Path) -> None:
+    """As llama.cpp's converter writes it for MiniCPM."""
+    divisors = tmp_path / "found.json"
+    script = converter(tmp_path / "sources")
+    named = script.read_text().replace("token_embd.weight", "rope_factors_long.weight")
+    script.write_text(named)
+    for attention_factor in (1.0, 1.25):
+        divisors.write_text(json.dumps({"factors": [2.0] * 7 + [3.0], "attention_factor": attention_factor}))
+        folder = tmp_path / str(attention_factor)
+        pi_lora.extend(str(small_model), folder, target=512, scaling="factors", factors=divisors)
+        model = resolve_model(str(folder))
+        if attention_factor == 1:
+            export_gguf(model, tmp_path / "kept.gguf", script)
+        else:
+            with pytest.raises(ModelError, match="drops the scaling of llama models, or a factor of the attention"):
+                export_gguf(model, tmp_path / "model.gguf", script)
+    assert [file.name for file in tmp_path.glob("*.gguf")] == ["kept.gguf"]
+    with_factor = 'writer.add_string("outtype", kind)\nwriter.add_rope_scaling_attn_factors(1.25)'
+    script.write_text(named.replace('writer.add_string("outtype", kind)', with_factor))
+    export_gguf(model, tmp_path / "model.gguf", script)
 
 
 def test_a_missing_or_failing_converter_is_one_line(full_run: Path, tmp_path: Path) -> None:
