@@ -44,8 +44,11 @@ ADAPTED_EXPERTS = 2.7
 # of their weights, also under autocast (transformers 5.23, `_grouped_mm`).
 _EXPERTS_KEPT = 2
 _EXPERTS_BACKWARD = 3
-# Tensors of the hidden width at the peak of a chunked MLP, beyond kept ones and those of a chunk; full tuning takes 8.
-_AROUND_CHUNKS = 12
+# At the peak of a chunked MLP, beyond kept tensors: tensors of the hidden width, or fewer of them beside a chunk, which
+# takes this share of a whole MLP's peak. Full tuning takes less.
+_AROUND_CHUNKS = 10
+_BESIDE_A_CHUNK = 6
+_PEAK_OF_A_CHUNK = 0.85
 
 
 def hidden_states(shape: Shape, tokens: int, arithmetic: Arithmetic) -> int:
@@ -150,7 +153,8 @@ def layer_bytes(
         peak += _bytes(shape, more_norms)  # their backward is in float32
     if mlp_share < 1:
         kept = _bytes(shape, hidden)
-        peak = min(peak, kept + _bytes(shape, _AROUND_CHUNKS) + mlp_share * peak)
+        in_a_chunk = _bytes(shape, _BESIDE_A_CHUNK) + _PEAK_OF_A_CHUNK * mlp_share * peak
+        peak = min(peak, kept + max(_bytes(shape, _AROUND_CHUNKS), in_a_chunk))
     # The gradients of q, k and v; the k and v of all devices, and their gradients (torch's all-gather rotation).
     gathered = width * (shape.queries + (2 + 4 * context_parallel) * shape.keys) * BFLOAT16
     attention_peak = _bytes(shape, hidden) + gathered

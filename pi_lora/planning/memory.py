@@ -45,9 +45,9 @@ LOSS_TILE_TOKENS = 4096
 LOSS_TILE_VOCABULARY = 32768
 # Tokens whose logits the loss on a CPU has at a time (training/loss.py).
 LOSS_TOKENS = 1024
-# With offloading, saved inputs on the device at once: one on its way out, one in use, two on their way in
-# (measured in TRL's long-context guide: "only 4 are ever resident at once").
-RESIDENT_WHEN_OFFLOADED = 4
+# With offloading, saved inputs on the device beside that of the layer that computes: transformers 5.23 copies them on
+# the computing stream.
+RESIDENT_WHEN_OFFLOADED = 1
 # A measured peak may be this many times the planned one.
 MARGIN = 1.15
 # Bytes of logits that a measurement holds at a time, in bfloat16 and twice in float32 (evaluation/forward.py).

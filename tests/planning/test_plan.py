@@ -227,7 +227,7 @@ POSE = {"source": "text", "positions": "pose"}
     ("sections", "gpu", "change"),
     [
         ({"target": 163840}, "H100", "training.mlp_chunk_tokens=4096 hardware.offload_activations=true"),
-        ({"target": 32768}, "A10G", "tuning.method=qlora"),
+        ({"target": 65536}, "A10G", "tuning.method=qlora"),
         ({"target": 1_048_576}, "A100-40", "tuning.method=qlora data.positions=pose"),
         # PoSE trains on 2048 tokens of the 262144 that are measured.
         (

@@ -325,7 +325,7 @@ def test_constants_of_kernel_and_losses_are_planned() -> None:
     assert memory.MEASURED_FLOATS_ON_CPU == 2 * 4 * forward.FLOAT_LOGITS_ON_CPU
 
 
-@pytest.mark.parametrize("pieces", [2, 16])
+@pytest.mark.parametrize("pieces", [2, 4, 16])
 @EVERY_ARITHMETIC
 def test_planned_memory_of_chunked_mlps_is_an_upper_bound(name: str, arithmetic: Arithmetic, pieces: int) -> None:
     config, tuning = LlamaConfig(**LAYER, head_dim=32), TUNINGS[name]
@@ -333,7 +333,7 @@ def test_planned_memory_of_chunked_mlps_is_an_upper_bound(name: str, arithmetic:
     _, peak = per_token(config, tuning, arithmetic, pieces)
     expected, whole = (layer_bytes(shape, tuning, arithmetic, mlp_share=share)[1] for share in (1 / pieces, 1.0))
     assert 0.97 * peak <= expected <= whole
-    assert expected <= 1.7 * peak
+    assert expected <= (1.6 if name == "full" else 1.35) * peak
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)

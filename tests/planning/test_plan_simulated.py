@@ -73,6 +73,8 @@ def ratios(kind: str, device: str, method: str, **training: Any) -> tuple[float,
         ("llama", "lora", {"activation_checkpointing": "selective"}),
         ("llama", "lora", {"activation_checkpointing": 3}),
         ("llama", "full", {"mlp_chunk_tokens": 1024}),
+        ("llama", "qlora", {"mlp_chunk_tokens": 512}),
+        ("qwen3", "lora", {"mlp_chunk_tokens": 256}),
         ("qwen3", "lora", {"optimizer": "paged_adamw_8bit"}),
         ("gemma3_text", "lora", {"global_batch_size": 4}),
         ("mistral", "full", {}),
@@ -85,7 +87,7 @@ def test_planned_steps_are_those_that_are_simulated(kind: str, method: str, trai
 
 def test_offloaded_inputs_take_the_simulated_memory_of_the_host() -> None:
     config = AutoConfig.for_model("llama", **WIDTHS)
-    recipe = recipe_of("lora", training={}, hardware={"gpus": 1, "offload_activations": True})
+    recipe = recipe_of("lora", training={"mlp_chunk_tokens": 512}, hardware={"gpus": 1, "offload_activations": True})
     simulated = simulate(recipe, config, ORIGINAL, GPUS["H100"])
     planned = memory(shape_of(on_meta(config)), recipe, ORIGINAL, GPUS["H100"])
     assert planned.host == simulated.host
