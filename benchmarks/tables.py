@@ -67,7 +67,7 @@ def plan_memory(result: Result) -> Lines:
     """A training a row: the bytes of tensors by the plan and by the simulation, and the peak of the process."""
     head = ("", "method", "tokens", "planned tensors", "simulated", "planned operations", "planned peak", "measured")
     rows = []
-    for name, row in {**result["recipes"], **result["rows"]}.items():
+    for name, row in {**result["recipes"], **result["chosen"], **result["rows"]}.items():
         tensors = row["planned_tensors"] / row["simulated_tensors"] - 1
         operations = row["planned_flops"] / row["simulated_flops"] - 1
         measured = f"{row['measured'] / 2**30:.2f} GiB" if "measured" in row else ""

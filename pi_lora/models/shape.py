@@ -37,6 +37,7 @@ class Shape:
         experts: The numbers in the weights of experts.
         active_experts: Those of them that a token is multiplied with.
         experts_per_token: The experts of a layer that a token is multiplied with; 0 without experts.
+        clamped: Whether experts clamp what they multiply, as in gpt-oss, whose backward needs more.
         norms: The norms of hidden states in a layer.
         norm_weights: The weights of all norms.
         head_normed: Whether attention has norms.
@@ -62,6 +63,7 @@ class Shape:
     experts: int
     active_experts: int
     experts_per_token: int
+    clamped: bool
     norms: int
     norm_weights: int
     head_normed: bool
@@ -114,6 +116,7 @@ def shape_of(model: "PreTrainedModel") -> Shape:
         experts=sum(weight.numel() for weight in experts.values()),
         active_experts=_active_numbers(experts, experts_per_token),
         experts_per_token=experts_per_token if experts and experts_per_token else 0,
+        clamped=bool(experts) and any(isinstance(getattr(module, "limit", None), float) for module in model.modules()),
         norms=(len(norms) - len(attention_norms)) // len(layers),
         norm_weights=_count_parameters(nn.ModuleList(norms.values())),
         head_normed=bool(attention_norms),

@@ -43,6 +43,8 @@ ADAPTED_EXPERTS = 2.7
 # Tensors of the hidden width for each expert of a token: kept, and added by the backward. Experts compute in the dtype
 # of their weights, also under autocast (transformers 5.23, `_grouped_mm`).
 _EXPERTS_KEPT = 2
+# Tensors of the intermediate width that clamped experts keep beside the four.
+_CLAMPED_KEPT = 3
 _EXPERTS_BACKWARD = 3
 # At the peak of a chunked MLP, beyond kept tensors: tensors of the hidden width, or fewer of them beside a chunk, which
 # takes this share of a whole MLP's peak. Full tuning takes less.
@@ -144,6 +146,8 @@ def layer_bytes(
     experts_hidden = shape.experts_per_token
     if arithmetic in WIDE_STREAM:
         experts_hidden *= 2
+    if shape.clamped:
+        intermediate += _CLAMPED_KEPT * width
     if arithmetic == "autocast" and shape.experts:
         intermediate *= 2
     hidden += _EXPERTS_KEPT * experts_hidden
