@@ -17,6 +17,7 @@ from pi_lora.models.adapter import check_shape, check_targets
 from pi_lora.models.files import BUILTIN
 from pi_lora.models.quantized import BITSANDBYTES, check_quantization, quantization_of
 from pi_lora.models.resolve import resolve_for_training
+from pi_lora.models.shape import dense_mlps
 from pi_lora.models.source import Base, ModelSource
 from pi_lora.models.weights import read_weights
 from pi_lora.planning.advice import plan_lines
@@ -101,6 +102,8 @@ def _check_model(recipe: Recipe, permissions: Permissions, resumed: Path | None 
     if source.adapter:
         check_shape(source.adapter, recipe.tuning, source.base.meta_model)
     _check_kernel(source.base, recipe.model.attention)
+    if recipe.training.mlp_chunk_tokens:
+        dense_mlps(source.base.meta_model)
     if recipe.hardware.context_parallel > 1 and source.shape.sliding_layers:
         # accelerate 1.15 takes the masks away that tell sliding windows.
         windows = f"sliding windows of {source.shape.sliding_window} tokens"

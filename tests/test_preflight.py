@@ -81,6 +81,14 @@ def test_an_adapter_that_cannot_be_made_or_merged_is_refused(
         check(small_recipe(base, tuning=tuning), tmp_path / "run")
 
 
+def test_chunks_of_a_model_without_dense_mlps_are_refused(tmp_path: Path) -> None:
+    config: Any = architectures.small_config("qwen3_moe")
+    config.vocab_size = 1024
+    base = save_base(config, tmp_path / "base")
+    with pytest.raises(PiLoraError, match=r"training\.mlp_chunk_tokens: the model has no dense MLP; leave the key out"):
+        check(small_recipe(base, training={"mlp_chunk_tokens": 16}), tmp_path / "run")
+
+
 def test_all_problems_are_reported_at_once(small_model: Path, tmp_path: Path) -> None:
     taken = tmp_path / "taken"
     taken.mkdir()

@@ -128,6 +128,19 @@ def shape_of(model: "PreTrainedModel") -> Shape:
     )
 
 
+def dense_mlps(model: "nn.Module") -> "list[nn.Module]":
+    """Return the MLPs of a model that can be computed in chunks; raise ModelError if all consist of experts."""
+    dense = []
+    for name, module in model.named_modules():
+        is_mlp = name.rpartition(".")[2] in ("mlp", "feed_forward")
+        has_experts = any(inner.rpartition(".")[2] == "experts" for inner, _ in module.named_modules())
+        if is_mlp and not has_experts:
+            dense.append(module)
+    if not dense:
+        raise ModelError("training.mlp_chunk_tokens: the model has no dense MLP; leave the key out")
+    return dense
+
+
 def _attention_widths(config: "PreTrainedConfig") -> tuple[int, int]:
     """Return the widths of the queries and of the keys of a layer."""
     heads = config.num_attention_heads

@@ -12,6 +12,7 @@ from pi_lora.recipe.schema import Recipe
 
 Changes = dict[str, object]
 OFFLOAD_ACTIVATIONS = ("hardware.offload_activations", True)
+CHUNKED_MLPS = ("training.mlp_chunk_tokens", 4096)
 # Overrides that save memory and cost only time, the cheapest first. A chunk of tokens is long enough to keep a GPU
 # busy, and short compared with the windows that do not fit.
 MEMORY_SAVING_OVERRIDES = (
@@ -20,7 +21,7 @@ MEMORY_SAVING_OVERRIDES = (
     ("training.activation_checkpointing", "selective"),
     ("training.activation_checkpointing", True),
     ("training.per_device_batch_size", 1),
-    ("training.mlp_chunk_tokens", 4096),
+    CHUNKED_MLPS,
     OFFLOAD_ACTIVATIONS,
 )
 # Overrides that change the run beyond the time that it takes, in the order in which they are tried.
@@ -65,6 +66,8 @@ def memory_saving_changes(plan: TrainingPlan) -> list[Changes]:
     if plan.gpu.name == CPU:
         # The activations are in the memory of the host already.
         overrides.remove(OFFLOAD_ACTIVATIONS)
+    if plan.target.shape.experts:
+        overrides.remove(CHUNKED_MLPS)
     return [dict(overrides[:number]) for number in range(len(overrides) + 1)]
 
 

@@ -296,7 +296,9 @@ def _activations(shape: Shape, recipe: Recipe, tokens: int, arithmetic: Arithmet
     """Return bytes kept from the forward pass, and bytes used on top of them inside one layer."""
     training = recipe.training
     tuning = recipe.tuning
-    mlp_share = min(1.0, (training.mlp_chunk_tokens or tokens) / tokens)
+    # Chunks are those of dense MLPs.
+    chunk = tokens if shape.experts else training.mlp_chunk_tokens or tokens
+    mlp_share = min(1.0, chunk / tokens)
     kept_per_token, peak_per_token = layer_bytes(
         shape, tuning, arithmetic, context_parallel=recipe.hardware.context_parallel, mlp_share=mlp_share
     )

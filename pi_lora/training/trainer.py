@@ -18,12 +18,12 @@ from trl import SFTConfig, SFTTrainer
 from trl.models import enable_selective_activation_checkpointing
 
 from pi_lora.data.batches import LengthGroups, TrainingData, collate
-from pi_lora.errors import ModelError
 from pi_lora.models import adapter as adapters
 from pi_lora.models import device as devices
 from pi_lora.models.attention import BLOCKWISE
 from pi_lora.models.device import device
 from pi_lora.models.loaded import LoadedModel
+from pi_lora.models.shape import dense_mlps
 from pi_lora.recipe.schema import Recipe
 from pi_lora.run import CHECKPOINTS, Run
 from pi_lora.training.loss import compute_loss_in_place
@@ -219,19 +219,8 @@ def chunk_mlps(model: nn.Module, tokens: int) -> None:
     The four tensors of tokens x intermediate of an MLP are the largest of a layer under activation checkpointing. They
     then exist for one chunk of the sequence only.
     """
-    dense = []
-    for name, module in model.named_modules():
-        is_mlp = name.rpartition(".")[2] in ("mlp", "feed_forward")
-        if is_mlp and not _has_experts(module):
-            dense.append(module)
-    if not dense:
-        raise ModelError("training.mlp_chunk_tokens: the model has no dense MLP; leave the key out")
-    for mlp in dense:
+    for mlp in dense_mlps(model):
         mlp.forward = _in_chunks(mlp.forward, tokens)
-
-
-def _has_experts(module: nn.Module) -> bool:
-    return any(name.rpartition(".")[2] == "experts" for name, _ in module.named_modules())
 
 
 def _in_chunks(mlp: Callable[[torch.Tensor], torch.Tensor], tokens: int) -> Callable[[torch.Tensor], torch.Tensor]:

@@ -86,6 +86,13 @@ def test_the_best_quality_that_fits_is_chosen() -> None:
     assert levers(chosen("meta-llama/Meta-Llama-3-8B", 65536, "12GB")) == ("pose", 8192, "qlora", "norms")
 
 
+def test_experts_are_not_computed_in_chunks() -> None:
+    """`train` refuses chunks of a model whose MLPs all consist of experts."""
+    plan = chosen("openai/gpt-oss-20b", 262144, "H100")
+    assert plan.recipe.training.mlp_chunk_tokens is None
+    assert plan.recipe.hardware.offload_activations
+
+
 @pytest.mark.parametrize(
     ("model", "target", "gpu", "checkpointing"),
     [
