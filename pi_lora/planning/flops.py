@@ -94,14 +94,20 @@ def flops_of_training(
         weight_gradients += head
     backward = layers + head + adapter + 2 * products + weight_gradients
     checkpointed = forward
-    in_chunks = (training.mlp_chunk_tokens or tokens) < tokens
+    chunk = training.mlp_chunk_tokens or tokens
+    in_chunks = chunk < tokens
     if tuning.method == "full" and not in_chunks and shape.norms <= 2:
         checkpointed -= mlp_product
     if training.activation_checkpointing == "selective":
         checkpointed -= products
-    recomputation = training.checkpointed_layers(shape.layers) / shape.layers * checkpointed
+    checkpointed_share = training.checkpointed_layers(shape.layers) / shape.layers
+    recomputation = checkpointed_share * checkpointed
     if in_chunks and not shape.experts:
-        recomputation += (2 if tuning.method == "full" else 3) * mlp_product
+        repeated = mlp_product * (2 if tuning.method == "full" else 3)
+        recomputation += repeated
+        if shape.norms <= 2:
+            # The recomputation of a checkpointed layer stops before the last chunk.
+            recomputation -= repeated * checkpointed_share * (tokens % chunk or chunk) / tokens
     if shape.soft_capped and attention == "auto":
         recomputation += products
     if not loss_in_place:
