@@ -43,9 +43,9 @@ ADAPTED_EXPERTS = 2.7
 # Tensors of the hidden width for each expert of a token: kept, and added by the backward. Experts compute in the dtype
 # of their weights, also under autocast (transformers 5.23, `_grouped_mm`).
 _EXPERTS_KEPT = 2
+_EXPERTS_BACKWARD = 3
 # Tensors of the intermediate width that clamped experts keep beside the four.
 _CLAMPED_KEPT = 3
-_EXPERTS_BACKWARD = 3
 # At the peak of a chunked MLP, beyond kept tensors: tensors of the hidden width, or fewer of them beside a chunk, which
 # takes this share of a whole MLP's peak. Full tuning takes less.
 _AROUND_CHUNKS = 10
