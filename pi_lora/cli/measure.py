@@ -52,7 +52,7 @@ class Measuring:
 
     loading: Loaded = Loading()
     original: Original = None
-    scaling: Annotated[Method | None, Parameter(help="Scaling of a plain base; pi by default.")] = None
+    scaling: Annotated[Method | None, Parameter(help="Scaling of a plain base; pi or factors by default.")] = None
     factors: FactorsFile = None
     json: JsonFile = None
 
@@ -67,7 +67,8 @@ def _measure(name: str, models: list[str], options: Any, measuring: Measuring, t
     extension = None
     if target:
         divisors = read_factors(measuring.factors).model_dump() if measuring.factors else {}
-        extension = Extension(target, measuring.original, measuring.scaling or "pi", **divisors)
+        default: Method = "factors" if measuring.factors else "pi"
+        extension = Extension(target, measuring.original, measuring.scaling or default, **divisors)
     api.evaluate_models(
         models,
         name,

@@ -105,7 +105,7 @@ def test_a_model_that_drops_the_factor_of_the_attention_is_refused(
     ("words", "problem"),
     [
         ("eval perplexity MODEL --factors FILE", "--original, --scaling, --factors: need --target"),
-        ("eval passkey MODEL --factors FILE --target 256", "--factors: have no effect under scaling: pi"),
+        ("eval passkey MODEL --scaling pi --factors FILE --target 256", "--factors: have no effect under scaling: pi"),
         ("extend MODEL --scaling factors --target 256 --output OUT", "--factors: scaling: factors needs them"),
         ("extend MODEL --scaling yarn --target 32 --output OUT", "--target: 32 is not longer than the model's own"),
     ],
