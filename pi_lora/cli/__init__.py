@@ -2,6 +2,7 @@
 
 import contextlib
 import io
+import re
 import sys
 import tempfile
 import traceback
@@ -33,8 +34,8 @@ EXTRAS = {
     "gguf": "gguf",
     "liger_kernel": "liger",
 }
-# The commands that take a recipe: a message about a scaling names a key there, and elsewhere an option.
-WITH_RECIPE = ("train", "plan", "prepare", "show")
+# The commands whose options extend a model: a message about a scaling names the option there, and elsewhere a key.
+WITH_OPTIONS = ("extend", "eval", "probe", "search", "new")
 
 
 def main() -> NoReturn:
@@ -60,8 +61,8 @@ def main() -> NoReturn:
         if not isinstance(error, PiLoraError):
             _fail(1, _unforeseen(error))
         problems = error.problems if isinstance(error, RecipeError) else [str(error)]
-        if isinstance(error, ScalingError) and sys.argv[1] not in WITH_RECIPE:
-            problems = [problem.replace("context.", "--", 1) for problem in problems]
+        if isinstance(error, ScalingError) and sys.argv[1] in WITH_OPTIONS:
+            problems = [re.sub(r"^context\.", "--", problem) for problem in problems]
         _fail(INTERRUPTED if isinstance(error, Interrupted) else 2, *problems)
     sys.exit()
 

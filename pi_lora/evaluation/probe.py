@@ -331,7 +331,7 @@ def next_command(probed: Probe, result: TargetResult, json: Path | None) -> str:
             arguments += ["--column", result.text.column]
         return shlex.join(["pi-lora", "new", *arguments])
     folder = f"models/{result.best}_{result.target}"
-    if result.best == "factors":
+    if result.best == "factors" and not json:
         arguments += ["--factors", str(result.factors)]
     return shlex.join(["pi-lora", "extend", *arguments, "--scaling", result.best, "--output", folder])
 

@@ -38,9 +38,10 @@ from pi_lora.models.resolve import resolve_model
 from pi_lora.models.shape import shape_of
 from pi_lora.planning import flops, memory
 from pi_lora.planning.flops import trained_parameters
+from pi_lora.planning.gpus import GPUS
 from pi_lora.planning.layer import ADAPTED_EXPERTS, Arithmetic, attention_bytes, layer_bytes
 from pi_lora.planning.memory import NF4, loss_bytes, measuring_bytes
-from pi_lora.recipe.schema import Tuning
+from pi_lora.recipe.schema import Recipe, Tuning
 from pi_lora.training import loss
 from pi_lora.training.trainer import chunk_mlps
 
@@ -323,6 +324,23 @@ def test_constants_of_kernel_and_losses_are_planned() -> None:
     assert flops.SINK_CHANNELS == attention.SINK_CHANNELS
     assert memory.MEASURED_LOGITS_ON_CPU == forward.LOGITS_ON_CPU
     assert memory.MEASURED_FLOATS_ON_CPU == 2 * 4 * forward.FLOAT_LOGITS_ON_CPU
+
+
+def test_chunks_save_no_memory_of_experts() -> None:
+    shape = small_shape("mixtral")
+    recipes = [
+        Recipe.model_validate(
+            {
+                "model": {"name": "any"},
+                "context": {"target": 4096},
+                "data": {"source": "text"},
+                "training": {"steps": 1, "warmup_steps": 0, "mlp_chunk_tokens": chunk},
+            }
+        )
+        for chunk in (None, 256)
+    ]
+    whole, chunked = (memory.memory(shape, recipe, 2048, GPUS["H100"]).peak for recipe in recipes)
+    assert whole == chunked
 
 
 @pytest.mark.parametrize("pieces", [2, 4, 16])

@@ -32,6 +32,13 @@ KINDS: dict[str, dict[str, Any]] = {
     "gemma3_text": {"head_dim": 64, "sliding_window": 1024, "num_hidden_layers": 6},
     "mistral": {"sliding_window": 1024},
     "mixtral": {"num_local_experts": 8, "num_experts_per_tok": 2, "intermediate_size": 1024},
+    "gpt_oss": {
+        "num_local_experts": 8,
+        "num_experts_per_tok": 4,
+        "intermediate_size": 2048,
+        "head_dim": 64,
+        "rope_parameters": {"rope_type": "default", "rope_theta": 150000.0},
+    },
 }
 ORIGINAL = 2048
 TOKENS = 4096
@@ -95,7 +102,8 @@ def test_offloaded_inputs_take_the_simulated_memory_of_the_host() -> None:
     assert planned.highest == pytest.approx(simulated.peak, rel=0.05)
 
 
-def test_experts_take_the_simulated_memory() -> None:
+@pytest.mark.parametrize("kind", ["mixtral", "gpt_oss"])
+def test_experts_take_the_simulated_memory(kind: str) -> None:
     """Operations are those of tokens alone: adapters of experts are multiplied as weights too."""
-    memory_ratio, _ = ratios("mixtral", "H100", "lora")
+    memory_ratio, _ = ratios(kind, "H100", "lora")
     assert memory_ratio == pytest.approx(1, rel=0.05)

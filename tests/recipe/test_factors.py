@@ -125,6 +125,17 @@ def test_divisors_are_never_left_out_in_silence(
     assert errors.startswith(problem)
 
 
+@pytest.mark.parametrize("measurement", ["passkey --depths 1 --trials 1", "perplexity --data builtin:stdlib"])
+def test_a_model_is_measured_with_the_divisors_of_a_file(
+    measurement: str, small_model: Path, found: Path, tmp_path: Path
+) -> None:
+    name, *options = measurement.split()
+    scores = tmp_path / "scores.json"
+    words = ["eval", name, str(small_model), "--factors", str(found), "--target", "256", *options]
+    assert not cli.app([*words, "--json", str(scores)], result_action="return_value")
+    assert json.loads(scores.read_text())["scale"] == 4
+
+
 def test_a_file_without_divisors_is_refused(tmp_path: Path) -> None:
     (tmp_path / "other.json").write_text("{}")
     with pytest.raises(ModelError, match=r"factors: field required; name a file that pi-lora search"):

@@ -187,6 +187,18 @@ def test_the_next_command_of_a_probe_names_text_and_column() -> None:
     )
 
 
+def test_the_next_command_of_searched_divisors_names_their_file_once() -> None:
+    """A probe holds the divisors that it measured."""
+    scores = {"model": "m", "options": {}, "windows": []}
+    scalings = {"factors": Probed.model_validate({"perplexity": scores})}
+    result = TargetResult(target=1024, best="factors", enough=True, summary="", scalings=scalings, factors="found.json")
+    probed = Probe(model="m", original=256, targets=[result])
+    extended = "--scaling factors --output models/factors_1024"
+    command = "pi-lora extend m --target 1024"
+    assert next_command(probed, result, None) == f"{command} --factors found.json {extended}"
+    assert next_command(probed, result, Path("probe.json")) == f"{command} --probe probe.json {extended}"
+
+
 def test_a_long_target_has_one_document_and_passkeys_of_the_lowest_perplexity(
     small_model: Path, texts: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -231,26 +243,31 @@ def test_the_best_finds_the_most_passkeys_and_then_has_the_lowest_perplexity(
     assert reach.summary.startswith(f"{best} keeps {scalings[best][1]:.2f} at 4,096 (8.00 at 1,024 before) and finds ")
 
 
-@pytest.mark.parametrize("best", ["pi", "direct"])
+@pytest.mark.parametrize("best", ["pi", "factors", "direct"])
 def test_several_targets_are_probed_the_shortest_first_and_train_knows_the_best(
     monkeypatch: pytest.MonkeyPatch, small_model: Path, texts: Path, tmp_path: Path, best: str
 ) -> None:
-    """Nobody is told to tune with the scaling of the base, which changes nothing."""
+    """Nobody is told to tune with the scaling of the base, which changes nothing. Divisors of a file are probed."""
+    divisors = tmp_path / "found.json"
+    divisors.write_text(json.dumps({"factors": [2.0] * 8}))
 
     def found_best(target: int, scalings: dict[str, Probed]) -> TargetResult:
         return TargetResult(target=target, best=best, enough=False, summary="kept", scalings=scalings)
 
     monkeypatch.setattr("pi_lora.evaluation.probe.choose_best", found_best)
     options = ProbeOptions(target=(512, TARGET), data=str(texts), documents=1, trials=1, scalings=("pi",))
+    options = options.changed(factors=str(divisors))
     found = probe(resolve_model(str(small_model)), options)
     assert [reach.target for reach in found.targets] == [TARGET, 512]
+    assert list(found.targets[0].scalings) == ["direct", "pi", "factors"]
+    keys = f"factors context.factors={divisors}" if best == "factors" else best
     for scaling in ("pi", "theta"):
         recipe = small_recipe(small_model, context={"target": 512}, scaling=scaling)
         file = tmp_path / "recipe.yaml"
         file.write_text(dump_recipe(recipe))
         lines: list[str] = []
         resolve_training(file, output=tmp_path / "run", progress=UI(show=lines.append))
-        assert any(f"scaling={best} tunes from there" in line for line in lines) is (best == "pi" != scaling)
+        assert any(f"scaling={keys} tunes from there" in line for line in lines) is (best not in ("direct", scaling))
     with pytest.raises(ModelError, match="was not made for --target 1024; probe again"):
         found.at(1024)
 

@@ -65,11 +65,14 @@ def test_vllm_serves_mrope_under_the_scalings_that_it_computes(rope_type: str, s
     assert served or line.startswith("# vLLM 0.32 stops at MRoPE with linear scaling")
 
 
-def test_vllm_serves_no_divisors_of_latent_attention() -> None:
+@pytest.mark.parametrize(("kind", "served"), [("deepseek_v3", False), ("minicpm3", True)])
+def test_vllm_drops_the_divisors_of_the_latent_attention_of_deepseek(kind: str, served: bool) -> None:
     lists = {"short_factor": [2.0] * 4, "long_factor": [2.0] * 4}
     rope = {"rope_type": "longrope", "rope_theta": 1e4, "factor": 1.0, **lists}
-    config = AutoConfig.for_model("deepseek_v3", num_hidden_layers=2, qk_rope_head_dim=8, rope_parameters=rope)
-    assert serving_lines(config)[0].startswith("# vLLM 0.32 drops the divisors of models with latent attention")
+    config = AutoConfig.for_model(kind, num_hidden_layers=2, qk_rope_head_dim=8, rope_parameters=rope)
+    line = serving_lines(config)[0]
+    assert line.startswith("vllm serve") == served
+    assert served or line.startswith("# vLLM 0.32 drops the divisors of models with latent attention")
 
 
 @pytest.mark.parametrize(("scaling", "exported"), [("yarn", True), ("cope", False)])
