@@ -7,13 +7,19 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from gguf import GGUFReader
+import numpy as np
+from gguf import GGMLQuantizationType, GGUFReader, GGUFValueType, GGUFWriter
+from gguf.gguf_reader import ReaderTensor
+from gguf.scripts.gguf_new_metadata import MetadataDetails, copy_with_new_metadata
 
 from pi_lora.errors import ModelError, RunExistsError
 from pi_lora.models.source import ModelSource
-from pi_lora.scaling.config import fixed_longrope, full_attention_rope, method_of
+from pi_lora.scaling.config import full_attention_rope, method_of
 
 CONVERTER = "convert_hf_to_gguf.py"
+DIVISORS = "rope_freqs.weight"
+# Architectures whose graph in llama.cpp divides the frequencies by the tensor DIVISORS, as for Llama 3.1.
+READERS_OF_DIVISORS = ("apertus", "arcee", "granite", "llama", "mistral3")
 HOW_TO_GET_CONVERTER = (
     "it is in llama.cpp's repository (github.com/ggml-org/llama.cpp), and in the source package of llama-cpp-python"
 )
@@ -55,22 +61,66 @@ def export_gguf(model: ModelSource, output: Path, script: Path, outtype: str | N
         raise ModelError(
             f"{script}: cannot convert {model.name} ({reason}); see what it needs, and which models it knows"
         )
+    _add_divisors(partial_file, model)
     reader: Any = GGUFReader(partial_file, "r+")
-    architecture = reader.get_field("general.architecture").contents()
+    architecture = _architecture_of(reader)
     if not _has_scaling(reader, architecture, model):
         partial_file.unlink()
         raise ModelError(
-            f"{model.name}: llama.cpp's converter drops the scaling of {architecture} models, or a factor of the "
-            "attention; serve it with vLLM"
+            f"{model.name}: llama.cpp's converter drops this scaling of {architecture} models; serve it with vLLM"
         )
     _set_window(reader, architecture, model.window)
     partial_file.replace(output)
 
 
+def _architecture_of(reader: Any) -> str:
+    return str(reader.get_field("general.architecture").contents())
+
+
+def _add_divisors(file: Path, model: ModelSource) -> None:
+    """Rewrite a GGUF file with the list of divisors of its model and the factor of the attention, which the converter
+    drops, if llama.cpp reads them for this architecture.
+    """
+    if method_of(model.config) != "factors":
+        return
+    rope = full_attention_rope(model.config)
+    reader: Any = GGUFReader(file)
+    architecture = _architecture_of(reader)
+    removed = []
+    if not _has_long_divisors(reader):
+        if architecture not in READERS_OF_DIVISORS:
+            return
+        # Under the type `longrope` llama.cpp looks for two other tensors.
+        removed.append(f"{architecture}.rope.scaling.type")
+        reader.tensors.append(_tensor_of(rope["long_factor"]))
+    attention_factor = MetadataDetails(GGUFValueType.FLOAT32, rope.get("attention_factor", 1.0))
+    rewritten = file.with_suffix(".divisors")
+    writer = GGUFWriter(rewritten, architecture)
+    copy_with_new_metadata(reader, writer, {f"{architecture}.rope.scaling.attn_factor": attention_factor}, removed)
+    rewritten.replace(file)
+
+
+def _has_long_divisors(reader: Any) -> bool:
+    return any(tensor.name.startswith("rope_factors_long") for tensor in reader.tensors)
+
+
+def _tensor_of(divisors: list[float]) -> ReaderTensor:
+    data = np.array(divisors, dtype=np.float32)
+    return ReaderTensor(
+        name=DIVISORS,
+        tensor_type=GGMLQuantizationType.F32,
+        shape=np.array(data.shape, dtype=np.uint32),
+        n_elements=data.size,
+        n_bytes=data.nbytes,
+        data_offset=0,
+        data=data,
+        field=None,  # type: ignore[arg-type]  # where a file that was read says what this says
+    )
+
+
 def _has_scaling(reader: Any, architecture: str, model: ModelSource) -> bool:
     """Whether a GGUF file has the scaling of a model. The converter of llama-cpp-python 0.3.36 drops all scalings of
-    Gemma, Gemma 2, StableLM, Phi and Cohere, lists of divisors of all but Phi-3 and MiniCPM, and the factor of the
-    attention of MiniCPM.
+    Gemma, Gemma 2, StableLM, Phi and Cohere, and lists of divisors of all but Phi-3 and MiniCPM.
     """
     rope = full_attention_rope(model.config)
     scaling_type = reader.get_field(f"{architecture}.rope.scaling.type")
@@ -78,12 +128,7 @@ def _has_scaling(reader: Any, architecture: str, model: ModelSource) -> bool:
     if rope["rope_type"] in ("linear", "yarn"):
         return bool(scaling_type and scaling_type.contents() == rope["rope_type"])
     if rope["rope_type"] == "longrope":
-        has_divisors = any(tensor.name.startswith("rope_factors_long") for tensor in reader.tensors)
-        stated = reader.get_field(f"{architecture}.rope.scaling.attn_factor")
-        attention_factor = rope.get("attention_factor", 1.0) if fixed_longrope(rope) else None
-        if attention_factor is None:
-            return has_divisors  # the engine computes the factor from the two windows
-        return has_divisors and math.isclose(stated.contents() if stated else 1.0, attention_factor, rel_tol=1e-3)
+        return _has_long_divisors(reader) or any(tensor.name == DIVISORS for tensor in reader.tensors)
     if method_of(model.config) == "theta":
         return bool(theta and math.isclose(theta.contents(), rope["rope_theta"], rel_tol=1e-3))
     return True

@@ -79,7 +79,7 @@ def test_a_scaling_that_the_converter_drops_is_refused(small_model: Path, tmp_pa
         find_converter(found, tmp_path / "model.gguf", converter(tmp_path / "sources").parent)
 
 
-@pytest.mark.parametrize("scaling", ["pi", "yarn", "theta", "cope"])
+@pytest.mark.parametrize("scaling", ["pi", "yarn", "theta"])
 def test_a_file_without_the_scaling_of_the_model_is_not_kept(
     scaling: Method, small_model: Path, tmp_path: Path
 ) -> None:
@@ -87,31 +87,55 @@ def test_a_file_without_the_scaling_of_the_model_is_not_kept(
     extended = pi_lora.extend(str(small_model), target=512, scaling=scaling, output=tmp_path / "extended")
     script = converter(tmp_path / "sources")
     script.write_text(script.read_text().replace('config["rope_parameters"]["rope_type"]', '"none"'))
-    with pytest.raises(ModelError, match="converter drops the scaling of llama models"):
+    with pytest.raises(ModelError, match="converter drops this scaling of llama models"):
         export_gguf(resolve_model(str(extended)), tmp_path / "model.gguf", script)
     assert not list(tmp_path.glob("model.*"))
 
 
-def test_a_file_without_the_factor_of_the_attention_is_not_kept(small_model: Path, tmp_path: Path) -> None:
-    """As llama.cpp's converter writes it for MiniCPM."""
-    divisors = tmp_path / "found.json"
+DIVISORS = [1.0, 2.0, 2.0, 2.5, 2.5, 3.0, 3.0, 3.5]
+
+
+@pytest.fixture
+def with_divisors(small_model: Path, tmp_path: Path) -> Path:
+    """A small model under a list of divisors and a factor of the attention of 1.25."""
+    found = tmp_path / "found.json"
+    found.write_text(json.dumps({"factors": DIVISORS, "attention_factor": 1.25}))
+    return pi_lora.extend(str(small_model), tmp_path / "model", target=512, scaling="factors", factors=found)
+
+
+def test_llama_cpp_gets_the_divisors_that_its_converter_drops(with_divisors: Path, tmp_path: Path) -> None:
+    """Of a Llama the converter writes the type `longrope` alone, under which llama.cpp looks for other tensors."""
+    file = tmp_path / "model.gguf"
+    export_gguf(resolve_model(str(with_divisors)), file, converter(tmp_path / "sources"))
+    assert read(file, "llama.context_length", "llama.rope.scaling.attn_factor", "outtype") == [512, 1.25, "f32"]
+    reader = gguf.GGUFReader(file)
+    assert not reader.get_field("llama.rope.scaling.type")
+    tensors = {tensor.name: tensor for tensor in reader.tensors}
+    assert list(tensors) == ["token_embd.weight", "rope_freqs.weight"]
+    assert tensors["rope_freqs.weight"].data.tolist() == DIVISORS
+    assert tensors["token_embd.weight"].data.shape == (4, 4)
+    assert [path.name for path in tmp_path.glob("model.*")] == ["model.gguf"]
+
+
+def test_divisors_that_llama_cpp_does_not_read_are_refused(with_divisors: Path, tmp_path: Path) -> None:
     script = converter(tmp_path / "sources")
-    named = script.read_text().replace("token_embd.weight", "rope_factors_long.weight")
+    script.write_text(script.read_text().replace('"llama"', '"qwen3"'))
+    with pytest.raises(ModelError, match="converter drops this scaling of qwen3 models"):
+        export_gguf(resolve_model(str(with_divisors)), tmp_path / "model.gguf", script)
+    assert not list(tmp_path.glob("model.*"))
+
+
+def test_the_factor_of_the_attention_is_added_where_the_converter_writes_divisors(
+    with_divisors: Path, tmp_path: Path
+) -> None:
+    """As llama.cpp's converter writes them for MiniCPM."""
+    script = converter(tmp_path / "sources")
+    named = script.read_text().replace('"llama"', '"minicpm"').replace("token_embd.weight", "rope_factors_long.weight")
     script.write_text(named)
-    for attention_factor in (1.0, 1.25):
-        divisors.write_text(json.dumps({"factors": [2.0] * 7 + [3.0], "attention_factor": attention_factor}))
-        folder = tmp_path / str(attention_factor)
-        pi_lora.extend(str(small_model), folder, target=512, scaling="factors", factors=divisors)
-        model = resolve_model(str(folder))
-        if attention_factor == 1:
-            export_gguf(model, tmp_path / "kept.gguf", script)
-        else:
-            with pytest.raises(ModelError, match="drops the scaling of llama models, or a factor of the attention"):
-                export_gguf(model, tmp_path / "model.gguf", script)
-    assert [file.name for file in tmp_path.glob("*.gguf")] == ["kept.gguf"]
-    with_factor = 'writer.add_string("outtype", kind)\nwriter.add_rope_scaling_attn_factors(1.25)'
-    script.write_text(named.replace('writer.add_string("outtype", kind)', with_factor))
-    export_gguf(model, tmp_path / "model.gguf", script)
+    file = tmp_path / "model.gguf"
+    export_gguf(resolve_model(str(with_divisors)), file, script)
+    assert read(file, "minicpm.rope.scaling.attn_factor", "minicpm.rope.scaling.type") == [1.25, "longrope"]
+    assert [tensor.name for tensor in gguf.GGUFReader(file).tensors] == ["rope_factors_long.weight"]
 
 
 def test_a_missing_or_failing_converter_is_one_line(full_run: Path, tmp_path: Path) -> None:
