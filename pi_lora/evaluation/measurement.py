@@ -26,6 +26,7 @@ from pi_lora.models.device import versions
 from pi_lora.models.loaded import LoadedModel
 from pi_lora.models.source import ModelSource
 from pi_lora.recipe.section import Section
+from pi_lora.scaling.config import Method
 from pi_lora.storage import cache_folder, digest_of, read_json_lines
 from pi_lora.types import Json, Progress, silent
 
@@ -164,11 +165,17 @@ class Scores(Result):
 
     model: str
     scale: float = 1.0
+    scaling: Method | None = None
     dtype: str | None = None
     kernel: str | None = None
     window: int | None = None
     step: int | None = None
     options: Any
+
+    @property
+    def scale_text(self) -> str:
+        """The scale and how it is reached, as far as the scores say it: `2 (yarn)`."""
+        return f"{self.scale:g} ({self.scaling})" if self.scaling else f"{self.scale:g}"
 
 
 # Suffixes of the files in a model's folder that reports write, and that change no number.
@@ -264,7 +271,7 @@ def append_journal(item: str | int, result: Any, folder: Path) -> None:
 
 def header_of(loaded: LoadedModel, window: int | None = None) -> Json:
     """Return the fields of scores that describe a loaded model, measured at `window`, by default the model's own: name,
-    scale L'/L, dtype, attention kernel, window in tokens.
+    scale L'/L, scaling, dtype, attention kernel, window in tokens.
     """
     dtype = loaded.dtype
     if loaded.autocast:
@@ -272,6 +279,7 @@ def header_of(loaded: LoadedModel, window: int | None = None) -> Json:
     return {
         "model": loaded.name,
         "scale": loaded.scale,
+        "scaling": loaded.source.scaling,
         "dtype": dtype,
         "kernel": loaded.kernel,
         "window": window or loaded.window,

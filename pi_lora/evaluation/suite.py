@@ -255,7 +255,7 @@ def scores_table(scores: Sequence[Scores]) -> Table:
         table.add_column(result.model, justify="right", overflow="fold")
     for row in metric_rows(columns):
         table.add_row(*row)
-    scales = " / ".join(f"{result.scale:g}" for result in scores)
+    scales = " / ".join(result.scale_text for result in scores)
     dtypes = ", ".join(dict.fromkeys(str(result.dtype) for result in scores))
     table.caption = f"scale {scales}, {dtypes}, {setting_of(scores[0])}"
     if any(metric.interval for column in columns for metric in column.values()):

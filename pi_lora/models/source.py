@@ -24,7 +24,7 @@ from pi_lora.models.files import (
 from pi_lora.models.shape import Shape
 from pi_lora.recipe.schema import Recipe
 from pi_lora.run import Fingerprint, Run
-from pi_lora.scaling.config import COMPOSITE, Config, read_rope, scale_of, window_of
+from pi_lora.scaling.config import COMPOSITE, Config, Method, method_of, read_rope, scale_of, window_of
 from pi_lora.scaling.extension import Extension, extend_config
 from pi_lora.types import Permissions
 
@@ -147,6 +147,13 @@ class ModelSource:
     def scale(self) -> float:
         """The factor L'/L by which the window is extended; under `pi` positions are divided by it."""
         return scale_of(self.config)
+
+    @property
+    def scaling(self) -> Method | None:
+        """The scaling of the rotary frequencies; None for an unextended model. A config says `factors` for `cope` and
+        `drop` too, and nothing of `direct`.
+        """
+        return self.extension.scaling if self.extension else method_of(self.config)
 
     @property
     def original(self) -> int:

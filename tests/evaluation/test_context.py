@@ -225,7 +225,7 @@ def test_command_compares_on_the_key_tokens_of_one(
     sizes = "--window 512 --short-window 128 --stride 32 --target 512 --original 256".split()
     asked = ["eval", "context", "builtin:tiny", "--data", str(folder), *sizes]
     status, out, err = run_captured(capsys, monkeypatch, *asked, "--scaling", "yarn", "--json", "yarn.json")
-    assert (status, "own key tokens at 512" in out) == (0, True), err
+    assert (status, "own key tokens at 512" in out, "scale 2 (yarn), " in out) == (0, True, True), err
     status, out, err = run_captured(
         capsys, monkeypatch, *asked, "--scaling", "pi", "--key-tokens", "yarn.json", "--json", "pi.json"
     )
@@ -233,6 +233,7 @@ def test_command_compares_on_the_key_tokens_of_one(
     before, after = (read_scores(Path(name)) for name in ("yarn.json", "pi.json"))
     assert before
     assert after
+    assert (before.scaling, after.scaling) == ("yarn", "pi")
     rows = {row.heading: row for row in metrics_of(after)}
     gain = metrics_of(before)[0]
     assert gain.by_name.keys() == rows[gain.heading].by_name.keys()

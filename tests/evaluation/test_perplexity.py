@@ -70,6 +70,7 @@ def test_perplexity_scores_hold_their_options(loaded: LoadedModel, folder: Path)
     said = {
         "model": loaded.name,
         "scale": 1.0,
+        "scaling": None,
         "dtype": "float32",
         "kernel": "blockwise",
         "window": 64,

@@ -179,4 +179,4 @@ def test_a_model_is_tuned_measured_and_merged_with_its_divisors(
         base.load_state_dict(plain.state_dict())
         assert not torch.allclose(base(ids).logits, logits, atol=1e-3)
     measured = pi_lora.evaluate(merged, "perplexity", data="builtin:stdlib", windows=(128,), documents=1)
-    assert measured.scale == 2
+    assert (measured.scale, measured.scaling) == (2, "factors")
