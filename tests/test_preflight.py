@@ -270,7 +270,7 @@ def test_data_that_cannot_be_prepared_is_refused_in_a_line(small_model: Path, tm
     (tmp_path / "rows.jsonl").write_text('{"body": "a"}')
     for source, line in {
         "gone.txt": "data.source: gone.txt: no such file",
-        str(tmp_path / "rows.jsonl"): "data.source: .*rows.jsonl:1: has no text in column text; choose text, .*: body",
+        str(tmp_path / "rows.jsonl"): "data.source: .*rows.jsonl:1: has no text in column text; .*its columns: body",
     }.items():
         with pytest.raises(RecipeError, match=f"^{line}") as raised:
             check_data(small_recipe(small_model, data={"source": source}))

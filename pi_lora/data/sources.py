@@ -119,8 +119,9 @@ def texts(rows: Iterable[NamedJson], columns: Sequence[str]) -> Iterator[NamedJs
             if column not in row or not isinstance(row[column], kind | None):
                 wanted = "list of messages" if kind is list else "text"
                 raise DataError(
-                    f"{row_name}: has no {wanted} in column {column}; choose text, or chats named messages or "
-                    f"conversations, from its columns: {', '.join(row)}"
+                    f"{row_name}: has no {wanted} in column {column}; name the column of texts, or of chats "
+                    "(messages or conversations), or leave the file out by a pattern such as *.txt; "
+                    f"its columns: {', '.join(row)}"
                 )
             values[column] = row[column] or kind()
         if columns[0] in CHAT_COLUMNS:

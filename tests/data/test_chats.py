@@ -413,10 +413,10 @@ def test_a_chat_model_tuned_without_chats_gets_a_warning(tmp_path: Path, tokeniz
         (
             {"chat": QUESTIONS},
             "chat",
-            "has no text in column chat; choose text, or chats named messages or conversations",
+            "has no text in column chat; name the column of texts, or of chats \\(messages or conversations\\)",
         ),
         ({"messages": "Hello"}, "messages", "has no list of messages in column messages"),
-        ({"text": "Hello"}, "messages", "in column messages; .* from its columns: text"),
+        ({"text": "Hello"}, "messages", "in column messages; .* its columns: text"),
     ],
 )
 def test_a_wrong_column_is_refused_with_a_suggestion(

@@ -178,7 +178,7 @@ def test_the_shuffle_loses_no_row_and_buffers_few(monkeypatch: pytest.MonkeyPatc
         ("half.jsonl", b'{"text": "a"}\n{"text": "\\ud83d"}\n', r"jsonl:2: cannot be read \('utf-8'.*surrogates"),
         ("half.json", b'[{"text": "a"}, {"text": "\\ud83d"}]', r"json:2: cannot be read \('utf-8'.*surrogates"),
         ("latin.tsv", "n\ttext\n1\ta\n2\tcafé\n".encode("latin-1"), r"tsv:2: cannot be read \('utf-8'"),
-        ("object.json", b'{"data": [{"text": "a"}]}', "has no text in column text; .* from its columns: data"),
+        ("object.json", b'{"data": [{"text": "a"}]}', "has no text in column text; .* its columns: data"),
         ("open.json", b'[{"text": "a"}', r"json:1: cannot be read \(Expecting"),
         ("cut.jsonl.zst", zstd(b'{"text": "a"}\n' * 99)[:-5], "cannot be read"),
         ("cut.txt.xz", lzma.compress(b"Some text." * 99)[:-12], "cannot be read"),

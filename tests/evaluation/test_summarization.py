@@ -239,7 +239,7 @@ def test_eval_summarization_and_summarize_print_and_write_summaries(
         (["summarize", "builtin:tiny", "some.txt"], "--max-new-tokens: 1000 leave no room for a document in the 256"),
         (
             ["eval", "summarization", "builtin:tiny", "--data", "rows.jsonl"],
-            "rows.jsonl:1: has no text in column input; choose text, or chats named messages",
+            "rows.jsonl:1: has no text in column input; name the column of texts, or of chats (messages",
         ),
         (
             ["eval", "summarization", "builtin:tiny", "--data", "rows.jsonl", "--document", "a", "--summary", "b"],
