@@ -88,6 +88,10 @@ def whole_config(config: Config) -> Config:
             whole[key] = value
         if key in own_entries or key not in (COMPOSITE, *OUTER_ENTRIES):
             text[key] = value
+    # vLLM builds the language model by the architecture that its own config names.
+    for key in ("architectures", "auto_map"):
+        if key in own_entries:
+            text[key] = own_entries[key]
     return {**whole, TEXT_CONFIG: text}
 
 

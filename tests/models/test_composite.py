@@ -251,3 +251,12 @@ def test_heads_that_predict_several_tokens_are_kept(model_type: str, tmp_path: P
         written = stored(Path(folder))
         assert torch.equal(written[name], tensors[name])
         assert written.keys() == tensors.keys()
+
+
+def test_the_language_model_keeps_the_architecture_of_its_own_config() -> None:
+    """vLLM builds the language model of a LLaVA by this entry, not by the model type."""
+    text = {"model_type": "llama", "architectures": ["LlamaForCausalLM"], "dtype": "float16"}
+    config = {"model_type": "llava", "architectures": ["LlavaForConditionalGeneration"], "text_config": text}
+    written = whole_config({**language_config(config), "dtype": "bfloat16"})
+    assert written["architectures"] == ["LlavaForConditionalGeneration"]
+    assert written["text_config"] == {**text, "dtype": "bfloat16"}
