@@ -84,10 +84,13 @@ def compare_run(
     """
     folder = MeasuredRun(run_folder(run))
     all_requested = _all_requested(folder, requested, data)
-    is_base = base.base.is_base_of(folder)
+    recipe = folder.recipe
+    # `extend` changes no weights, but what it writes reads the target window already.
+    is_extended = recipe.scaling != "keep" and base.window >= recipe.context.target
+    is_base = base.base.is_base_of(folder) and not is_extended
     if not is_base and not another:
         raise ModelError(
-            f"{run}: was tuned from other weights ({folder.base.name}) than {base.name}; name its own, or add --another"
+            f"{run}: was tuned from another model ({folder.base.name}) than {base.name}; name its own, or add --another"
         )
     run_scores = scores_of(folder, TUNED, all_requested, lambda: resolve(run), again=again, dtype=dtype, ui=ui)
     used_options = {name: scores.options for name, scores in run_scores.items()}

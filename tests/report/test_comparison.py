@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 
+import pi_lora
 from conftest import run_captured, small_recipe
 from pi_lora.evaluation.benchmarks import BenchmarkScores
 from pi_lora.evaluation.changes import change_of
@@ -227,9 +228,26 @@ def test_another_model_than_the_base_is_refused_or_named(
     status, out, err = run_captured(capsys, monkeypatch, "compare", "builtin:tiny", str(run))
     assert (status, out, err.count("\n")) == (2, "", 1)
     assert err.startswith(
-        f"{run}: was tuned from other weights ({small_model}) than builtin:tiny; name its own, or add --another"
+        f"{run}: was tuned from another model ({small_model}) than builtin:tiny; name its own, or add --another"
     )
     status, out, err = run_captured(capsys, monkeypatch, "compare", "builtin:tiny", str(run), "--another")
     assert status == 0, err
     assert "builtin:tiny (another model)" in out
+    assert json.loads((run / "scores" / "passkey-base.json").read_text())["k_max"] == 32
+
+
+def test_the_extended_base_is_another_model(
+    small_model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It has the weights of the base, whose scores in the run stood in the table as those of it."""
+    scores = {"passkey": passkey(96), "passkey-base": {**passkey(32), "model": str(small_model)}}
+    run = make_run(small_model, tmp_path / "run", scores, small_recipe(small_model, evaluation={"passkey": {}}))
+    window = load_recipe(run / "recipe.yaml").recipe.context.target
+    extended = pi_lora.extend(str(small_model), tmp_path / "extended", target=window, scaling="yarn")
+    status, out, err = run_captured(capsys, monkeypatch, "compare", str(extended), str(run))
+    assert (status, out) == (2, "")
+    assert f"was tuned from another model ({small_model}) than {extended}; name its own, or add --another" in err
+    status, out, err = run_captured(capsys, monkeypatch, "compare", str(extended), str(run), "--another")
+    assert status == 0, err
+    assert "(another model)" in out
     assert json.loads((run / "scores" / "passkey-base.json").read_text())["k_max"] == 32
