@@ -11,6 +11,8 @@ from pi_lora.scaling.config import LONGROPE_ONLY, full_attention_rope, window_of
 
 # The types of rope in which vLLM 0.32 reads the sections for time, height and width.
 VLLM_MROPE_TYPES = ("default", "yarn")
+# Models whose lists of divisors llama.cpp reads from a file of `pi-lora export gguf`.
+DIVISORS_IN_LLAMA_CPP = ("apertus", "arcee", "granite", "llama", "ministral3", "mistral", *LONGROPE_ONLY)
 
 
 def serving_lines(config: PreTrainedConfig, folder: Path = Path()) -> list[str]:
@@ -33,11 +35,11 @@ def serving_lines(config: PreTrainedConfig, folder: Path = Path()) -> list[str]:
     if rope["rope_type"] == "longrope" and has_latent_attention:
         vllm_line = "# vLLM 0.32 drops the divisors of models with latent attention; it serves yarn"
     llama_cpp = [
-        f"pi-lora export gguf {name} --output {shlex.quote(str(gguf_file))}",
+        f"pi-lora export gguf {name} --output {shlex.quote(str(gguf_file))} --converter path/to/llama.cpp",
         *llama_cpp_lines(gguf_file, window, str(folder)),
     ]
-    if rope["rope_type"] == "longrope" and language.model_type not in LONGROPE_ONLY:
-        llama_cpp = []  # llama.cpp's converter drops the divisors
+    if rope["rope_type"] == "longrope" and language.model_type not in DIVISORS_IN_LLAMA_CPP:
+        llama_cpp = []
     return [
         vllm_line,
         f"pi-lora check-server http://localhost:8000 {name}",

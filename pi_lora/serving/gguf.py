@@ -5,6 +5,7 @@ import os
 import subprocess
 import sys
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 
 import numpy as np
@@ -52,25 +53,24 @@ def export_gguf(model: ModelSource, output: Path, script: Path, outtype: str | N
     if not outtype:
         # The converter names bfloat16 bf16.
         outtype = model.base.config.get("dtype", "float32").replace("float", "f")
-    partial_file = output.with_suffix(".part")
-    command = [sys.executable, str(script), str(model.base.path), "--outfile", str(partial_file), "--outtype", outtype]
-    completed = subprocess.run(command, capture_output=True, text=True, check=False)
-    if completed.returncode:
-        partial_file.unlink(missing_ok=True)
-        reason = completed.stderr.strip().rpartition("\n")[2]
-        raise ModelError(
-            f"{script}: cannot convert {model.name} ({reason}); see what it needs, and which models it knows"
-        )
-    _add_divisors(partial_file, model)
-    reader: Any = GGUFReader(partial_file, "r+")
-    architecture = _architecture_of(reader)
-    if not _has_scaling(reader, architecture, model):
-        partial_file.unlink()
-        raise ModelError(
-            f"{model.name}: llama.cpp's converter drops this scaling of {architecture} models; serve it with vLLM"
-        )
-    _set_window(reader, architecture, model.window)
-    partial_file.replace(output)
+    with TemporaryDirectory(dir=output.parent) as folder:
+        file = Path(folder) / output.name
+        command = [sys.executable, str(script), str(model.base.path), "--outfile", str(file), "--outtype", outtype]
+        completed = subprocess.run(command, capture_output=True, text=True, check=False)
+        if completed.returncode:
+            reason = completed.stderr.strip().rpartition("\n")[2]
+            raise ModelError(
+                f"{script}: cannot convert {model.name} ({reason}); see what it needs, and which models it knows"
+            )
+        _add_divisors(file, model)
+        reader: Any = GGUFReader(file, "r+")
+        architecture = _architecture_of(reader)
+        if not _has_scaling(reader, architecture, model):
+            raise ModelError(
+                f"{model.name}: llama.cpp's converter drops this scaling of {architecture} models; serve it with vLLM"
+            )
+        _set_window(reader, architecture, model.window)
+        file.replace(output)
 
 
 def _architecture_of(reader: Any) -> str:

@@ -1,5 +1,7 @@
 """The KV cache by the sizes of makers' configs, and by the tensors that transformers keeps."""
 
+import json
+import shutil
 from pathlib import Path
 
 import pytest
@@ -75,11 +77,17 @@ def test_vllm_drops_the_divisors_of_the_latent_attention_of_deepseek(kind: str, 
     assert served or line.startswith("# vLLM 0.32 drops the divisors of models with latent attention")
 
 
-@pytest.mark.parametrize(("scaling", "exported"), [("yarn", True), ("cope", False)])
+@pytest.mark.parametrize(
+    ("model_type", "scaling", "exported"),
+    [("llama", "yarn", True), ("llama", "cope", True), ("qwen3", "yarn", True), ("qwen3", "cope", False)],
+)
 def test_llama_cpp_is_named_where_its_converter_keeps_the_scaling(
-    small_model: Path, scaling: Method, exported: bool
+    model_type: str, scaling: Method, exported: bool, small_model: Path, tmp_path: Path
 ) -> None:
-    lines = serving_lines(resolve_model(str(small_model), Extension(128, scaling=scaling)).typed_config)
+    folder = shutil.copytree(small_model, tmp_path / "model")
+    config = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps({**config, "model_type": model_type}))
+    lines = serving_lines(resolve_model(str(folder), Extension(128, scaling=scaling)).typed_config)
     assert any("llama-server" in line for line in lines) == exported
     assert lines[0].startswith("vllm serve")
 
@@ -92,7 +100,7 @@ def test_a_merge_prints_how_to_serve_it(lora_run: Path, tmp_path: Path) -> None:
     assert merged.serving == [
         f"vllm serve {folder} --max-model-len 128 --dtype float32",
         f"pi-lora check-server http://localhost:8000 {folder}",
-        f"pi-lora export gguf {folder} --output merged.gguf",
+        f"pi-lora export gguf {folder} --output merged.gguf --converter path/to/llama.cpp",
         "llama-server --model merged.gguf --ctx-size 128",
         f"pi-lora check-server http://localhost:8080 {folder}",
         f"# a sequence of 128 tokens takes {size / 1e6:,.0f} MB of KV cache in float32",
