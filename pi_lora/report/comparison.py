@@ -84,10 +84,7 @@ def compare_run(
     """
     folder = MeasuredRun(run_folder(run))
     all_requested = _all_requested(folder, requested, data)
-    recipe = folder.recipe
-    # `extend` changes no weights, but what it writes reads the target window already.
-    is_extended = recipe.scaling != "keep" and base.window >= recipe.context.target
-    is_base = base.base.is_base_of(folder) and not is_extended
+    is_base = base.base.is_base_of(folder) and not _is_extended(base, folder)
     if not is_base and not another:
         raise ModelError(
             f"{run}: was tuned from another model ({folder.base.name}) than {base.name}; name its own, or add --another"
@@ -111,6 +108,16 @@ def compare_run(
         if not rows:
             comparison.settings[name] += "; not compared: the base reads other tokens"
     return comparison
+
+
+def _is_extended(base: ModelSource, run: MeasuredRun) -> bool:
+    """Whether a model with the weights of the run's base reads further than the base: `extend` changes no weights."""
+    recipe = run.recipe
+    if recipe.scaling == "keep":
+        return False
+    if run.metadata.original and not recipe.context.original:
+        return base.window > run.metadata.original
+    return base.window >= recipe.context.target
 
 
 def _all_requested(run: MeasuredRun, requested: Requested, data: str | None) -> Requested:
