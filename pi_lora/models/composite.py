@@ -8,11 +8,16 @@ import re
 from collections.abc import Iterable
 from typing import Any
 
-from transformers import MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING, MODEL_FOR_MULTIMODAL_LM_MAPPING, PreTrainedConfig
+from transformers import (
+    CONFIG_MAPPING,
+    MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING,
+    MODEL_FOR_MULTIMODAL_LM_MAPPING,
+    PreTrainedConfig,
+)
 from transformers.conversion_mapping import get_model_conversion_mapping
 from transformers.core_model_loading import WeightConverter, WeightRenaming, rename_source_key
 
-from pi_lora.scaling.config import TEXT_CONFIG
+from pi_lora.scaling.config import COMPOSITE, TEXT_CONFIG, Config
 
 
 def language_class(config: PreTrainedConfig) -> Any:
@@ -23,6 +28,15 @@ def language_class(config: PreTrainedConfig) -> Any:
         if type(config) in mapping:
             return _without_other_parts(mapping[type(config)], type(config))
     return None
+
+
+def auto_class_of(config: Config) -> str:
+    """Return the name of the class of transformers that loads a model with this config as a whole."""
+    if COMPOSITE not in config:
+        return "AutoModelForCausalLM"
+    if CONFIG_MAPPING[config[COMPOSITE]["model_type"]] in MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING:
+        return "AutoModelForImageTextToText"
+    return "AutoModelForMultimodalLM"
 
 
 def _without_other_parts(composite: Any, config_class: type[PreTrainedConfig]) -> Any:

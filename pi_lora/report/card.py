@@ -17,6 +17,7 @@ from huggingface_hub import ModelCard, ModelCardData
 from pi_lora.drawing import VERMILION, figure_of, save
 from pi_lora.errors import ModelError
 from pi_lora.evaluation.suite import MEASUREMENTS
+from pi_lora.models.composite import auto_class_of
 from pi_lora.models.files import CARD, is_local, model_folder, public_name, read_card
 from pi_lora.recipe.schema import Recipe
 from pi_lora.report.scores import MeasuredRun, eval_results, literal, public_setting, scores_section
@@ -27,6 +28,11 @@ from pi_lora.storage import write_whole
 from pi_lora.types import Json
 
 PICTURES = "pictures"
+PIPELINES = {
+    "AutoModelForCausalLM": "text-generation",
+    "AutoModelForImageTextToText": "image-text-to-text",
+    "AutoModelForMultimodalLM": "any-to-any",
+}
 LICENSE_KEYS = ("license", "license_name", "license_link")
 PAGE = Path(__file__).with_name("page.html")
 SCORES_BEGIN, SCORES_END = "<!-- scores -->", "<!-- end of scores -->"
@@ -85,6 +91,7 @@ def card_of(run: MeasuredRun, merged: Sequence[str] = (), serving: Sequence[str]
         run=run,
         recipe=recipe,
         full=full,
+        auto_class=auto_class_of(run.config),
         public_name=public_name,
         base_on_hub=is_hub_id(run.base.name),
         window=window_of(run.config),
@@ -149,7 +156,7 @@ def _metadata(run: MeasuredRun, full: bool, recipe: Recipe | None) -> ModelCardD
         eval_results=results or None,
         library_name="transformers" if full else "peft",
         model_name=name if results else None,
-        pipeline_tag="text-generation",
+        pipeline_tag=PIPELINES[auto_class_of(run.config)],
         tags=[*tags, "pi-lora"],
         **_license_of_base(run),
     )

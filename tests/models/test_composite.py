@@ -1,8 +1,10 @@
 """Vision-language checkpoints: the language model is tuned and measured, and the whole checkpoint is written."""
 
 import json
+import re
 import shutil
 import signal
+import warnings
 from pathlib import Path
 from typing import Any
 
@@ -123,11 +125,27 @@ def test_a_config_is_put_back_as_it_was() -> None:
     }
 
 
-def test_an_adapter_merges_into_the_whole_checkpoint(composite: Path, tmp_path: Path) -> None:
+def run_card_code(folder: Path, base: Path, monkeypatch: pytest.MonkeyPatch) -> str:
+    """Run the last code of a card with plain transformers and the path of the base, and return the card."""
+    monkeypatch.chdir(folder)
+    card = Path("README.md").read_text()
+    code = [block for block in re.findall(r"```python\n(.*?)```", card, re.DOTALL) if "from_pretrained" in block][-1]
+    names: dict[str, Any] = {}
+    with warnings.catch_warnings(action="ignore"):  # PEFT warns of an entry that it does not know
+        exec(code.replace(f'"{base.name}"', repr(str(base))), names)
+    assert any("Vision" in type(part).__name__ for part in names["model"].modules())
+    return card
+
+
+def test_an_adapter_merges_into_the_whole_checkpoint(
+    composite: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     run = tuned(composite, tmp_path / "run")
     assert other_tensors(Path(run)) == {}
     merged = pi_lora.merge(str(run), output=tmp_path / "merged", check="logits")
     assert_others_as_they_were(Path(merged), composite)
+    for folder in (Path(run), Path(merged)):
+        assert "image-text-to-text" in run_card_code(folder, composite, monkeypatch)
     whole = AutoModelForImageTextToText.from_pretrained(Path(merged), dtype=torch.float32)
     language = load_model(resolve_model(str(run))).module
     torch.testing.assert_close(text_logits(whole), text_logits(language), rtol=1e-4, atol=1e-4)
