@@ -9,7 +9,7 @@ import torch
 from huggingface_hub import HfApi, constants
 from huggingface_hub.errors import NotASafetensorsRepoError, SafetensorsParsingError
 
-from pi_lora.data.examples import data_problems
+from pi_lora.data.examples import amount_problems, data_problems
 from pi_lora.data.sources import HELD_OUT_KEYS, PINNED
 from pi_lora.errors import ModelError, PiLoraError, RecipeError, first_line
 from pi_lora.hub import hub_errors
@@ -58,7 +58,10 @@ def check(
             _ = model.tokenizer
         with collected():
             _check_weights(model, ask_hub)
-    problems = [*data_problems(recipe.data, ask_hub), *_machine_problems(recipe)]
+    problems = data_problems(recipe.data, ask_hub)
+    if model and not problems:
+        problems = amount_problems(recipe, model.original)
+    problems += _machine_problems(recipe)
     with collected():
         problems += _evaluation_problems(recipe, ask_hub)
     if problems:
@@ -78,7 +81,7 @@ def check(
 def check_data(recipe: Recipe, permissions: Permissions = NO_PERMISSIONS) -> ModelSource:
     """Return the model of `recipe` on a machine that only prepares the data; raise the mistakes of model and data."""
     model = _check_model(recipe, permissions)
-    problems = data_problems(recipe.data)
+    problems = data_problems(recipe.data) or amount_problems(recipe, model.original)
     if problems:
         raise RecipeError(problems)
     return model

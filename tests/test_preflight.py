@@ -279,6 +279,27 @@ def test_data_that_cannot_be_prepared_is_refused_in_a_line(small_model: Path, tm
         check_data(small_recipe("./gone"))
 
 
+@pytest.mark.parametrize("enough", [True, False])
+def test_text_that_is_too_short_is_refused_before_it_is_packed(enough: bool, small_model: Path, tmp_path: Path) -> None:
+    """Packing refused it; a dry run said nothing."""
+    target, steps, batch_size = 128, 3, 2
+    tokens = target * steps * batch_size
+    text = tmp_path / "short.txt"
+    text.write_text("a" * (tokens if enough else tokens - 2))
+    recipe = small_recipe(
+        small_model,
+        context={"target": target},
+        data={"source": str(text)},
+        training={"steps": steps, "global_batch_size": batch_size},
+    )
+    if enough:
+        check_data(recipe)
+        return
+    for refuse in (check_data, lambda recipe: check(recipe, tmp_path / "run")):
+        with pytest.raises(RecipeError, match=r"short\.txt: holds fewer than 7 sequences of 128 .*; 6 are needed"):
+            refuse(recipe)
+
+
 def test_a_plan_that_does_not_fit_is_refused_except_with_force() -> None:
     def plan(target: int, gpu: str) -> TrainingPlan:
         recipe = small_recipe(LLAMA, context={"target": target}, hardware={"gpus": 1}, training={})

@@ -9,11 +9,12 @@ from typing import Any, NamedTuple
 
 from huggingface_hub import constants
 
-from pi_lora.data.documents import NamedJson, looks_local
-from pi_lora.data.sources import Table, find_table, hash_to_unit
+from pi_lora.data.documents import COMPRESSION, NamedJson, looks_local
+from pi_lora.data.sources import BUILTIN_TEXTS, Table, find_table, hash_to_unit
 from pi_lora.data.tokens import in_batches, strip_eos
 from pi_lora.errors import DataError
 from pi_lora.recipe.data import Data
+from pi_lora.recipe.schema import Recipe
 from pi_lora.types import Json
 
 # The prompt of the paper, to the letter (paper.tex, `fig:summ-format`). There, "# .... Document goes here" stands for
@@ -214,3 +215,33 @@ def data_problems(data: Data, ask_hub: bool = False, *, held_out: bool = False) 
         except DataError as problem:
             problems.append(str(problem))
     return [f"data.source: {problem}" for problem in problems]
+
+
+def amount_problems(recipe: Recipe, original: int) -> list[str]:
+    """Return the sources whose text is too short for their share of a training even if every byte is a token: one line
+    each. Only text files are known without reading them; `original` is the window L in tokens.
+    """
+    data = recipe.data
+    if data.has_examples:
+        return []
+    length = data.tokens_per_sequence(original, recipe.context.target)
+    sequences = recipe.training.steps * recipe.training.global_batch_size * (1 - data.keep_short)
+    weights = sum(source.weight for source in data.source)
+    problems = []
+    for source in data.source:
+        if not looks_local(source.name) or source.name in BUILTIN_TEXTS:
+            continue
+        table = find_table(source)
+        if not table.texts or any(COMPRESSION.search(name) for name in table.texts):
+            continue
+        training_bytes = table.size * (1 - (source.hold_out or 0))
+        # Every text begins with BOS.
+        most_tokens = (training_bytes + len(table.texts)) * data.epochs
+        needed = int(sequences * source.weight / weights)
+        if most_tokens < needed * length:
+            problems.append(
+                f"data.source: {source.name}: holds fewer than {most_tokens / length + 1:,.0f} sequences of {length:,} "
+                f"tokens in data.epochs: {data.epochs}; {needed:,} are needed for its share; add text, raise "
+                "data.epochs, or lower training.steps"
+            )
+    return problems

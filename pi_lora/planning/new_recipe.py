@@ -122,6 +122,11 @@ def _notes(model: str, texts: Sequence[str], plan: TrainingPlan) -> Iterator[str
     if not texts:
         names = " and ".join(source.name for source in plan.recipe.data.source)
         yield f"--data: not given; the recipe reads {names}"
+    training = plan.recipe.training
+    needed = training.steps * training.global_batch_size
+    available = _sequences_of_text(plan)
+    if available < needed:
+        yield f"--data: about {available:,.0f} sequences; {needed:,} are needed, or pi-lora train refuses: add text"
     if has_chat_template(model) and not plan.recipe.data.has_chats:
         yield f"data: {NO_CHATS_WARNING}"
 
@@ -244,8 +249,8 @@ def _with_size(plan: TrainingPlan) -> TrainingPlan:
     return resized
 
 
-def _available_sequences(plan: TrainingPlan) -> float:
-    """Return the most sequences that time and text allow."""
+def _sequences_of_text(plan: TrainingPlan) -> float:
+    """Return about how many sequences the text holds, rather too few."""
     sources = plan.recipe.data.source
     num_sequences = math.inf
     for source in sources:
@@ -255,6 +260,12 @@ def _available_sequences(plan: TrainingPlan) -> float:
             # A mixture of equal shares ends when one of the sources is used up.
             mixture_tokens = training_bytes / BYTES_PER_TOKEN * len(sources)
             num_sequences = min(num_sequences, mixture_tokens / plan.sequence_tokens)
+    return num_sequences
+
+
+def _available_sequences(plan: TrainingPlan) -> float:
+    """Return the most sequences that time and text allow."""
+    num_sequences = _sequences_of_text(plan)
     share = _share_of_max_hours(plan)
     if share:
         # A run that is longer than the compared one has to end in time.
