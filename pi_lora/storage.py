@@ -95,11 +95,14 @@ def write_whole(file: Path, text: str) -> None:
     """Write a file atomically: completely or not at all, even if the machine loses power."""
     part = file.with_name(f".{file.name}.part")
     part.unlink(missing_ok=True)  # do not follow a link
-    with part.open("x", encoding="utf-8") as out:
-        out.write(text)
-        out.flush()
-        os.fsync(out.fileno())
-    part.replace(file)
+    try:
+        with part.open("x", encoding="utf-8") as out:
+            out.write(text)
+            out.flush()
+            os.fsync(out.fileno())
+        part.replace(file)
+    finally:
+        part.unlink(missing_ok=True)
 
 
 def cache_folder() -> Path:

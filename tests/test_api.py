@@ -14,6 +14,29 @@ from pi_lora.evaluation.measurement import as_json
 from pi_lora.recipe.files import dump_recipe
 
 
+def test_paths_are_taken_where_strings_are(small_model: Path, lora_run: Path, tmp_path: Path) -> None:
+    plan = pi_lora.plan("demo", {"model.name": small_model, "context.target": 128, "data.source": tmp_path}, gpu="cpu")
+    assert plan.recipe.model.name == str(small_model)
+    assert pi_lora.resolve(lora_run, base=small_model).base.name == str(small_model)
+    texts = tmp_path / "texts"
+    texts.mkdir()
+    (texts / "a.txt").write_text("Some words of a text. " * 9000)
+    for number, data in enumerate((texts, str(texts), [texts])):
+        recipe = pi_lora.new("builtin:tiny", 512, gpu="cpu", data=data, output=tmp_path / f"{number}.yaml")
+        assert str(texts) in recipe.read_text()
+
+
+def test_wrong_arguments_are_refused_before_work_begins(lora_run: Path, tmp_path: Path) -> None:
+    with pytest.raises(PiLoraError, match="progress: give a function of the work done, all work and a note"):
+        pi_lora.train("demo", output=tmp_path / "run", progress=lambda done, total: None)  # type: ignore[misc,arg-type]
+    with pytest.raises(PiLoraError, match="check: logit: is not known; choose from tensors, logits, none"):
+        pi_lora.merge(lora_run, tmp_path / "merged", check="logit")  # type: ignore[arg-type]
+    with pytest.raises(IsADirectoryError):
+        pi_lora.plan("demo", gpu="cpu", json=tmp_path)
+    assert not list(tmp_path.parent.glob(".*.part"))
+    assert list(tmp_path.iterdir()) == []
+
+
 def test_functions_return_what_commands_write(
     small_model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

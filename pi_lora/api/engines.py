@@ -23,7 +23,7 @@ def merge(
     run: AnyModel,
     output: FilePath | None = None,
     *,
-    base: str | None = None,
+    base: FilePath | None = None,
     dtype: str | None = None,
     check: Literal["tensors", "logits", "none"] = "tensors",
     sibling: bool = False,
@@ -54,7 +54,7 @@ def merge(
     """
     ui = ui_of(progress)
     with ui.working(LIBRARIES):
-        from pi_lora.merging.merging import MERGE_FILE, Merged, plan_merge
+        from pi_lora.merging.merging import CHECKS, MERGE_FILE, Merged, plan_merge
         from pi_lora.models.files import CARD
         from pi_lora.report.card import card_of
         from pi_lora.report.scores import MeasuredRun
@@ -63,6 +63,8 @@ def merge(
         from pi_lora.serving.reference import REFERENCE_FILE
         from pi_lora.storage import write_json, write_whole
 
+    if check not in CHECKS:
+        raise PiLoraError(f"check: {check}: is not known; choose from {', '.join(CHECKS)}")
     name = name_of(run)
     folder = path_of(output) if output else Path("models") / Path(name).resolve().name
     if sibling and base is None:
@@ -213,7 +215,7 @@ def check_server(
     served: str | None = None,
     tolerance: float = 0.1,
     dtype: str | None = None,
-    base: str | None = None,
+    base: FilePath | None = None,
     permissions: Permissions = NO_PERMISSIONS,
     json: FilePath | None = None,
     progress: Progress | bool | UI = False,
@@ -270,7 +272,7 @@ def write_reference(
     *,
     text: FilePath | None = None,
     dtype: str | None = None,
-    base: str | None = None,
+    base: FilePath | None = None,
     permissions: Permissions = NO_PERMISSIONS,
     progress: Progress | bool | UI = False,
 ) -> Path:
@@ -306,7 +308,7 @@ def _reference(
     text: FilePath | None,
     *,
     dtype: str | None,
-    base: str | None,
+    base: FilePath | None,
     permissions: Permissions,
     progress: Progress,
 ) -> "tuple[Reference, Callable[[], None]]":

@@ -1,5 +1,6 @@
 """The values that users give, as the package takes them: models, paths, dtypes, options, overrides and progress."""
 
+import inspect
 import json
 import os
 from collections.abc import Iterator, Mapping, Sequence
@@ -30,7 +31,7 @@ def resolve(
     model: AnyModel,
     *,
     extension: "Extension | None" = None,
-    base: str | None = None,
+    base: FilePath | None = None,
     revision: str = "main",
     permissions: Permissions = NO_PERMISSIONS,
 ) -> "ModelSource":
@@ -53,7 +54,8 @@ def resolve(
 
     if isinstance(model, str | os.PathLike):
         ask_again()
-        return resolve_model(name_of(model), extension, permissions=permissions, revision=revision, base=base)
+        named_base = optional_name(base)
+        return resolve_model(name_of(model), extension, permissions=permissions, revision=revision, base=named_base)
     source = model if isinstance(model, ModelSource) else model.source
     refuse_options(model, base=base, revision=None if revision == "main" else revision)
     if extension is None:
@@ -68,7 +70,7 @@ def load(
     extension: "Extension | None" = None,
     dtype: str | None = None,
     permissions: Permissions = NO_PERMISSIONS,
-    base: str | None = None,
+    base: FilePath | None = None,
 ) -> "LoadedModel":
     """Load a model with its scaling, ready to be measured.
 
@@ -116,6 +118,10 @@ def ui_of(progress: Progress | bool | UI) -> UI:
     if progress is False:
         return SILENT
     report = progress
+    try:
+        inspect.signature(report).bind(0, 0, "")
+    except TypeError:
+        raise PiLoraError("progress: give a function of the work done, all work and a note") from None
     return UI(progress=lambda title: nullcontext(report))
 
 
@@ -134,6 +140,11 @@ def name_of(model: AnyModel) -> str:
     if not isinstance(model, str | os.PathLike):
         return model.name
     return os.path.expanduser(os.fspath(model))
+
+
+def optional_name(name: FilePath | None) -> str | None:
+    """Return a model or text as a user names it, or None without one."""
+    return name_of(name) if name else None
 
 
 def dtype_of(dtype: str | None) -> str | None:
@@ -171,7 +182,7 @@ def as_words(overrides: Sequence[Override]) -> Iterator[str]:
             yield override
         else:
             for key, value in override.items():
-                yield f"{key}={json.dumps(value)}"
+                yield f"{key}={json.dumps(value, default=os.fspath)}"
 
 
 def join_launched_processes() -> None:

@@ -10,6 +10,7 @@ from pi_lora.api.inputs import (
     dtype_of,
     join_launched_processes,
     name_of,
+    optional_name,
     optional_path,
     path_of,
     refuse_options,
@@ -38,7 +39,7 @@ def evaluate(
     *,
     extension: "Extension | None" = None,
     dtype: str | None = None,
-    base: str | None = None,
+    base: FilePath | None = None,
     permissions: Permissions = NO_PERMISSIONS,
     json: FilePath | None = None,
     progress: Progress | bool | UI = False,
@@ -81,7 +82,7 @@ def evaluate_models(
     *,
     extension: "Extension | None" = None,
     dtype: str | None = None,
-    base: str | None = None,
+    base: FilePath | None = None,
     permissions: Permissions = NO_PERMISSIONS,
     json: FilePath | None = None,
     progress: Progress | bool | UI = False,
@@ -126,7 +127,7 @@ def evaluate_models(
 
 def evaluate_perplexity(
     model: AnyModel,
-    data: str | None = None,
+    data: FilePath | None = None,
     windows: Sequence[int] | None = None,
     *,
     stride: int | None = None,
@@ -206,10 +207,10 @@ def evaluate_passkey(
 def evaluate_run(
     run: AnyModel,
     *,
-    data: str | None = None,
+    data: FilePath | None = None,
     again: bool = False,
     dtype: str | None = None,
-    base: str | None = None,
+    base: FilePath | None = None,
     permissions: Permissions = NO_PERMISSIONS,
     progress: Progress | bool | UI = False,
 ) -> "dict[str, Scores]":
@@ -237,7 +238,7 @@ def evaluate_run(
         folder = Run(run_folder(name))
         join_launched_processes()
     resolve_run = partial(resolve, name, base=base, permissions=permissions)
-    requested = requested_of_run(folder, data)
+    requested = requested_of_run(folder, optional_name(data))
     scores = scores_of(folder, TUNED, requested, resolve_run, again=again, dtype=dtype_of(dtype), ui=ui)
     for each in scores.values():
         ui.show_table(scores_table([each]))
@@ -249,12 +250,12 @@ def compare(
     base: AnyModel,
     run: AnyModel,
     *,
-    data: str | None = None,
+    data: FilePath | None = None,
     another: bool = False,
-    chat: str | None = None,
+    chat: FilePath | None = None,
     again: bool = False,
     dtype: str | None = None,
-    moved_base: str | None = None,
+    moved_base: FilePath | None = None,
     permissions: Permissions = NO_PERMISSIONS,
     json: FilePath | None = None,
     progress: Progress | bool | UI = False,
@@ -293,8 +294,8 @@ def compare(
         resolve_named(name_of(base)),
         name_of(run),
         resolve_named,
-        {"chat": ChatOptions(data=chat, base=name_of(base))} if chat else {},
-        data=data,
+        {"chat": ChatOptions(data=name_of(chat), base=name_of(base))} if chat else {},
+        data=optional_name(data),
         another=another,
         again=again,
         dtype=dtype_of(dtype),

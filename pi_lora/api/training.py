@@ -263,7 +263,7 @@ def new(
     target: int,
     *,
     gpu: str | None = None,
-    data: Sequence[str] = (),
+    data: FilePath | Sequence[FilePath] = (),
     column: str = "text",
     probe: FilePath | None = None,
     output: FilePath | None = None,
@@ -276,7 +276,7 @@ def new(
         model: The model to extend.
         target: L', the window to extend to, in tokens.
         gpu: A device as for `plan`; by default this machine's.
-        data: Texts to tune on: files, folders, globs or hub ids.
+        data: Texts to tune on: a file, folder, glob or hub id, or several.
         column: Of rows, the column that holds the text or the chats.
         probe: A file that `probe` wrote, which names the scaling. By default the last probe of these weights, text and
             target.
@@ -289,6 +289,8 @@ def new(
         PiLoraError: No tuning of the model fits the device, or a text cannot be read.
     """
     ui = ui_of(progress)
+    given = [data] if isinstance(data, str | Path) else data
+    texts = [name_of(text) for text in given]
     with ui.working("reading model and text"):
         from pi_lora.data.sources import STDLIB
         from pi_lora.evaluation.probe import kept_probe, read_probe
@@ -302,13 +304,13 @@ def new(
             probed = read_probe(path_of(probe)).at(target).to_tune()
         else:
             kept = kept_probe(source.base, target)
-            if kept and kept.text.data in (data or [STDLIB]):
+            if kept and kept.text.data in (texts or [STDLIB]):
                 probed = kept.sections, kept.summary
         file, planned, notes = new_recipe(
             source,
             target,
             gpu=gpu,
-            texts=data,
+            texts=texts,
             column=column,
             probed=probed,
             output=optional_path(output),

@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Literal
+from typing import Literal, get_args
 
 from transformers import PreTrainedConfig, PreTrainedModel
 
@@ -23,6 +23,7 @@ from pi_lora.types import Progress
 
 MERGE_FILE = "merge.json"
 Check = Literal["tensors", "logits", "none"]
+CHECKS: tuple[Check, ...] = get_args(Check)
 # The entries of a config that a scaling changes.
 POSITION_KEYS = ("rope_parameters", "max_position_embeddings", "original_max_position_embeddings", ORIGINAL_WINDOW)
 
