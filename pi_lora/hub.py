@@ -119,13 +119,16 @@ def _problem(name: str, kind: Kind, revision: str, error: BaseException) -> str:
     if not isinstance(cause, HTTPError | ConnectionError | LocalEntryNotFoundError | RevisionResolutionError):
         return f"{name}: the hub cannot serve it ({first_line(error)}); check the name, and subset and split of data"
     reason = f"{constants.ENDPOINT} does not answer ({first_line(cause)}); check the network"
-    no_folder = ""
     if constants.HF_HUB_OFFLINE:
-        reason = "HF_HUB_OFFLINE=1 is set, or the hub did not answer"
-        no_folder = "no such folder, and "
+        reason = "the hub did not answer" if _Hub.fell_back else "HF_HUB_OFFLINE=1 is set"
     if kind == "push":
         return f"{name}: {reason}"
-    return f"{name}: {no_folder}{reason}; in the cache: {', '.join(_cached_files(name, kind)) or 'nothing of it'}"
+    cached = ", ".join(_cached_files(name, kind)) or "nothing of it"
+    if not constants.HF_HUB_OFFLINE:
+        return f"{name}: {reason}; in the cache: {cached}"
+    near = _similar_folder(name)
+    hint = f"did you mean {near}? Otherwise" if near else "correct the name, or"
+    return f"{name}: no such folder, and {reason}; in the cache: {cached}; {hint} let this machine ask the hub"
 
 
 def gated(name: str, kind: Kind) -> str:
@@ -147,7 +150,7 @@ def _telling_cause(error: BaseException) -> BaseException:
 def _similar_folder(name: str) -> str | None:
     """Return the folder here whose path is most similar to a name."""
     folders = map(str, [*Path().glob("*/"), *Path().glob("*/*/")])
-    return next(iter(difflib.get_close_matches(name, folders, n=1)), None)
+    return next(iter(difflib.get_close_matches(name, folders, n=1, cutoff=0.8)), None)
 
 
 def _cached_files(name: str, kind: Kind) -> list[str]:

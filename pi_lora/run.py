@@ -276,7 +276,11 @@ def resolve_run(name: Path, overrides: Iterable[str], output: Path | None, resum
     """
     file = find_recipe(name)
     begun_file = staging_path(name) / RECIPE_FILE
-    if resume and not file.is_file() and begun_file.is_file():
+    if resume and not file.is_file():
+        if Run(name).has_recipe:
+            raise RunExistsError(f"{name}: is finished; nothing is left to resume")
+        if not begun_file.is_file():
+            raise RunExistsError(f"{name}: no interrupted run of this name, and no such recipe; correct the name")
         return load_recipe(begun_file, overrides).recipe, output or name
     recipe = load_recipe(file, overrides).recipe
     parent = "models" if recipe.tuning.method == "full" else "adapters"
@@ -313,6 +317,8 @@ def check_output(output: Path, *, resume: bool = False) -> None:
     It exists, cannot be written, is being made by another process, or holds an interrupted run that is neither resumed
     nor removed.
     """
+    if resume and Run(output).has_recipe:
+        raise RunExistsError(f"{output}: is finished; nothing is left to resume")
     target = output.resolve()
     if target == Path.cwd() or not _is_free(target):
         raise RunExistsError(f"{output}: already exists and is not overwritten; choose another --output or remove it")

@@ -57,10 +57,10 @@ def suffix_of(name: str) -> str:
 def looks_local(name: str) -> bool:
     """Whether a source is built in or a file, folder or glob, which need not exist; a data set of the hub is not local.
 
-    >>> [looks_local(name) for name in ("./books", "~/x", "books/*.txt", "gone.jsonl", "owner/books")]
-    [True, True, True, True, False]
+    >>> [looks_local(name) for name in ("./books", "~/x", "books/", "books/*.txt", "gone.jsonl", "owner/books")]
+    [True, True, True, True, True, False]
     """
-    has_prefix = name.startswith((".", "~", "/", "builtin:"))
+    has_prefix = name.startswith((".", "~", "/", "builtin:")) or name.endswith("/")
     has_suffix = suffix_of(name) in SUFFIXES
     return has_prefix or has_suffix or glob.has_magic(name) or Path(name).exists()
 
@@ -79,8 +79,10 @@ def files_named(name: str) -> list[Path]:
     else:
         matches = map(Path, glob.iglob(str(path), recursive=True))
     files = [match for match in sorted(matches) if suffix_of(match.name) in kinds and match.is_file()]
+    if not files and path.exists():
+        raise DataError(f"{name}: holds no file of a kind that is read ({KINDS}); name others")
     if not files:
-        raise DataError(f"{name}: no such file or folder, or no file of a kind that is read ({KINDS}); name others")
+        raise DataError(f"{name}: no such file or folder; correct the path")
     return files
 
 

@@ -132,7 +132,9 @@ def _read_tree(path: Path) -> tuple[dict[str, Any], dict[KeyPath, str]]:
         content = path.read_bytes()
         node = yaml.compose(content, _Loader)
         tree = yaml.load(content, _Loader)
-    except (FileNotFoundError, IsADirectoryError):
+    except IsADirectoryError:
+        raise RecipeError([f"{path}: is a folder; name a recipe, such as the recipe.yaml of a run"]) from None
+    except FileNotFoundError:
         raise RecipeError([f"{path}: no such recipe; pi-lora recipes lists what is there"]) from None
     except yaml.MarkedYAMLError as error:
         line = error.problem_mark.line + 1 if error.problem_mark else 1

@@ -60,7 +60,16 @@ def test_ctrl_c_during_startup_is_one_line(tmp_path: Path, delay: float) -> None
     ("arguments", "line"),
     [
         (["train", "nowhere.yaml"], "nowhere.yaml: no such recipe; pi-lora recipes lists what is there"),
-        (["train", "taken"], "taken: no such recipe; pi-lora recipes lists what is there"),
+        (["train", "taken"], "taken: is a folder; name a recipe, such as the recipe.yaml of a run"),
+        (["train", "nowhere", "--resume"], "nowhere: no interrupted run of this name, and no such recipe; correct"),
+        (
+            ["eval", "perplexity", "builtin:tiny", "--data", "gone/"],
+            "gone/: no such file or folder; correct the path",
+        ),
+        (
+            ["eval", "perplexity", "builtin:tiny", "--data", "taken"],
+            "taken: holds no file of a kind that is read",
+        ),
         (["eval", "all", "builtin:tiny"], "builtin:tiny: holds no recipe.yaml; name a run folder"),
         (["train", DEMO, "context.target=200"], "context.target: 200 is not longer than the model's own window of 256"),
         (["train", DEMO, "--output", "taken"], "taken: already exists and is not overwritten"),

@@ -10,6 +10,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
+import pi_lora
 from conftest import run_command, small_recipe, train
 from pi_lora.errors import Diverged, Interrupted, RecipeError, RunExistsError
 from pi_lora.recipe.files import dump_recipe
@@ -208,6 +209,12 @@ def test_commands_name_an_interrupted_run_and_train_resumes_it(
 def test_resume_needs_an_interrupted_run(small_model: Path, tmp_path: Path) -> None:
     with pytest.raises(RunExistsError, match="no interrupted run to resume"):
         train(recipe_for(small_model), tmp_path / "run", resume=True)
+
+
+def test_a_finished_run_is_not_resumed(lora_run: Path) -> None:
+    for recipe, output in ((lora_run, None), ("demo", lora_run)):
+        with pytest.raises(RunExistsError, match="is finished; nothing is left to resume"):
+            pi_lora.train(recipe, output=output, resume=True)
 
 
 def test_divergence_stops_training_and_keeps_the_last_good_checkpoint(small_model: Path, tmp_path: Path) -> None:
