@@ -165,7 +165,10 @@ def main() -> None:
         show(rows)
         into_readme(seconds)
     console.print(f"{DEMO}/demo.png, {DEMO}/table.md, {DEMO}/scores/   {seconds:.0f} s in all\n")
-    console.print(f"Try next: .venv/bin/pi-lora eval perplexity {merged} --data README.md --windows 256,1024")
+    console.print(
+        f"Try next: .venv/bin/pi-lora eval perplexity builtin:tiny {merged} --data README.md --windows 256,1024\n"
+        "(the built-in model was trained on Python code, and reads prose badly; compare the columns)"
+    )
 
 
 if __name__ == "__main__":

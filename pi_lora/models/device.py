@@ -120,8 +120,11 @@ def versions(names: tuple[str, ...] = LIBRARIES) -> dict[str, str]:
 
 
 def hardware() -> str:
-    """Return the architecture of the processor and the number of cores."""
-    return f"{platform.machine()}, {os.cpu_count()} cores"
+    """Return the architecture of the processor, the number of cores, and how many compute if torch uses fewer."""
+    cores = os.cpu_count() or 1
+    threads = torch.get_num_threads()
+    used = f"{threads} of {cores}" if threads < cores else cores
+    return f"{platform.machine()}, {used} cores"
 
 
 def facts() -> dict[str, str]:
