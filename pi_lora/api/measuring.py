@@ -252,6 +252,7 @@ def compare(
     *,
     data: FilePath | None = None,
     another: bool = False,
+    untuned: bool = True,
     chat: FilePath | None = None,
     again: bool = False,
     dtype: str | None = None,
@@ -267,6 +268,7 @@ def compare(
         run: A run: a folder, a hub id, or what `train` returns.
         data: Measure perplexity on this text instead of the run's.
         another: Allow another model than the one that `run` was tuned from.
+        untuned: Compare also with the base under the scaling of the run, without tuning.
         chat: Also measure the assistant's turns of these chats.
         again: Measure again what has scores.
         dtype: The dtype of the weights, as for `load`.
@@ -297,6 +299,7 @@ def compare(
         {"chat": ChatOptions(data=name_of(chat), base=name_of(base))} if chat else {},
         data=optional_name(data),
         another=another,
+        untuned=untuned,
         again=again,
         dtype=dtype_of(dtype),
         ui=ui,

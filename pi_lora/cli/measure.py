@@ -248,11 +248,13 @@ def compare(
     loading: Loaded = Loading(),
     data: OtherText = None,
     another: Annotated[bool, Parameter(help="BASE is another model than the one that RUN was tuned from.")] = False,
+    untuned: Annotated[bool, Parameter(help="Also the base under RUN's scaling without tuning.")] = True,
     chat: Annotated[str | None, Parameter(help="Also the assistant's turns of these chats.")] = None,
     again: Again = False,
     json: JsonFile = None,
 ) -> None:
-    """Compare a run with its base: what the extension gained and cost, with 95 % intervals.
+    """Compare a run with its base: what the extension gained and cost, and what the tuning added to the scaling, with
+    95 % intervals.
 
     Scores are read from RUN/scores; those that RUN's recipe names and that are missing are measured and kept there.
     Another measurement joins with pi-lora eval NAME RUN --json RUN/scores/NAME.json.
@@ -262,6 +264,7 @@ def compare(
         run,
         data=data,
         another=another,
+        untuned=untuned,
         chat=chat,
         again=again,
         dtype=loading.dtype,

@@ -23,7 +23,7 @@ from pi_lora.models.loaded import LoadedModel, load_model
 from pi_lora.models.source import ModelSource
 from pi_lora.recipe.evaluation import Evaluation, PasskeyOptions, PerplexityOptions
 from pi_lora.recipe.section import Section
-from pi_lora.run import BASE, Run, check_tuned
+from pi_lora.run import TUNED, Run, check_tuned
 from pi_lora.storage import check_can_write, first_problem, read_json, write_json
 from pi_lora.types import SILENT, UI, Progress, silent
 
@@ -96,8 +96,8 @@ def scores_of(
 ) -> dict[str, Scores]:
     """Return scores of a run, or of the base of a run, by the names of the score files.
 
-    Files are read if they were measured with the `requested` options, those of the run itself also if they hold more.
-    The others are measured, on the model that `resolve` returns; with `again`, all of them. They are written
+    Files are read if they were measured with the `requested` options, those of the run itself also if they hold more:
+    the base and the untuned model are compared with scores of the run. The others are measured, on the model that `resolve` returns; with `again`, all of them. They are written
     unless the file holds more.
     """
     files = {name: run.scores_file(name, stage) for name in requested}
@@ -107,9 +107,9 @@ def scores_of(
         if scores is None:
             continue
         # Options that are not requested may differ in scores of the run itself.
-        differing = set(differences(section, scores, exclude_defaults=stage != BASE))
+        differing = set(differences(section, scores, exclude_defaults=stage == TUNED))
         smaller = smaller_amounts(section, scores)
-        if not again and (not differing or (stage != BASE and differing <= smaller)):
+        if not again and (not differing or (stage == TUNED and differing <= smaller)):
             scores_by_name[name] = scores
         elif smaller:
             ui.say(f"{files.pop(name)}: holds a larger measurement and is kept; remove it to replace it")

@@ -22,7 +22,7 @@ from pi_lora.models.files import CARD, is_local, model_folder, public_name, read
 from pi_lora.recipe.schema import Recipe
 from pi_lora.report.scores import MeasuredRun, eval_results, literal, public_setting, scores_section
 from pi_lora.report.verdict import verdict_of
-from pi_lora.run import BASE, check_tuned
+from pi_lora.run import BASE, STEP_0, check_tuned
 from pi_lora.scaling.config import full_attention_rope, method_of, scale_of, window_of
 from pi_lora.storage import write_whole
 from pi_lora.types import Json
@@ -178,7 +178,8 @@ def _scores_section(run: MeasuredRun) -> str:
     if run.merged and run.scores:
         paragraphs.append("With the adapter, before it was merged:")
     base = {name: stages[BASE] for name, stages in run.scores.items() if BASE in stages}
-    verdict = verdict_of(base, run.last_scores, run.metadata.original)
+    untuned = {name: stages[STEP_0] for name, stages in run.scores.items() if STEP_0 in stages}
+    verdict = verdict_of(base, untuned, run.last_scores, run.metadata.original)
     if verdict:
         paragraphs.append("\n".join(f"- **{label}**: {literal(text)}." for label, text in verdict.items()))
     elif not run.scores:

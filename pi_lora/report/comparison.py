@@ -3,7 +3,8 @@
 Both models read the same documents, prompts and examples: where both results hold the outcomes, differences are paired.
 """
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
+from functools import partial
 
 from pydantic import BaseModel
 from rich.table import Table
@@ -19,11 +20,11 @@ from pi_lora.evaluation.suite import (
     scores_of,
     setting_of,
 )
-from pi_lora.models.resolve import run_folder
+from pi_lora.models.resolve import extension_of, run_folder
 from pi_lora.models.source import ModelSource
 from pi_lora.report.scores import MeasuredRun, shown_metrics
 from pi_lora.report.verdict import verdict_of
-from pi_lora.run import BASE, TUNED
+from pi_lora.run import BASE, STEP_0, TUNED
 from pi_lora.types import UI
 
 # Formats of values by unit; other values have three decimals.
@@ -37,9 +38,11 @@ class Comparison(BaseModel):
         base: The name of the base, with a remark if it is not the base of the run.
         run: The name of the run.
         original: The original window (L) in tokens, if it is known.
-        verdict: How far the run reads, what it finds and what short inputs lost, in words (`verdict_of`).
+        verdict: How far the run reads, what it finds, what the tuning added and what short inputs lost, in words
+            (`verdict_of`).
         settings: The text and settings of both models, by measurement.
         rows: A row for each metric.
+        untuned: The same rows beside the base under the scaling of the run, without tuning; empty if not measured.
     """
 
     base: str
@@ -48,6 +51,7 @@ class Comparison(BaseModel):
     verdict: dict[str, str] = {}
     settings: dict[str, str] = {}
     rows: list[Row] = []
+    untuned: list[Row] = []
 
 
 def compare_run(
@@ -58,6 +62,7 @@ def compare_run(
     *,
     data: str | None,
     another: bool,
+    untuned: bool,
     again: bool,
     dtype: str | None,
     ui: UI,
@@ -74,6 +79,7 @@ def compare_run(
         requested: Further measurements, with options.
         data: Another text for perplexity than the run's.
         another: Allow a `base` that the run was not tuned from.
+        untuned: Compare also with the base under the scaling of the run, without tuning.
         again: Measure again what has scores.
         dtype: The dtype of the weights.
         ui: Shows the work.
@@ -92,18 +98,25 @@ def compare_run(
     run_scores = scores_of(folder, TUNED, all_requested, lambda: resolve(run), again=again, dtype=dtype, ui=ui)
     used_options = {name: scores.options for name, scores in run_scores.items()}
     base_name = base.name
+    untuned_scores: Mapping[str, Scores] = {}
     if is_base:
         base_scores = scores_of(folder, BASE, used_options, lambda: base, again=again, dtype=dtype, ui=ui)
+        extension = extension_of(folder.recipe)
+        if untuned and extension and extension.scaling != "direct":
+            extended = partial(base.extended, extension)
+            untuned_scores = scores_of(folder, STEP_0, used_options, extended, again=again, dtype=dtype, ui=ui)
     else:
         base_name += " (another model)"
         measured = evaluate([base], used_options, {}, dtype=dtype, ui=ui)
         base_scores = {name: scores[0] for name, scores in measured.items()}
     original = folder.metadata.original
-    verdict = verdict_of(base_scores, run_scores, original)
+    verdict = verdict_of(base_scores, untuned_scores, run_scores, original)
     comparison = Comparison(base=base_name, run=run, original=original, verdict=verdict)
     for name, scores in run_scores.items():
         rows = list(compare(base_scores[name], scores))
         comparison.rows.extend(rows)
+        if name in untuned_scores:
+            comparison.untuned.extend(compare(untuned_scores[name], scores))
         comparison.settings[name] = setting_of(scores)
         if not rows:
             comparison.settings[name] += "; not compared: the base reads other tokens"

@@ -1,4 +1,6 @@
-"""The verdict on an extension in three lines: how far the model reads, what it finds, and what short inputs lost."""
+"""The verdict on an extension in four lines: how far the model reads, what it finds, what the tuning added to the scaling,
+and what short inputs lost.
+"""
 
 from collections.abc import Iterator, Mapping
 
@@ -8,43 +10,58 @@ from pi_lora.evaluation.suite import differences
 from pi_lora.report.scores import shown_metrics
 
 PASSKEYS = "passkeys retrieved"
-# Measurements whose inputs are short.
+# Measurements of retrieval, and those whose inputs are short.
+RETRIEVAL = ("passkey", "ruler")
 SHORT = ("benchmarks", "chat")
 
 
-def verdict_of(base: Mapping[str, Scores], run: Mapping[str, Scores], original: int | None) -> dict[str, str]:
-    """Return in words how far a run reads, what it finds, and what became of short inputs.
+def verdict_of(
+    base: Mapping[str, Scores], untuned: Mapping[str, Scores], run: Mapping[str, Scores], original: int | None
+) -> dict[str, str]:
+    """Return in words how far a run reads, what it finds, what the tuning added, and what became of short inputs.
 
     Args:
         base: The scores of the base by measurement. Those with other options than the run's do not count.
+        untuned: The scores of the base under the scaling of the run, without tuning, likewise.
         run: The scores of the run by measurement. What was not measured has no line.
         original: The original window (L) in tokens.
     """
     lines = {}
     finds = []
+    tuning: list[str] = []
     costs: list[str] = []
     for name, scores in run.items():
-        before: dict[str, Metric] = {}
-        if name in base and not differences(base[name].options, scores):
-            before = shown_metrics(base[name])
+        before = _comparable(base, name, scores)
+        without_tuning = _comparable(untuned, name, scores)
         after = list(shown_metrics(scores).values())
         if scores.measurement == "perplexity":
             lines["Reads"] = _reads(before, after, original)
+            tuning += _changes(without_tuning, [_farthest(after)])
             in_original = [metric for metric in after if metric.at == original]
-            costs = [*_costs(before, in_original), *costs]
-        if scores.measurement == "passkey":
-            finds.append(_finds(before, [metric for metric in after if metric.label == PASSKEYS] or after))
-        if scores.measurement == "ruler":
-            finds.append(_finds(before, [metric for metric in after if metric.label == "RULER"]))
+            costs = [*_changes(before, in_original), *costs]
+        if scores.measurement in RETRIEVAL:
+            found = _farthest([metric for metric in after if metric.label in (PASSKEYS, "RULER")] or after)
+            finds.append(_finds(before, found))
+            tuning += _changes(without_tuning, [found])
         if scores.measurement in SHORT:
-            costs += _costs(before, after)
+            costs += _changes(before, after)
     if finds:
         lines["Finds"] = "; ".join(finds)
+    if tuning:
+        lines["Beside the untuned scaling"] = "; ".join(tuning)
     if costs:
         lines["Short inputs"] = "; ".join(costs)
     elif run:
         lines["Short inputs"] = "the base was not measured in the same way"
     return lines
+
+
+def _comparable(others: Mapping[str, Scores], name: str, scores: Scores) -> Mapping[str, Metric]:
+    """Return the metrics of another model by heading, if it was measured with the options of `scores`."""
+    other = others.get(name)
+    if other is None or other is scores or differences(other.options, scores):
+        return {}
+    return shown_metrics(other)
 
 
 def _reads(before: Mapping[str, Metric], after: list[Metric], original: int | None) -> str:
@@ -58,9 +75,8 @@ def _reads(before: Mapping[str, Metric], after: list[Metric], original: int | No
     return line
 
 
-def _finds(before: Mapping[str, Metric], after: list[Metric]) -> str:
+def _finds(before: Mapping[str, Metric], farthest: Metric) -> str:
     """Return what the run finds in the longest context, and what the base finds there."""
-    farthest = _farthest(after)
     line = f"{_amount(farthest)} in {farthest.at:,} tokens"
     if farthest.heading in before:
         line += f", the base {_amount(before[farthest.heading])}"
@@ -83,11 +99,12 @@ def _amount(metric: Metric) -> str:
     return f"{count} ({low:.0f} to {high:.0f} %)"
 
 
-def _costs(before: Mapping[str, Metric], after: list[Metric]) -> Iterator[str]:
-    """Yield the changes of metrics that the base has too."""
+def _changes(before: Mapping[str, Metric], after: list[Metric]) -> Iterator[str]:
+    """Yield the changes of metrics from those of another model, as far as it has them."""
     for metric in after:
-        if metric.heading in before:
-            yield f"{metric.heading} {_in_words(change_of(before[metric.heading], metric))}"
+        other = before.get(metric.heading)
+        if other and metric.compares_with(other):
+            yield f"{metric.heading} {_in_words(change_of(other, metric))}"
 
 
 def _in_words(row: Row) -> str:

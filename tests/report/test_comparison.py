@@ -210,8 +210,13 @@ def test_compare_measures_missing_scores_on_a_named_text(
     assert "data novel.txt, split test, column text, windows 128, " in " ".join(out.split())
     assert "novel.txt" in json.loads(Path("compared.json").read_text())["settings"]["perplexity-text_novel_txt"]
     kept = {file.stem: json.loads(file.read_text()) for file in Path("run/scores").iterdir()}
-    assert set(kept) == {"perplexity-text_novel_txt", "perplexity-text_novel_txt-base", "passkey", "passkey-base"}
-    assert kept["passkey-base"]["model"] == str(small_model)
+    names = {f"{name}{stage}" for name in ("perplexity-text_novel_txt", "passkey") for stage in ("", "-base", "-step-0")}
+    assert set(kept) == names
+    assert kept["passkey-base"]["model"] == kept["passkey-step-0"]["model"] == str(small_model)
+    assert [kept[name]["scaling"] for name in ("passkey-base", "passkey-step-0", "passkey")] == [None, "pi", "pi"]
+    assert "Beside the untuned scaling: " in out
+    untuned = json.loads(Path("compared.json").read_text())["untuned"]
+    assert {row["measurement"] for row in untuned} == {"perplexity at 128", "k_max at 256", "passkeys retrieved at 256"}
     assert kept["perplexity-text_novel_txt"]["options"] == kept["perplexity-text_novel_txt-base"]["options"]
     assert run_captured(capsys, monkeypatch, "compare", str(small_model), "run", *words) == (0, out, "")
     shutil.copytree(small_model, "moved")

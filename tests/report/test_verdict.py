@@ -23,8 +23,10 @@ def outcomes(k_max: int) -> dict[str, Any]:
 
 def verdict(model: Path, folder: Path, scores: dict[str, Any]) -> dict[str, str]:
     run = MeasuredRun(make_run(model, folder / "run", scores))
-    base = {name: stages["base"] for name, stages in run.scores.items() if "base" in stages}
-    return verdict_of(base, run.last_scores, run.metadata.original)
+    base, untuned = (
+        {name: stages[stage] for name, stages in run.scores.items() if stage in stages} for stage in ("base", "step 0")
+    )
+    return verdict_of(base, untuned, run.last_scores, run.metadata.original)
 
 
 def test_the_verdict_says_how_far_it_reads_what_it_finds_and_what_it_cost(small_model: Path, tmp_path: Path) -> None:
@@ -37,7 +39,7 @@ def test_the_verdict_says_how_far_it_reads_what_it_finds_and_what_it_cost(small_
         "benchmarks": benchmarks(0.75, 0.04),
     }
     lines = verdict(small_model, tmp_path, scores)
-    assert list(lines) == ["Reads", "Finds", "Short inputs"]
+    assert list(lines) == ["Reads", "Finds", "Beside the untuned scaling", "Short inputs"]
     assert lines["Reads"] == (
         "128 tokens with a perplexity of 7.125; the base reads 64 tokens with 8.500: 16.2 % better, no interval"
     )
@@ -48,6 +50,27 @@ def test_the_verdict_says_how_far_it_reads_what_it_finds_and_what_it_cost(small_
     assert lines["Short inputs"] == (
         "perplexity at 64 5.9 % worse, no interval; boolq (0-shot) within noise (-11.9 to +11.9 points)"
     )
+
+
+def test_the_verdict_says_what_the_tuning_added_to_the_scaling(small_model: Path, tmp_path: Path) -> None:
+    """A short tuning lost passkeys that the untuned scaling finds, and the table showed a gain over the base."""
+    scores = {
+        "perplexity-base": perplexity(8.5, 60.0),
+        "perplexity-step-0": perplexity(9.5, 7.5),
+        "perplexity": perplexity(9.0, 7.125),
+        "passkey-base": outcomes(32),
+        "passkey-step-0": outcomes(128),
+        "passkey": outcomes(64),
+    }
+    lines = verdict(small_model, tmp_path, scores)
+    assert lines["Beside the untuned scaling"] == (
+        "passkeys retrieved at 128 50.0 points worse (-72.1 to -16.8 points); "
+        "perplexity at 128 5.0 % better, no interval"
+    )
+    scores["perplexity-step-0"] = perplexity(9.5, 7.5, "other")
+    scores["passkey"] = scores["passkey-step-0"]
+    lines = verdict(small_model, tmp_path / "other", scores)
+    assert lines["Beside the untuned scaling"] == "passkeys retrieved at 128 within noise (-15.4 to +15.4 points)"
 
 
 NO_BASE = "the base was not measured in the same way"
