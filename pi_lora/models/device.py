@@ -22,6 +22,8 @@ LIBRARIES = ("pi-lora", "torch", "transformers", "trl", "peft", "accelerate", "d
 OPTIONAL_LIBRARIES = ("bitsandbytes", "flash-attn", "liger-kernel", "lm-eval", "kernels", "vllm")
 # Autocast converts what it multiplies, so bfloat16 has to be this many times as fast to gain anything.
 MIN_BFLOAT16_SPEEDUP = 1.2
+# The size of the square matrices whose product tells the speed of a processor.
+PRODUCT_SIZE = 256
 
 
 def device() -> torch.device:
@@ -40,15 +42,28 @@ def has_fast_bfloat16() -> bool:
     return has_bfloat16_instructions() and bfloat16_speed() > MIN_BFLOAT16_SPEEDUP
 
 
-@functools.cache
 def bfloat16_speed() -> float:
-    """Measure how many times as fast as in float32 this processor multiplies matrices in bfloat16: once, in 20 ms.
+    """Return how many times as fast as in float32 this processor multiplies matrices in bfloat16."""
+    rates = _processor_rates(torch.float32, torch.bfloat16)
+    return rates[torch.bfloat16] / rates[torch.float32]
+
+
+def processor_peak() -> float:
+    """Return the FLOP/s of this processor in products of matrices, of all threads, in the dtype that trainings use."""
+    dtype = torch.bfloat16 if has_fast_bfloat16() else torch.float32
+    [rate] = _processor_rates(dtype).values()
+    return rate * torch.get_num_threads()
+
+
+@functools.cache
+def _processor_rates(*dtypes: torch.dtype) -> dict[torch.dtype, float]:
+    """Measure the FLOP/s of this processor in products of matrices, by dtype: once, in 20 ms with fast instructions.
 
     A run that is resumed has to compute as it did before, so other work must not change the result. The best of twenty
     short rounds counts, alternating between the dtypes. There is one thread: other work would delay one of several.
     """
-    best = {torch.float32: math.inf, torch.bfloat16: math.inf}
-    pairs = {dtype: torch.ones(2, 256, 256, dtype=dtype) for dtype in best}
+    best = dict.fromkeys(dtypes, math.inf)
+    pairs = {dtype: torch.ones(2, PRODUCT_SIZE, PRODUCT_SIZE, dtype=dtype) for dtype in dtypes}
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
     for _ in range(20):
@@ -57,7 +72,7 @@ def bfloat16_speed() -> float:
             left @ right
             best[dtype] = min(best[dtype], time.perf_counter() - begin)
     torch.set_num_threads(threads)
-    return best[torch.float32] / best[torch.bfloat16]
+    return {dtype: 2 * PRODUCT_SIZE**3 / seconds for dtype, seconds in best.items()}
 
 
 def dtype_named(name: str) -> torch.dtype:

@@ -1,26 +1,23 @@
 """The devices that can be planned for, with memory and peak FLOP/s."""
 
-import os
 import re
-import sys
 from dataclasses import dataclass, replace
 
 from pi_lora.errors import PiLoraError
-from pi_lora.models.host import has_bfloat16_instructions, host_memory
+from pi_lora.models.host import host_memory
 from pi_lora.recipe.schema import Recipe
 
 CPU = "cpu"
 MIB = 2**20
 GIB = 2**30
-# Device files of GPUs under the drivers of NVIDIA and AMD, and under WSL.
-GPU_NODES = ("/dev/nvidiactl", "/dev/kfd", "/dev/dxg")
 
 
 @dataclass(frozen=True)
 class Gpu:
     """A device with its memory in bytes and, if known, its dense peak in FLOP/s.
 
-    The peak is for bfloat16 with float32 accumulation, for float16 on a GPU without bfloat16, and for float32 on a CPU.
+    The peak is for bfloat16 with float32 accumulation, for float16 on a GPU without bfloat16, and for float32 on a CPU
+    without fast bfloat16. That of this machine's CPU is measured.
     `host` is the memory of the host in bytes, known for the device of this machine only.
     """
 
@@ -92,23 +89,18 @@ def gpu_of_device(device_name: str, memory: int) -> Gpu:
 
 
 def device_here() -> Gpu:
-    """Return this machine's GPU, or the CPU with the memory that this process may use. The import of torch takes
-    seconds, so it is left out if there is no GPU, and no CPU whose speed in bfloat16 must be measured.
-    """
+    """Return this machine's GPU, or the CPU with the memory that this process may use and the measured speed."""
+    import torch
+
+    from pi_lora.models.device import has_fast_bfloat16, processor_peak
+
     host = host_memory()[0]
-    here = replace(GPUS[CPU], memory=host)
-    # Only Linux shows without torch whether a GPU has a driver.
-    may_have_gpu = sys.platform != "linux" or any(map(os.path.exists, GPU_NODES))
-    if may_have_gpu or has_bfloat16_instructions():
-        import torch
-
-        from pi_lora.models.device import has_fast_bfloat16
-
-        if torch.cuda.is_available():
-            gpu = torch.cuda.get_device_properties(0)
-            here = gpu_of_device(gpu.name, gpu.total_memory)
-        here = replace(here, bfloat16=has_fast_bfloat16())
-    return replace(here, host=host)
+    if torch.cuda.is_available():
+        gpu = torch.cuda.get_device_properties(0)
+        here = gpu_of_device(gpu.name, gpu.total_memory)
+    else:
+        here = replace(GPUS[CPU], memory=host, peak=processor_peak())
+    return replace(here, bfloat16=has_fast_bfloat16(), host=host)
 
 
 def device_for(recipe: Recipe, option: str | None = None) -> Gpu:

@@ -15,9 +15,11 @@ from pi_lora.types import Json
 
 # The share of the peak of a device that a run is assumed to reach, with recomputation counted as work: measured on an
 # H200 with LLaMA-7B at 16k (docs/performance.md). Published runs of full tuning: Qwen3-8B at 1M tokens on 8 H100 (TRL's
-# long-context guide: 380 s per step, 0.45) and LLaMA-7B at 64k on 8 A100 (EasyContext: 10,240 tokens/s, 0.50). A CPU's
-# share gives the 760 steps of the demo the five minutes that they take on two cores.
-ASSUMED_UTILIZATION = {"full": 0.46, "lora": 0.40, "qlora": 0.39, "cpu": 0.38}
+# long-context guide: 380 s per step, 0.45) and LLaMA-7B at 64k on 8 A100 (EasyContext: 10,240 tokens/s, 0.50).
+ASSUMED_UTILIZATION = {"full": 0.46, "lora": 0.40, "qlora": 0.39}
+# The same of a CPU, of the measured speed of products of matrices: the built-in model reached 35 % of it on two cores
+# without AVX-512, SmolLM2-135M 42 %. In bfloat16 all else takes a larger share of the time.
+CPU_UTILIZATION = {"float32": 0.38, "bfloat16": 0.28}
 
 
 @dataclass(frozen=True)
@@ -99,7 +101,7 @@ class TrainingPlan:
     def utilization(self) -> float:
         """The assumed share of the peak of the devices."""
         if self.gpu.name == CPU:
-            return ASSUMED_UTILIZATION[CPU]
+            return CPU_UTILIZATION["bfloat16" if self.gpu.bfloat16 else "float32"]
         return ASSUMED_UTILIZATION[self.recipe.tuning.method]
 
     @property

@@ -100,8 +100,15 @@ def test_the_speed_is_measured_on_one_thread_and_leaves_the_threads(monkeypatch:
     monkeypatch.setattr(torch, "get_num_threads", lambda: 5)
     monkeypatch.setattr(torch, "set_num_threads", asked.append)
     monkeypatch.setattr(devices.time, "perf_counter", lambda: next(ticks))
-    assert devices.bfloat16_speed.__wrapped__() == 1.5
+    rates = devices._processor_rates.__wrapped__(torch.float32, torch.bfloat16)
+    assert rates == {torch.float32: 2 * 256**3 / 3, torch.bfloat16: 256**3}
     assert asked == [1, 5]
+    monkeypatch.setattr(devices, "_processor_rates", lambda *dtypes: {each: rates[each] for each in dtypes})
+    assert devices.bfloat16_speed() == 1.5
+    monkeypatch.setattr(devices, "has_fast_bfloat16", lambda: False)
+    assert devices.processor_peak() == pytest.approx(5 * 2 * 256**3 / 3)
+    monkeypatch.setattr(devices, "has_fast_bfloat16", lambda: True)
+    assert devices.processor_peak() == 5 * 256**3
 
 
 @pytest.mark.parametrize(
