@@ -78,7 +78,10 @@ __all__ = [
 def __getattr__(name: str) -> object:
     """Import what needs torch only when it is asked for, so that the command line starts at once."""
     import importlib
+    import importlib.metadata
 
+    if name == "__version__":
+        return importlib.metadata.version("pi-lora")
     if name in CLASSES:
         return getattr(importlib.import_module(CLASSES[name]), name)
     if name in __all__:

@@ -1,5 +1,6 @@
 """What `import pi_lora` offers: quickly, documented, and the same as the commands."""
 
+import importlib.metadata
 import inspect
 import subprocess
 import sys
@@ -13,6 +14,7 @@ CLASSES = ["Extension", "LoadedModel", "ModelSource", "Permissions", "PiLoraErro
 
 
 def test_every_export_exists_and_is_documented() -> None:
+    assert pi_lora.__version__ == importlib.metadata.version("pi-lora")
     assert dir(pi_lora) == pi_lora.__all__ == [*CLASSES, *sorted(FUNCTIONS)]
     for name in pi_lora.__all__:
         assert getattr(pi_lora, name).__doc__

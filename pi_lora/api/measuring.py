@@ -132,6 +132,7 @@ def evaluate_perplexity(
     *,
     stride: int | None = None,
     documents: int | None = None,
+    truncate: int | None = None,
     progress: Progress | bool | UI = False,
 ) -> "PerplexityScores":
     """Measure sliding-window perplexity as `pi-lora eval perplexity` does (paper, section 3.2).
@@ -143,6 +144,7 @@ def evaluate_perplexity(
         windows: Lengths in tokens; by default the model's window and its halves down to 256.
         stride: Tokens that a window moves; by default 256, or half the shortest window where that is less.
         documents: Only the first so many that are at least as long as the longest window.
+        truncate: Read this many tokens of a document, from the start; by default all.
         progress: Whether to show a progress bar, or a function that is called with the work done and all work.
 
     Returns:
@@ -160,6 +162,7 @@ def evaluate_perplexity(
         windows=windows,
         stride=stride,
         documents=documents,
+        truncate=truncate,
         progress=progress,
     )
     return cast("PerplexityScores", scores)

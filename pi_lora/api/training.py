@@ -111,7 +111,8 @@ def resolve_training(
         source = check(resolved, output, resume=resume, permissions=permissions, ask_hub=ask_hub)
         job = TrainingJob(resolved, source, output, resume)
         lines = plan_or_refuse(job.source.base.name, job.plan, force=force or resume)
-        lines += better_scaling(source.base, resolved.context.target, resolved.scaling)
+        if not resume:
+            lines += better_scaling(source.base, resolved.context.target, resolved.scaling)
         if any(text.select and text.select.by == "gain" for text in resolved.data.source):
             lines.append("data: the base scores the documents before they are packed, if their scores are not cached")
     for line in lines:
@@ -306,6 +307,7 @@ def new(
             kept = kept_probe(source.base, target)
             if kept and kept.text.data in (texts or [STDLIB]):
                 probed = kept.sections, kept.summary
+                ui.say(f"scaling: {kept.best}, which a probe of this model and text recommends; --probe names another")
         file, planned, notes = new_recipe(
             source,
             target,

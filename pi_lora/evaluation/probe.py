@@ -107,6 +107,16 @@ class TargetResult(BaseModel):
         """The options that name the text, the same for all scalings."""
         return self.scalings[self.best].perplexity.options
 
+    @property
+    def trials(self) -> int:
+        """The number of passkeys that each promising scaling was asked."""
+        retrieved = self.scalings[self.best].retrieved
+        return len(retrieved.values) if retrieved else 0
+
+    def holds_more_than(self, other: "TargetResult") -> bool:
+        """Whether another result was measured on the same text with fewer passkeys."""
+        return self.text.data == other.text.data and self.trials > other.trials
+
     def to_tune(self) -> tuple[Json, str] | None:
         """Return the sections of a recipe and the summary; None if the best is for comparison only. Raise ModelError if
         that one needs no tuning.
@@ -189,8 +199,10 @@ def probe(
         )
         if is_main_process():
             for result in results:
-                kept = probed.model_copy(update={"targets": [result]})
-                write_json(_kept_file(base.name, result.target), kept.as_json())
+                before = kept_probe(base.base, result.target)
+                if before is None or not before.holds_more_than(result):
+                    kept = probed.model_copy(update={"targets": [result]})
+                    write_json(_kept_file(base.name, result.target), kept.as_json())
             if json:
                 write_json(json, probed.as_json())
     return probed
@@ -337,8 +349,8 @@ def next_command(probed: Probe, result: TargetResult, json: Path | None) -> str:
 
 
 def kept_probe(base: Base, target: int) -> TargetResult | None:
-    """Return the last probe of these weights at a target, from the cache; None without one that recommends a scaling
-    to tune from.
+    """Return the last probe of these weights at a target, from the cache, or a larger one before it; None without one
+    that recommends a scaling to tune from.
     """
     file = _kept_file(base.name, target)
     if not file.is_file():

@@ -96,9 +96,9 @@ def scores_of(
 ) -> dict[str, Scores]:
     """Return scores of a run, or of the base of a run, by the names of the score files.
 
-    Files are read if they were measured with the `requested` options, those of the run itself also if they hold more:
-    the base and the untuned model are compared with scores of the run. The others are measured, on the model that `resolve` returns; with `again`, all of them. They are written
-    unless the file holds more.
+    Files are read if they were measured with the `requested` options, those of the run itself also if they hold more.
+    The others are measured, on the model that `resolve` returns; with `again`, all of them. They are written unless the
+    file holds more.
     """
     files = {name: run.scores_file(name, stage) for name in requested}
     scores_by_name: dict[str, Scores] = {}

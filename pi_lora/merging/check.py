@@ -89,8 +89,10 @@ def check_tensors(run: Path, tensors: Sequence[OutputTensor], folder: Path, prog
 
     in_threads(check, tensors, progress=progress, note="checking")
     num_sums = sum(1 for tensor in tensors if tensor.delta is not None)
-    num_copies = len(tensors) - num_sums
-    return f"checked: {num_sums} tensors are base + adapter, {num_copies} are copies"
+    num_trained = sum(1 for tensor in tensors if tensor.source.path != tensor.file)
+    num_copies = len(tensors) - num_sums - num_trained
+    trained = f"{num_trained} were trained in full"
+    return f"checked: {num_sums} tensors are base + adapter, {trained}, {num_copies} are the base's"
 
 
 def _is_written(tensor: OutputTensor, stored: StoredTensor | None) -> bool:

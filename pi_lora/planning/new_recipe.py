@@ -199,7 +199,7 @@ def choose(first: TrainingPlan) -> TrainingPlan:
 def candidates(first: TrainingPlan) -> Iterator[Changes]:
     """Yield every candidate, the best first.
 
-    Embeddings and norms train, since without them LoRA stays far behind full tuning (LongLoRA); with a large
+    Embeddings and norms train, without which LoRA was far behind full tuning in LongLoRA; with a large
     vocabulary, norms alone. Contiguous sequences come before PoSE, long sequences before short ones, LoRA before QLoRA,
     and last the changes that cost time.
     """

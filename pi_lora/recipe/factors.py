@@ -3,7 +3,7 @@
 from pathlib import Path
 from typing import Annotated, Any
 
-from pydantic import BeforeValidator, Field, PositiveFloat
+from pydantic import BeforeValidator, Field, PositiveFloat, PositiveInt
 
 from pi_lora.errors import PiLoraError
 from pi_lora.recipe.section import LIST, Section
@@ -19,15 +19,24 @@ class Factors(Section):
     """Divisor of every rotary frequency, the highest frequency first."""
     attention_factor: PositiveFloat = 1.0
     """Factor of cosines and sines, as in YaRN."""
+    searched: Annotated[tuple[PositiveInt, PositiveInt], LIST] | None = None
+    """Windows L and L' of a search, in tokens; a recipe with other windows is refused."""
 
 
 class _SearchFile(Factors, extra="ignore"):
     """A file of `pi-lora search`, which holds more."""
 
+    original: int | None = None
+    target: int | None = None
+
 
 def read_factors(file: Path) -> Factors:
     """Read a file that `pi-lora search` wrote; raise ModelError if it holds no factors."""
-    return Factors.model_validate(read_json(file, _SearchFile, ADVICE).model_dump())
+    content = read_json(file, _SearchFile, ADVICE)
+    factors = Factors(factors=content.factors, attention_factor=content.attention_factor)
+    if content.original and content.target:
+        return factors.changed(searched=(content.original, content.target))
+    return factors
 
 
 def _as_factors(value: Any) -> Any:

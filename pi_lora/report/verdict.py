@@ -1,5 +1,5 @@
-"""The verdict on an extension in four lines: how far the model reads, what it finds, what the tuning added to the scaling,
-and what short inputs lost.
+"""The verdict on an extension in four lines: how far the model reads, what it finds, what the tuning added to the
+scaling, and what short inputs lost.
 """
 
 from collections.abc import Iterator, Mapping

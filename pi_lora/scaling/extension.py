@@ -44,8 +44,9 @@ LLAMA3_BANDS = {"low_freq_factor": 1.0, "high_freq_factor": 4.0}
 @dataclass(frozen=True)
 class Extension:
     """The extension of an unextended base to `target` tokens. `original` is the window L, by default read from the
-    config. `theta` is the new base of the frequencies for the scaling `theta`, by default NTK-aware. `factors` and
-    `attention_factor` are those of `factors`: a divisor of each frequency, and a factor of cosines and sines.
+    config. `theta` is the new base of the frequencies for the scaling `theta`, by default NTK-aware. `factors`,
+    `attention_factor` and `searched` are those of the scaling `factors`: a divisor of each frequency, a factor of
+    cosines and sines, and the windows L and L' that the divisors were searched for.
     """
 
     target: int
@@ -54,6 +55,7 @@ class Extension:
     theta: float | None = None
     factors: tuple[float, ...] | None = None
     attention_factor: float = 1.0
+    searched: tuple[int, int] | None = None
 
     def original_of(self, config: Config) -> int:
         """Return the original window L of the model in tokens."""
@@ -104,6 +106,8 @@ def check_extendable(config: Config, extension: Extension) -> None:
         problem = f"context.target: {target} is not longer than the model's own window of {original}; nothing to extend"
     elif model_type in LOCAL_ROPE_ONLY:
         problem = f"model of type {model_type}: only its local-attention layers are rotary; nothing to interpolate"
+    elif method not in get_args(Method):
+        problem = f"scaling: {method}: no such scaling; choose from {', '.join(suitable)}"
     elif method not in suitable:
         kind = full_attention_rope(config)["rope_type"]
         advice = f"use {' or '.join(suitable)}" if suitable else "start from an unextended base"
@@ -127,6 +131,11 @@ def _factors_problem(config: Config, extension: Extension) -> str | None:
     frequencies = len(rotary_frequencies_of(config))
     if len(factors) != frequencies:
         return f"context.factors: {len(factors)} numbers; the model has {frequencies} rotary frequencies"
+    windows = (extension.original_of(config), extension.target)
+    if extension.searched and extension.searched != windows:
+        searched = "{:,} to {:,} tokens".format(*extension.searched)
+        asked = "{:,} to {:,}".format(*windows)
+        return f"context.factors: were searched for {searched}, not {asked}; search again for this model and target"
     if extension.attention_factor != 1 and config.get("model_type") in LONGROPE_ONLY:
         return f"context.factors: attention_factor: transformers 4 drops it for {config['model_type']}; leave it out"
     return None

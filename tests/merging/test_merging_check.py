@@ -173,15 +173,16 @@ def test_a_sound_merge_passes_the_check(
     merged = merge(run, tmp_path / "merged", dtype=dtype)
     assert json.loads((merged.folder / "config.json").read_text())["dtype"] == dtype
     [line] = merged.lines
-    summed, copied = map(int, re.findall(r"\d+", line))
+    summed, trained, copied = map(int, re.findall(r"\d+", line))
     assert summed >= 8
-    assert copied >= 6
+    assert trained + copied >= 6
+    assert (trained > 0) == ("modules_to_save" in settings)
 
 
 def test_logits_are_compared_on_request(run: Path, tmp_path: Path) -> None:
     merged = merge(run, tmp_path / "merged", check="logits")
     checked, line = merged.lines
-    assert checked == "checked: 21 tensors are base + adapter, 9 are copies"
+    assert checked == "checked: 21 tensors are base + adapter, 0 were trained in full, 9 are the base's"
     assert 0 < float(line.split()[6]) < 0.02
     assert f"- {checked}\n- {line}\n" in (merged.folder / "README.md").read_text()
     assert json.loads((merged.folder / "merge.json").read_text())["checks"] == [checked, line]

@@ -29,7 +29,8 @@ DIVISORS = [1.0, 1.0, 1.0, 1.0, 1.5, 2.0, 3.0, 4.0]
 def found(tmp_path: Path) -> Path:
     """A file as `pi-lora search` writes it."""
     file = tmp_path / "found.json"
-    file.write_text(json.dumps({"model": "a", "target": 256, "factors": DIVISORS, "attention_factor": 1.25, "seed": 3}))
+    content = {"original": 64, "target": 256, "factors": DIVISORS, "attention_factor": 1.25}
+    file.write_text(json.dumps({"model": "a", **content, "seed": 3}))
     return file
 
 
@@ -78,6 +79,10 @@ def test_divisors_are_for_the_scaling_factors(tmp_path: Path) -> None:
         (Extension(256, scaling="factors"), "needs them; name a file that pi-lora search wrote"),
         (Extension(256, scaling="factors", factors=(1.0, 2.0)), "2 numbers; the model has 8 rotary frequencies"),
         (Extension(256, scaling="yarn", factors=(2.0,) * 8), "--factors: have no effect under scaling: yarn"),
+        (
+            Extension(256, scaling="factors", factors=(2.0,) * 8, searched=(32, 256)),
+            "were searched for 32 to 256 tokens, not 64 to 256; search again for this model and target",
+        ),
     ],
 )
 def test_divisors_that_do_not_fit_the_model_are_refused(small_model: Path, extension: Extension, problem: str) -> None:
@@ -108,6 +113,10 @@ def test_a_model_that_drops_the_factor_of_the_attention_is_refused(
         ("eval passkey MODEL --scaling pi --factors FILE --target 256", "--factors: have no effect under scaling: pi"),
         ("extend MODEL --scaling factors --target 256 --output OUT", "--factors: scaling: factors needs them"),
         ("extend MODEL --scaling yarn --target 32 --output OUT", "--target: 32 is not longer than the model's own"),
+        (
+            "extend MODEL --scaling factors --factors FILE --target 512 --output OUT",
+            "--factors: were searched for 64 to 256 tokens, not 64 to 512; search again",
+        ),
     ],
 )
 def test_divisors_are_never_left_out_in_silence(
@@ -159,9 +168,10 @@ def test_an_extended_model_has_the_divisors_of_the_file_and_is_extended_no_furth
 
 @pytest.mark.parametrize("scaling", ["factors", "cope", "drop"])
 def test_a_model_is_tuned_measured_and_merged_with_its_divisors(
-    scaling: str, small_model: Path, found: Path, tmp_path: Path
+    scaling: str, small_model: Path, tmp_path: Path
 ) -> None:
-    context = {"target": 128} | ({"factors": str(found)} if scaling == "factors" else {})
+    factors = {"factors": DIVISORS, "attention_factor": 1.25}
+    context = {"target": 128} | ({"factors": factors} if scaling == "factors" else {})
     steps = {"steps": 2, "global_batch_size": 1, "activation_checkpointing": False}
     run = train(small_recipe(small_model, context=context, scaling=scaling, training=steps), tmp_path / "run")
     tuned = pi_lora.load(run, dtype="float32")

@@ -210,7 +210,9 @@ def test_compare_measures_missing_scores_on_a_named_text(
     assert "data novel.txt, split test, column text, windows 128, " in " ".join(out.split())
     assert "novel.txt" in json.loads(Path("compared.json").read_text())["settings"]["perplexity-text_novel_txt"]
     kept = {file.stem: json.loads(file.read_text()) for file in Path("run/scores").iterdir()}
-    names = {f"{name}{stage}" for name in ("perplexity-text_novel_txt", "passkey") for stage in ("", "-base", "-step-0")}
+    names = {
+        f"{name}{stage}" for name in ("perplexity-text_novel_txt", "passkey") for stage in ("", "-base", "-step-0")
+    }
     assert set(kept) == names
     assert kept["passkey-base"]["model"] == kept["passkey-step-0"]["model"] == str(small_model)
     assert [kept[name]["scaling"] for name in ("passkey-base", "passkey-step-0", "passkey")] == [None, "pi", "pi"]

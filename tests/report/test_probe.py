@@ -26,6 +26,7 @@ from pi_lora.evaluation.probe import (
     Probed,
     TargetResult,
     choose_best,
+    kept_probe,
     next_command,
     probe,
     read_probe,
@@ -162,6 +163,22 @@ def test_new_takes_the_kept_probe_of_these_weights_this_text_and_target(
     weights = load_file(model / "model.safetensors")
     save_file({name: weight + 1 for name, weight in weights.items()}, model / "model.safetensors", {"format": "pt"})
     assert scaling() == "yarn"
+
+
+def test_a_smaller_probe_does_not_replace_a_larger_one(small_model: Path, texts: Path) -> None:
+    """Four passkeys overruled the eighty of a search."""
+    base = resolve_model(str(small_model))
+    options = ProbeOptions(target=(TARGET,), data=str(texts), documents=1, trials=2, scalings=("pi", "theta"))
+    probe(base, options)
+    kept = [kept_probe(base.base, TARGET)]
+    for changes in ({"trials": 1, "scalings": ("theta", "yarn")}, {"scalings": ("theta",)}):
+        probe(base, options.changed(**changes))
+        kept.append(kept_probe(base.base, TARGET))
+    assert [list(result.scalings) for result in kept if result] == [
+        ["direct", "pi", "theta"],
+        ["direct", "pi", "theta"],
+        ["direct", "theta"],
+    ]
 
 
 def test_new_takes_the_kept_probe_of_the_built_in_model_and_its_text(tmp_path: Path) -> None:
@@ -302,7 +319,7 @@ def test_models_and_targets_that_cannot_be_probed_are_refused(small_model: Path,
     base = resolve_model(str(small_model))
     with pytest.raises(ScalingError, match="64 is not longer"):
         probe(base, ProbeOptions(target=(TARGET, 64), data=str(texts)))
-    with pytest.raises(ScalingError, match="scaling: yran: not possible"):
+    with pytest.raises(ScalingError, match="scaling: yran: no such scaling; choose from pi, yarn"):
         probe(base, ProbeOptions(target=(TARGET,), data=str(texts), scalings=("pi", "yran")))
     with pytest.raises(DataError, match=r"--data: .*: the longest document has \d+ tokens, 4096 are needed; "):
         probe(base, ProbeOptions(target=(4096,), data=str(texts)))
