@@ -137,14 +137,17 @@ class Verdict(BaseModel):
 
 
 def verdicts_table(title: str, verdicts: list[Verdict]) -> Table:
-    """Return a row for each prompt."""
-    table = Table("prompt tokens", "asked for", "verdict", "equal tokens", "difference, nats", "", title=title)
+    """Return a row for each prompt, and below the explanations of the verdicts."""
+    table = Table("prompt tokens", "asked for", "verdict", "equal tokens", "difference, nats", title=title)
+    table.caption_justify = "left"
+    details = {f"{verdict.verdict}: {verdict.detail}": None for verdict in verdicts if verdict.detail}
+    table.caption = "\n".join(details)
     for verdict in verdicts:
         tokens = f"{verdict.tokens:,}"
         asked = f"at {verdict.depth} %"
         agreed = f"{verdict.agreed} of {MAX_NEW_TOKENS}"
         difference = "" if verdict.difference is None else f"{verdict.difference:.2g}"
-        table.add_row(tokens, asked, verdict.verdict, agreed, difference, verdict.detail)
+        table.add_row(tokens, asked, verdict.verdict, agreed, difference)
     return table
 
 

@@ -283,13 +283,15 @@ def test_the_difference_is_the_mean_over_equal_tokens(computer: Computer) -> Non
 def test_verdicts_are_printed_in_a_row_for_each_prompt() -> None:
     rows = [
         Verdict(tokens=29_491, depth=25, verdict="right", agreed=16, difference=0.00123),
-        Verdict(tokens=1024, depth=0, verdict="refused", detail="no such model"),
+        *(Verdict(tokens=tokens, depth=0, verdict="refused", detail="no such model") for tokens in (1024, 2048)),
     ]
     console = Console(width=120, file=io.StringIO())
     console.print(verdicts_table("http://localhost", rows))
-    cells = [[cell.strip() for cell in line.split("│")[1:-1]] for line in console.file.getvalue().splitlines()]
-    assert ["29,491", "at 25 %", "right", "16 of 16", "0.0012", ""] in cells
-    assert ["1,024", "at 0 %", "refused", "0 of 16", "", "no such model"] in cells
+    printed = console.file.getvalue()
+    cells = [[cell.strip() for cell in line.split("│")[1:-1]] for line in printed.splitlines()]
+    assert ["29,491", "at 25 %", "right", "16 of 16", "0.0012"] in cells
+    assert ["1,024", "at 0 %", "refused", "0 of 16", ""] in cells
+    assert printed.count("refused: no such model") == 1
 
 
 def test_a_server_without_log_probabilities_is_unclear(computer: Computer, reference: Path, serve: Serve) -> None:
