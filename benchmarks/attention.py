@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from plan_memory import CHECKPOINTING, DATA, MODEL, RECIPE
-from record import cost_here, in_a_process, training_log, write_row
+from record import cost_here, in_a_process, parser_of, training_log, write_row
 
 GEMMA = "models/gemma3_270m"
 TEXT = "100_english_novels/corpus/Hardy_Tess_1891.txt"
@@ -130,7 +130,7 @@ def keep(name: str, tokens: int, row: Mapping[str, Any]) -> None:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = parser_of(__doc__)
     parser.add_argument("--lengths", type=int, nargs="+", default=[8192, 32768])
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--job", type=json.loads, help=argparse.SUPPRESS)

@@ -14,6 +14,7 @@ from pathlib import Path
 
 import record
 from experiment import BASE, BOOKS, NOVELS, ORIGINAL, STRIDE, TARGET, Command, run_missing, score, split_books, untuned
+from record import parser_of
 
 RESULTS = record.RESULTS / "chats"
 RUNS = Path("adapters/chats")
@@ -54,6 +55,7 @@ def commands() -> Iterator[Command]:
 
 
 def main() -> None:
+    parser_of(__doc__).parse_args()
     if not BOOKS.is_dir():
         split_books(NOVELS)
     RESULTS.mkdir(exist_ok=True)

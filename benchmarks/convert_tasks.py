@@ -7,9 +7,10 @@ them. BoolQ's answers become labels, PIQA's labels are put beside their question
 """
 
 import json
-import sys
 from pathlib import Path
 from typing import Any
+
+from record import parser_of
 
 SOURCES = {"boolq": "dev.jsonl", "piqa": "valid.jsonl", "winogrande": "dev.jsonl"}
 
@@ -38,6 +39,9 @@ def convert(data: Path, folder: Path) -> dict[str, Path]:
 
 
 if __name__ == "__main__":
-    converted = convert(data=Path(sys.argv[1]), folder=Path(sys.argv[2]))
+    parser = parser_of(__doc__)
+    parser.add_argument("data", type=Path)
+    parser.add_argument("folder", type=Path)
+    converted = convert(**vars(parser.parse_args()))
     for task, file in converted.items():
         print(f"--data {task}={file}")

@@ -7,7 +7,6 @@ verdict is kept in benchmarks/results/engines.json, and an engine that failed is
 file and the cache folder's `engines/models`. `python scripts/fetch_model.py smollm2_135m_instruct` makes SmolLM2.
 """
 
-import argparse
 import json
 import os
 import signal
@@ -31,7 +30,7 @@ from pi_lora.serving.check import Server, check_server
 from pi_lora.serving.gguf import CONVERTER, export_gguf
 from pi_lora.serving.reference import Reference, compute_answers, reference_of
 from pi_lora.storage import cache_folder
-from record import ROOT, read, write_row
+from record import ROOT, parser_of, read, write_row
 
 PLACE = cache_folder() / "engines"
 SECONDS = 1800
@@ -189,7 +188,7 @@ def free_port() -> int:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = parser_of(__doc__)
     parser.add_argument("--engines", nargs="+", choices=ENGINES, default=list(ENGINES))
     parser.add_argument("--cases", nargs="+", choices=CASES, default=list(CASES))
     options = parser.parse_args()

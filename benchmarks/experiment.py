@@ -9,13 +9,13 @@ the root of the repository. A command whose result exists is left out, and an in
 again until it prints no command.
 """
 
-import argparse
 import sys
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 
 import record
 from pi_lora.cli import app
+from record import parser_of
 
 RESULTS = Path("benchmarks/results/smollm2_16k")
 NOVELS = Path("100_english_novels/corpus")
@@ -205,7 +205,7 @@ def run_missing(commands: Iterable[Command]) -> None:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = parser_of(__doc__)
     parser.add_argument("--split", action="store_true", help="only divide the novels by author")
     options = parser.parse_args()
     if not (BOOKS / "test").is_dir():

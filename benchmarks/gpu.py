@@ -22,6 +22,7 @@ from machine import machine
 from on_gpu.contender import PI_LORA
 from on_gpu.parts import METHODS, PARTS, Bench, Job, Row, jobs
 from on_gpu.setting import TINY, setting_of
+from record import parser_of
 
 # The most that a job may take: a step of the longest sequence.
 JOB_SECONDS = 1200
@@ -90,7 +91,7 @@ def is_asked_for(job: Job, options: argparse.Namespace) -> bool:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = parser_of(__doc__)
     parser.add_argument("--shape", default="huggyllama/llama-7b", help="a model whose shape the plan knows")
     parser.add_argument("--parts", nargs="+", choices=PARTS, default=PARTS)
     parser.add_argument("--lengths", nargs="+", type=int, help="only the jobs of these lengths in tokens")

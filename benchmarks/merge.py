@@ -8,13 +8,14 @@ what the kernel counted for that process. Works in a temporary folder, in 7 GB. 
 benchmarks/results/.
 """
 
+import argparse
 import shutil
 import subprocess
 import sys
 import tempfile
 from pathlib import Path
 
-from record import cost_of, write_run
+from record import cost_of, parser_of, write_run
 
 SHARD = "500MB"
 CONFIG = {
@@ -70,12 +71,15 @@ def make(folder: Path) -> None:
 
 
 def main() -> None:
-    if sys.argv[1:]:
-        make(Path(sys.argv[1]))
+    parser = parser_of(__doc__)
+    parser.add_argument("--make", type=Path, help=argparse.SUPPRESS)
+    folder_to_make = parser.parse_args().make
+    if folder_to_make:
+        make(folder_to_make)
         return
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
-        subprocess.run([sys.executable, __file__, name], check=True, stdout=subprocess.DEVNULL)
+        subprocess.run([sys.executable, __file__, "--make", name], check=True, stdout=subprocess.DEVNULL)
         base = str(folder / "base")
         run = str(folder / "run")
         merged = str(folder / "merged")

@@ -14,7 +14,6 @@ models and GPUs of several sizes. A recipe that is named is simulated alone, and
 """
 
 import json
-import sys
 import tempfile
 from collections.abc import Iterator
 from contextlib import suppress
@@ -31,6 +30,7 @@ from pi_lora.planning.gpus import CPU, Gpu, device_here, find_gpu
 from pi_lora.planning.training_plan import plan_training
 from pi_lora.recipe.files import load_recipe, recipe_paths, shipped_recipes
 from pi_lora.recipe.schema import Recipe
+from record import parser_of
 
 TINY = ("model.name=builtin:tiny", "context.original=256", "context.target=4096")
 GEMMA_FOLDER = "models/gemma3_270m"
@@ -199,14 +199,16 @@ def simulate_all(folder: Path) -> None:
 
 
 def main() -> None:
-    named = sys.argv[2:]
+    parser = parser_of(__doc__)
+    parser.add_argument("--simulate", nargs="*", metavar="RECIPE DEVICE key=value")
+    named = parser.parse_args().simulate
     if named:
         name, device, *words = named
         recipe = load_recipe(Path(name), words).recipe
         print(json.dumps(simulated(recipe, find_gpu(device)), indent=2))
         return
     with tempfile.TemporaryDirectory() as temporary:
-        if "--simulate" in sys.argv:
+        if named is not None:
             simulate_all(Path(temporary))
             return
         for row, path, row_changes in settings(Path(temporary)):

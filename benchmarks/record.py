@@ -13,6 +13,7 @@ from typing import Any
 
 ROOT = Path(__file__).parent.parent
 sys.path.insert(0, str(ROOT / "scripts"))
+from arguments import parser_of as parser_of  # noqa: E402
 from machine import machine  # noqa: E402
 
 RESULTS = ROOT / "benchmarks" / "results"

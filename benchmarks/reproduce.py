@@ -12,13 +12,14 @@ import sys
 
 import record  # first: it finds scripts/
 from figures import FIGURES
+from record import parser_of
 from tables import write_pages
 
 
 def main() -> None:
-    name = sys.argv[-1]
-    if name not in FIGURES:
-        sys.exit(f"reproduce: name one of {', '.join(FIGURES)}")
+    parser = parser_of(__doc__)
+    parser.add_argument("name", choices=FIGURES)
+    name = parser.parse_args().name
     for command in FIGURES[name].commands:
         print(f"$ {command}", file=sys.stderr, flush=True)
         words = shlex.split(command.replace("pi-lora ", "-m pi_lora "))

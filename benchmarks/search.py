@@ -8,10 +8,9 @@ windows and passkeys, on documents and passkeys that the search did not see.
 The built-in model is searched at 1,024 tokens on the first twelve documents, and measured on eleven others that the
 seed draws, none of the twelve. SmolLM2 is searched at 16,384 tokens on the validation novels of experiment.py,
 and measured on the test novels and with the passkeys of use_context.py, as the rows that are known already. A command
-whose result exists is left out.
+whose result exists is left out. A processor without fast bfloat16 measures in float32.
 """
 
-import sys
 from collections.abc import Iterator, Mapping
 from functools import partial
 from pathlib import Path
@@ -21,7 +20,9 @@ import record  # first: it finds scripts/
 from experiment import BASE, BOOKS, Command, run_missing, score
 from pages import machines_of, table
 from pi_lora.evaluation.suite import MEASUREMENTS
+from pi_lora.models.device import has_fast_bfloat16
 from pi_lora.report.comparison import compare
+from record import parser_of
 
 RESULTS = Path("benchmarks/results/search")
 YARN = "yarn"
@@ -64,6 +65,8 @@ def result_of(name: str, measurement: str, row: str) -> str:
 def commands(name: str) -> Iterator[Command]:
     """Yield the commands in order."""
     model, target, dtype, searched, text, passkeys = SETTINGS[name]
+    if not has_fast_bfloat16():
+        dtype = "float32"
     file = RESULTS / f"{name}.json"
     # The rows below are the test of the search.
     words = f"{searched} --documents 1 --trials 1 --target {target} --dtype {dtype} --output {file}"
@@ -87,6 +90,7 @@ def cells(name: str, row: str) -> dict[str, str]:
     its change from that of YaRN with the paired interval.
     """
     texts = {}
+    _, _, dtype, *_ = SETTINGS[name]
     for measurement in ("perplexity", "passkey"):
         contents = [record.read(result_of(name, measurement, each)) for each in (YARN, row)]
         if all(contents):
@@ -95,6 +99,8 @@ def cells(name: str, row: str) -> dict[str, str]:
                     bounds = " to ".join(f"{bound:+.1f}" for bound in change.interval or ())
                     beside = f"; {change.change:+.1f} {change.unit} ({bounds})" if change.change else ""
                     texts[change.measurement] = f"{change.run:.2f}{beside}"
+                    if contents[1]["dtype"] != dtype:
+                        texts[change.measurement] += f" ({contents[1]['dtype']})"
     return texts
 
 
@@ -116,7 +122,9 @@ def tables(_: Mapping[str, Any]) -> Iterator[str]:
 
 
 def main() -> None:
-    name = sys.argv[-1]
+    parser = parser_of(__doc__)
+    parser.add_argument("model", choices=SETTINGS)
+    name = parser.parse_args().model
     (RESULTS / name).mkdir(parents=True, exist_ok=True)
     run_missing(commands(name))
 

@@ -17,6 +17,7 @@ from pages import machines_of, made_on, mean_and_range, table, write_block
 from pi_lora.evaluation.probe import Probe, Probed
 from pi_lora.evaluation.suite import MEASUREMENTS, metrics_of, setting_of
 from pi_lora.report.comparison import compare
+from record import parser_of
 
 HERE = Path(__file__).parent
 DOCS = record.ROOT / "docs"
@@ -257,4 +258,5 @@ def write_pages() -> None:
 
 
 if __name__ == "__main__":
+    parser_of(__doc__).parse_args()
     write_pages()

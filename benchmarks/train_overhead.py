@@ -19,7 +19,7 @@ from typing import Any
 
 from pi_lora.recipe.schema import Recipe
 from plan_memory import GPT_OSS, random_model
-from record import in_a_process, training_log, write_row
+from record import in_a_process, parser_of, training_log, write_row
 
 RANDOM = Path("models/gpt_oss_random")
 
@@ -114,7 +114,7 @@ def ours(given: list[str], warm: int) -> tuple[float, float]:
 def main() -> None:
     from pi_lora.recipe.files import find_recipe, load_recipe
 
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = parser_of(__doc__)
     parser.add_argument("--recipe", default="demo")
     parser.add_argument("--steps", type=int, default=60)
     parser.add_argument("--warm", type=int, default=10)

@@ -11,12 +11,12 @@ result exists is left out.
 """
 
 import json
-import sys
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
 from experiment import BOOKS, Command, run_missing, score
+from record import parser_of
 
 SEEDS = (1, 2)
 CONTROL = "control"
@@ -221,7 +221,9 @@ def measured(file: Path) -> float:
 
 
 def main() -> None:
-    is_gemma3 = sys.argv[-1] == "gemma3"
+    parser = parser_of(__doc__)
+    parser.add_argument("model", nargs="?", choices=("smollm2", "gemma3"), default="smollm2")
+    is_gemma3 = parser.parse_args().model == "gemma3"
     results = Path("benchmarks/results/gemma3_64k" if is_gemma3 else "benchmarks/results/use_context")
     results.mkdir(exist_ok=True)
     experiment = Experiment(GEMMA3 if is_gemma3 else Setting(), Path("adapters") / results.name, results)

@@ -1,4 +1,4 @@
-"""Stretch the context window of RoPE language models by Position Interpolation: tune, measure, merge."""
+"""Extend the context window of RoPE language models: choose a scaling, tune, measure, merge."""
 
 import os
 

@@ -132,7 +132,7 @@ def launch_arguments(
     hardware = recipe.hardware
     several_machines = hardware.machines > 1
     if several_machines and address is None:
-        raise RecipeError(["--main-process-ip: missing; name the machine of rank 0, the same on all of them"])
+        raise RecipeError(["--main-process-ip: missing; give the address of machine 0, the same on all machines"])
     default_port = 29500 if several_machines else 0  # 0: any port that is free
     threads = max(1, (os.cpu_count() or 1) // hardware.processes_per_machine)
     flags = [

@@ -58,16 +58,16 @@ def new_figure(width: float, height: float) -> Any:
     return Figure(figsize=(width, height), layout="constrained")
 
 
-def figure_of(*panels: Panel, title: str = "", window: int | None = None) -> Any:
-    """Return a figure of panels in two columns, with a line at the original `window` (tokens), and the title in small
-    letters at the bottom. The legend of a panel stands above it, so that it hides no curve.
+def figure_of(*panels: Panel, title: str = "", window: int | None = None, most_columns: int = 2) -> Any:
+    """Return a figure of panels in one or two columns, with a line at the original `window` (tokens), and the title in
+    small letters at the bottom. The legend of a panel stands above it, so that it hides no curve.
     """
-    rows = math.ceil(len(panels) / 2)
-    columns = min(2, len(panels))
+    columns = min(most_columns, len(panels))
+    rows = math.ceil(len(panels) / columns)
     figure = new_figure(WIDTH * columns, HEIGHT * rows)
     if title:
         figure.supxlabel(fill(title, 80 * columns), fontsize=7)
-    legend_size = 10 if len(panels) == 1 else 8
+    legend_size = 10 if columns == 1 else 8
     parts = figure.subfigures(rows, columns, squeeze=False).flat
     for part, panel in zip(parts, panels, strict=False):
         axes = part.subplots()

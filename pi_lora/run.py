@@ -240,8 +240,8 @@ class Run:
         changed = [name for name in digests if getattr(before, name) != getattr(now, name)]
         if changed:
             raise ModelError(
-                f"{output}: {' and '.join(changed)} are others than those that the interrupted run began with; "
-                "bring them back, start a new run, or go on with --allow-mismatch"
+                f"{output}: {' and '.join(changed)} changed since the interrupted run began; "
+                "undo the change, start a new run, or go on with --allow-mismatch"
             )
 
     def check_same_recipe(self, recipe: Recipe) -> None:

@@ -18,6 +18,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+from arguments import parser_of
 from pi_lora.api import load
 from pi_lora.evaluation.measurement import Session
 from pi_lora.evaluation.passkey import Passkey
@@ -165,6 +166,7 @@ def untuned(label: str) -> Row:
 
 
 def main() -> None:
+    parser_of(__doc__).parse_args()
     logging.getLogger("transformers").setLevel(logging.ERROR)
     by_method = {name: compared(name) for name in METHODS}
     labels: dict[str, str] = {}

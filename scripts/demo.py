@@ -18,6 +18,7 @@ from pathlib import Path
 from rich.console import Console
 from rich.table import Table
 
+from arguments import parser_of
 from machine import machine
 from pages import mean_and_range, write_block
 from pi_lora.cli import main as pi_lora
@@ -136,7 +137,9 @@ def into_readme(seconds: float) -> None:
 
 def main() -> None:
     started = time.monotonic()
-    for_readme = "--readme" in sys.argv[1:]
+    parser = parser_of(__doc__)
+    parser.add_argument("--readme", action="store_true", help="three seeds, for the README")
+    for_readme = parser.parse_args().readme
     logging.getLogger("transformers").setLevel(logging.ERROR)
     console.print(f"[bold]A model that reads {ORIGINAL} tokens learns to read {TARGET}.[/bold]\n")
     live = tuned("live")

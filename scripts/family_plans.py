@@ -7,6 +7,7 @@ from dataclasses import replace
 from itertools import product
 from pathlib import Path
 
+from arguments import parser_of
 from pages import table, write_block
 from pi_lora.errors import PiLoraError
 from pi_lora.models.resolve import resolve_model
@@ -81,5 +82,6 @@ def cells_of(plan: TrainingPlan) -> list[object]:
 
 
 if __name__ == "__main__":
+    parser_of(__doc__).parse_args()
     for each in MODELS:
         write_block(PAGE, each, text_of(each))

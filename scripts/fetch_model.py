@@ -10,7 +10,6 @@ With a hub at hand, `model.name=HuggingFaceTB/SmolLM2-135M-Instruct` and `model.
 weights as they were before.
 """
 
-import argparse
 import hashlib
 import subprocess
 import sys
@@ -24,6 +23,7 @@ import transformers
 from tokenizers import pre_tokenizers
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
+from arguments import parser_of
 from pi_lora.models.files import save_config
 from pi_lora.models.resolve import own_entries
 from pi_lora.models.tokenizer import save_tokenizer
@@ -170,7 +170,7 @@ def dequantize(file: Path, folder: Path, splits_digits: bool) -> None:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = parser_of(__doc__)
     parser.add_argument("name", choices=SOURCES)
     parser.add_argument("folder", nargs="?", type=Path)
     asked = parser.parse_args()

@@ -20,6 +20,8 @@ from pathlib import Path
 from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
 
+from arguments import parser_of
+
 ROOT = Path(__file__).parent.parent
 MACHINE = ROOT / "scripts" / "gpu_machine.txt"
 PYTHON = "3.12"
@@ -145,7 +147,9 @@ def is_for_that_machine(name: str) -> bool:
 
 
 def main() -> None:
-    folder = Path(sys.argv[1]) if len(sys.argv) > 1 else ROOT / "wheels"
+    parser = parser_of(__doc__)
+    parser.add_argument("folder", nargs="?", type=Path, default=ROOT / "wheels")
+    folder = parser.parse_args().folder
     make(folder, versions(MACHINE), PYTHON)
     size = sum(file.stat().st_size for file in folder.iterdir())
     print(f"{folder}: {size / 2**20:.1f} MiB")

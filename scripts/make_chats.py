@@ -6,7 +6,6 @@ No outside data is needed: prompts are made from lists of tasks and topics, and 
 A chat has up to `--turns` questions. Each line is a chat; the same command continues a file that was not finished.
 """
 
-import argparse
 import json
 import random
 from collections.abc import Sequence
@@ -17,6 +16,7 @@ import transformers
 from tqdm import tqdm
 
 import pi_lora
+from arguments import parser_of
 from pi_lora.types import Json
 
 TASKS = [
@@ -80,7 +80,7 @@ def answer(model: pi_lora.LoadedModel, chats: Sequence[list[Json]], seed: int, l
 
 def main() -> None:
     """Append chats to the file until it has as many as asked for."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = parser_of(__doc__)
     parser.add_argument("model")
     parser.add_argument("output", type=Path)
     for name, default in {"chats": 500, "turns": 2, "batch-size": 16, "tokens": 256, "seed": 0}.items():

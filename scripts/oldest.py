@@ -5,9 +5,10 @@ python scripts/oldest.py [NAME==VERSION ...]   # others for some of them
 
 import itertools
 import re
-import sys
 import tomllib
 from pathlib import Path
+
+from arguments import parser_of
 
 PROJECT = Path(__file__).parent.parent / "pyproject.toml"
 LOWER_BOUND = re.compile(r"(?P<name>[\w-]+)(?:\[\w+\])?>=(?P<version>[\w.]+)")
@@ -26,7 +27,9 @@ def oldest() -> dict[str, str]:
 
 
 if __name__ == "__main__":
-    others = dict(constraint.split("==") for constraint in sys.argv[1:])
+    parser = parser_of(__doc__)
+    parser.add_argument("versions", nargs="*", metavar="NAME==VERSION")
+    others = dict(constraint.split("==") for constraint in parser.parse_args().versions)
     constraints = oldest() | others
     for name, version in constraints.items():
         print(f"{name}=={version}")

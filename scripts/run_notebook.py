@@ -3,13 +3,14 @@
 python scripts/run_notebook.py docs/quickstart.ipynb
 """
 
-import sys
 import tempfile
 from pathlib import Path
 from typing import Any
 
 import nbformat
 from nbclient import NotebookClient
+
+from arguments import parser_of
 
 PNG = "image/png"
 
@@ -20,7 +21,9 @@ def is_kept(output: Any) -> bool:
 
 
 def main() -> None:
-    path = Path(sys.argv[1])
+    parser = parser_of(__doc__)
+    parser.add_argument("notebook", type=Path)
+    path = parser.parse_args().notebook
     notebook = nbformat.read(path, as_version=4)
     with tempfile.TemporaryDirectory() as folder:
         NotebookClient(notebook, timeout=None, resources={"metadata": {"path": folder}}).execute()

@@ -7,7 +7,6 @@ recall. It begins with sequences of 64 tokens, half of them repeated random toke
 with 256, the model's window. Muon (Jordan 2024) at a constant rate that falls to zero along a line at the end.
 """
 
-import argparse
 import math
 import time
 from pathlib import Path
@@ -16,6 +15,7 @@ from typing import Any
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM, logging
 
+from arguments import parser_of
 from pi_lora.data.sources import STDLIB, find_table
 from pi_lora.recipe.data import Source
 from pretraining import Mixture, optimizers_for, save, train_step, train_tokenizer
@@ -76,7 +76,7 @@ def held_out_loss(model: torch.nn.Module, rows: torch.Tensor) -> float:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = parser_of(__doc__)
     parser.add_argument("--output", type=Path, required=True)
     output = parser.parse_args().output
     torch.manual_seed(SEED)

@@ -463,36 +463,35 @@ def verdicts_in(table: str, outcome: str) -> dict[str, Verdict]:
 TEXT = """\
 # Which models can be extended
 
-Look up your model's family here, or `model_type` in its `config.json` further below. `pi-lora train RECIPE --dry-run`
-says the same about one model before its weights are read. [Families](families.md) has plans for six models that many use.
+Look up the family of your model in this table, or the `model_type` in its `config.json` in the tables below. `pi-lora train RECIPE --dry-run` checks
+one model before its weights are read. [Families](families.md) has plans for six popular models.
 
-| family | rope in its config | window that is read | scalings | engines |
+| family | rope in the config | window in the config | scalings | engines |
 |---|---|---|---|---|
-| Llama 2, Llama 3; Mistral 0.2 and later; Qwen 2.5, Qwen 3; SmolLM2; OLMo 2; Granite; GLM 4; Yi | plain | `max_position_embeddings` | all | transformers, vLLM, llama.cpp and mlx-lm; lists not in llama.cpp |
+| Llama 2, Llama 3; Mistral 0.2 and later; Qwen 2.5, Qwen 3; SmolLM2; OLMo 2; Granite; GLM 4; Yi | plain | `max_position_embeddings` | all | transformers, vLLM, llama.cpp and mlx-lm; lists of divisors in llama.cpp [for some](engines.md#lists-of-divisors) |
 | Llama 3.1, 3.2, 3.3 | `llama3` | `max_position_embeddings` | `llama3`, `theta` | transformers, vLLM, llama.cpp (stores factors), mlx-lm |
 | Qwen 2.5, Qwen 3 with the `yarn` of their card; DeepSeek V2, V3 (MLA) | `yarn` | original window times factor | `yarn` | transformers, vLLM, SGLang |
 | gpt-oss, Ministral 3 | `yarn` | original window times factor | `yarn` | transformers 5, vLLM |
 | Olmo 3 | `yarn` on full-attention layers | original window times factor | `yarn`, on those layers | transformers, vLLM |
-| Phi-3, Phi-4 | plain, or `longrope` | `max_position_embeddings` | plain: `pi`, `theta`, lists; `longrope`: `pi` | transformers, vLLM |
+| Phi-3, Phi-4 | plain, or `longrope` | `max_position_embeddings` | plain: `pi`, `theta`, lists of divisors; `longrope`: `pi` | transformers, vLLM |
 | Gemma 2 | plain | `max_position_embeddings` | all | transformers, vLLM; not llama.cpp |
 | Gemma 3 | `linear` on global layers | `max_position_embeddings` | `pi`, `theta`, on those layers | transformers, vLLM |
 | Gemma 4 (text) | `proportional` on global layers | `max_position_embeddings` times factor | `pi`, `theta`, on those layers | transformers 5 |
-| Gemma 3 from 4B, Gemma 4 with a vision tower | in `text_config`, as above | as above | as above | transformers, vLLM (Gemma 3) |
-| Mistral Small 3.x, InternVL 3, LLaVA | in `text_config`, plain | `max_position_embeddings` | all | transformers, vLLM (Mistral) |
+| Gemma 3 from 4B, Gemma 4 with a vision tower | in `text_config`, as above | as above | as above | transformers, vLLM (checked with Gemma 3) |
+| Mistral Small 3.x, InternVL 3, LLaVA | in `text_config`, plain | `max_position_embeddings` | all | transformers, vLLM (checked with Mistral 3) |
 | Ministral 3 with a vision tower | in `text_config`, `yarn` | original window times factor | `yarn` | transformers 5 |
 | Qwen2.5-VL, Qwen3-VL, Qwen3.5, GLM-4.xV | in `text_config`, plain with `mrope_section` | `max_position_embeddings` | all | transformers, vLLM (`yarn`, `theta`) |
-| SmolLM3 | plain; no rope in every fourth layer, which stays so | `max_position_embeddings` | all | transformers, vLLM |
+| SmolLM3 | plain; every fourth layer has no rope | `max_position_embeddings` | all | transformers, vLLM |
 | Llama 4, Cohere 2 and Aya Vision, EXAONE 4 | only local layers are rotary | | none | |
 
-*All scalings* are `pi`, `yarn`, `theta`, `llama3`, the lists of divisors `factors`, `cope` and `drop`, and `dynamic` and `direct` for comparison. A base that was extended
-before goes on from its own frequencies: its factor is multiplied. The engines' column says which readers know such a
-config; [engines](engines.md) says what they answered when they were asked. `tests/scaling/test_config_families.py` checks the frequencies of each family in
-transformers against the papers' formulas, and the window against vLLM's rule.
+*All scalings* are `pi`, `yarn`, `theta`, `llama3` and the lists of divisors `factors`, `cope` and `drop`; `dynamic` and `direct` are for comparison.
+If the base is already extended, the extension multiplies its factor. The column *engines* names programs that can read such a config;
+[engines](engines.md) has the checks of running servers. `tests/scaling/test_config_families.py` compares the frequencies of every family in
+transformers with the papers' formulas, and the window with vLLM's rule.
 
-The rest of this page is written by `python tests/architectures.py` from transformers {version}. Every causal language
-model in it is built **small and with random weights**, and extended by the first scaling that suits it. Under `pi` it is
-compared with the plain model at positions `m / s`: rotary angles, and logits to float32 precision. How well a model
-uses its new window is what `pi-lora eval` measures.
+`python tests/architectures.py` writes the rest of this page from transformers {version}. It builds every causal language model **small and with random
+weights**, and extends it by the first suitable scaling. Under `pi` it compares the extended model with the plain model at positions `m / s`: rotary
+angles, and logits to float32 precision. `pi-lora eval` measures how well a real model uses the new window.
 
 ## {count} architectures verified
 
@@ -501,19 +500,20 @@ uses its new window is what `pi-lora eval` measures.
 {verified}
 
 - *Per layer type*: full-attention layers are extended; sliding-window layers are unchanged.
-- *`max_position_embeddings` is L'*: for all other models it is L under `pi`, and engines multiply it by the factor. A published
-  model that declares L' all the same (DeepSeek-Coder) is recognized by its tokenizer, whose `model_max_length` is L'.
+- *`max_position_embeddings` is L'*: for all other models it is L under `pi`, and engines multiply it by the factor. Some published models
+  declare L' nevertheless (DeepSeek-Coder). The tokenizer's `model_max_length`, L', reveals them.
 - *One rope for sliding and full layers*: transformers has one setting for both, so both are extended.
-- *Every layer slides*: such a model is refused for targets beyond its `sliding_window` (Mistral-7B-v0.1: 4096,
-  Phi-3-mini: 2047), because a scaling does not widen a sliding window. Configs with `"sliding_window": null`
-  (Mistral-7B-v0.2 and later, Phi-4) have no such limit.
-- `phi3` accepts only the `rope_type` `longrope`. PI of a plain one is a longrope that divides every frequency by the
-  same number; of one with factors from a search the long factors are multiplied, and short inputs keep theirs.
-- transformers 4 (4.57) reads the same files with these exceptions: it ignores every scaling of `nemotron`, has ropes
-  per layer type for Gemma 3 and OLMo 3 only, and rejects `yarn` and `llama3` for `olmo` and `olmo2`, `dynamic` for
-  `hunyuan_v1_*`. Use transformers 5 for those. Compared once by hand, the logits of `gemma2` and `vaultgemma` differ
-  between 4 and 5, those of `doge` and `modernbert-decoder` even unscaled; the cause is not known.
-  `qwen3_moe` and `granitemoehybrid` saved by 5 do not load in 4.
+- *Every layer slides*: targets beyond `sliding_window` are refused (Mistral-7B-v0.1: 4096, Phi-3-mini: 2047), because a scaling does not widen
+  a sliding window. Configs with `"sliding_window": null` (Mistral-7B-v0.2 and later, Phi-4) have no such limit.
+- `phi3` accepts only the `rope_type` `longrope`. `pi` of a plain rope becomes a longrope that divides all frequencies by the same number. `pi` of
+  a longrope with searched factors multiplies the long factors; short inputs keep theirs.
+- transformers 4 (4.57) reads the same files with these exceptions. Use transformers 5 for them:
+    - it ignores all scalings of `nemotron`;
+    - only Gemma 3 and OLMo 3 have ropes per layer type;
+    - it rejects `yarn` and `llama3` for `olmo` and `olmo2`, and `dynamic` for `hunyuan_v1_*`;
+    - `qwen3_moe` and `granitemoehybrid` saved by transformers 5 do not load;
+    - in one comparison by hand, the logits of `gemma2` and `vaultgemma` differ from transformers 5, those of `doge` and
+      `modernbert-decoder` even unscaled; the cause is not known.
 
 ## Refused, and why
 
@@ -523,18 +523,19 @@ uses its new window is what `pi-lora eval` measures.
 
 Refused for every architecture:
 
-- a scaling that does not suit the rope of a model; the message names those that do. A `dynamic` base has none;
-- a model that transformers builds without rotary embeddings, or that does not apply its config's scaling. The
-  frequencies of the built model are compared, so a model's own code is checked as well.
+- a scaling that does not suit the rope of the model; the message names suitable ones. For a `dynamic` base there are none;
+- a model that transformers builds without rotary embeddings, or without the scaling of its config. The frequencies of the built model are
+  compared, so a model's own code is checked too.
 
 ## Composites: {composite_count} language models verified
 
-A checkpoint of a language model with towers for images or sound is taken as its language model. The towers are not
-loaded, and are written as they were. transformers 4.57.6 gave the logits of 5.23 for extended Gemma 3, Mistral 3 and
-Qwen3-VL (small, random weights; it has no Qwen3.5); [vLLM computes](engines.md#composites) Gemma 3, Mistral 3 and
-Qwen3-VL, merged or extended, and an adapter of Mistral 3. Each composite below is built
-small and with random weights: `pi-lora` reads text as the whole model does, and the language model passes the check
-above. MRoPE gives text three equal positions, so that a scaling means the same for text as in a plain model.
+Composites are language models with towers for images or sound. pi-lora reads only the language model, and writes the towers unchanged. Every
+composite below was built small and with random weights: pi-lora reads text as the whole model does, and the language model passes the check above.
+MRoPE gives text three equal positions, so a scaling has the same meaning for text as in a plain model.
+
+- transformers 4.57.6 gave the logits of 5.23 for extended Gemma 3, Mistral 3 and Qwen3-VL (small, random weights). It has no Qwen3.5.
+- [vLLM computes](engines.md#composites) Gemma 3, Mistral 3 and Qwen3-VL, and an adapter of Mistral 3.
+- The effect of tuning on text on answers about images was not measured. Test the model on images before and after.
 
 | language model | composite |
 |---|---|

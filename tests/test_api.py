@@ -27,7 +27,7 @@ def test_paths_are_taken_where_strings_are(small_model: Path, lora_run: Path, tm
 
 
 def test_wrong_arguments_are_refused_before_work_begins(lora_run: Path, tmp_path: Path) -> None:
-    with pytest.raises(PiLoraError, match="progress: give a function of the work done, all work and a note"):
+    with pytest.raises(PiLoraError, match="progress: takes a function with three arguments: done, total and note"):
         pi_lora.train("demo", output=tmp_path / "run", progress=lambda done, total: None)  # type: ignore[misc,arg-type]
     with pytest.raises(PiLoraError, match="check: logit: is not known; choose from tensors, logits, none"):
         pi_lora.merge(lora_run, tmp_path / "merged", check="logit")  # type: ignore[arg-type]

@@ -6,6 +6,7 @@ import doctest
 import hashlib
 import itertools
 import json
+import runpy
 import subprocess
 import sys
 import zipfile
@@ -50,6 +51,26 @@ for name in HUB_IDS:
     if not is_local and window_of(resolve_model(name, shipped=True).config) < LENGTHS[-1]:
         SHAPES.append(name)
 IDS = torch.randint(2, 1024, (100,), generator=torch.Generator().manual_seed(1)).tolist()
+
+
+SCRIPTS = [
+    script
+    for folder in ("benchmarks", "scripts")
+    for script in sorted((ROOT / folder).glob("*.py"))
+    if "__main__" in script.read_text() and script.name != "run_notebook.py"  # needs nbformat
+]
+
+
+@pytest.mark.parametrize("script", SCRIPTS, ids=lambda script: script.name)
+def test_help_runs_nothing(script: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    """`plan_memory.py --help` measured anew and replaced results; `gpu_wheels.py --help` made a folder of that name."""
+    for words in (["--help"], ["--no-such-option"]):
+        monkeypatch.setattr(sys, "argv", [script.name, *words])
+        with pytest.raises(SystemExit) as ended:
+            runpy.run_path(str(script), run_name="__main__")
+        assert ended.value.code == (0 if words == ["--help"] else 2)
+    first_line = script.read_text().strip('"').splitlines()[0].strip('"')
+    assert first_line in capsys.readouterr().out
 
 
 @pytest.mark.parametrize("name", SHAPES)

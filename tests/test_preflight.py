@@ -68,7 +68,7 @@ def test_a_dry_run_reports_every_failure_of_the_run(
         ("qwen3_moe", {"target_modules": ["up_proj"]}, "tuning: Cannot convert PEFT target.* also targeting gate_proj"),
         ("laguna", {}, "tuning: PEFT would not load .*down_proj.lora_A.weight again; name other target_modules"),
         ("axk2", {}, "tuning: PEFT would not load .* again; name other target_modules"),
-        ("hrm_text", {}, "q_proj.weight: files hold it in another form, into which no adapter can be merged"),
+        ("hrm_text", {}, "q_proj.weight: files store it in a form into which no adapter can be merged"),
     ],
 )
 def test_an_adapter_that_cannot_be_made_or_merged_is_refused(

@@ -143,7 +143,7 @@ def extend(
     if probed and scaling == "factors":
         of_probe = probed.at(target).divisors
         if given and given != of_probe:
-            raise ModelError("--factors: not those that --probe measured; leave one of the two out")
+            raise ModelError("--factors: differ from those that --probe measured; leave out one of the two")
         given = of_probe
     divisors = given.model_dump() if given else {}
     extension = Extension(target, original, scaling, **divisors)

@@ -121,7 +121,7 @@ def ui_of(progress: Progress | bool | UI) -> UI:
     try:
         inspect.signature(report).bind(0, 0, "")
     except TypeError:
-        raise PiLoraError("progress: give a function of the work done, all work and a note") from None
+        raise PiLoraError("progress: takes a function with three arguments: done, total and note") from None
     return UI(progress=lambda title: nullcontext(report))
 
 

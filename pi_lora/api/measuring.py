@@ -245,7 +245,7 @@ def evaluate_run(
     scores = scores_of(folder, TUNED, requested, resolve_run, again=again, dtype=dtype_of(dtype), ui=ui)
     for each in scores.values():
         ui.show_table(scores_table([each]))
-    ui.say(f"{folder.path}: its scores are kept; to put them into its card: pi-lora report {folder.path}")
+    ui.say(f"{folder.path}: the scores are saved; to show them in the card: pi-lora report {folder.path}")
     return scores
 
 

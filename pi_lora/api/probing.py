@@ -43,7 +43,7 @@ def probe(
         permissions: Whether code of the model may run.
         json: A file to write the probe to, for `new` and `extend`.
         progress: Whether to show a progress bar, or a function that is called with the work done and all work.
-        options: The options of the command: `data`, `scalings`, `documents`, `trials`, `seed`, `column`.
+        options: The options of the command: `data`, `scalings`, `factors`, `documents`, `trials`, `seed`, `column`.
 
     Raises:
         PiLoraError: An option is wrong, the model is a run, or a scaling does not suit it.
@@ -119,7 +119,7 @@ def search(
     if result is None:
         result = search(source, section, dtype=dtype_of(dtype), ui=ui)
         write_json(file, result.model_dump(mode="json", exclude_none=True))
-    ui.show(f"{file}: found in {result.steps:,} steps; now it is measured on other text")
+    ui.show(f"{file}: divisors found in {result.steps:,} steps; now they are measured on other text")
     probed = probing.probe(source, options_of_test(source, result, file), dtype=dtype_of(dtype), ui=ui)
     tested = probed.as_json()
     write_json(file, {**result.model_dump(mode="json", exclude_none=True), **tested})

@@ -86,7 +86,7 @@ def _unforeseen(error: Exception) -> str:
         file.writelines(traceback.format_exception(error))
     library = type(error).__module__.partition(".")[0]
     problem = f"{type(error).__name__}: {first_line(error)}"
-    return f"pi-lora: {library}: {problem}; send {file.name} with a report of it"
+    return f"pi-lora: {library}: {problem}; report it, and attach {file.name}"
 
 
 def _fail(status: int, *messages: str) -> NoReturn:

@@ -37,8 +37,8 @@ app["--help"].group = app["--version"].group = OTHERS
 # A pydantic model or dataclass under this annotation is a group: its fields are options of the command.
 GROUP = Parameter(name="*")
 
-RecipeFile = Annotated[Path, Parameter(name="RECIPE", help="A file, or the name of a shipped recipe.")]
-Override = Annotated[str, Parameter(name="KEY=VALUE", help="Keys of the recipe to change.")]
+RecipeFile = Annotated[Path, Parameter(name="RECIPE", help="Recipe file, or the name of a shipped recipe.")]
+Override = Annotated[str, Parameter(name="KEY=VALUE", help="Recipe keys to override, as training.steps=200.")]
 ModelName = Annotated[str, Parameter(name="MODEL", help="Hub id, folder, run or builtin:tiny.")]
 JsonFile = Annotated[Path | None, Parameter(help="Also write the result to this file.")]
 Permitted = Annotated[Permissions, GROUP]
@@ -54,13 +54,13 @@ def read_length(_: object, tokens: Sequence[Token]) -> int:
 
 NewWindow = Annotated[int, Parameter(converter=read_length, help="L', the window to extend to, as 16384 or 16k.")]
 Original = Annotated[
-    int | None, Parameter(converter=read_length, help="Original window of a plain base, if not its config's.")
+    int | None, Parameter(converter=read_length, help="Original window of a plain base; by default from the config.")
 ]
 Target = Annotated[
-    int | None, Parameter(converter=read_length, help="Window to extend a plain base to, without tuning.")
+    int | None, Parameter(converter=read_length, help="Extend a plain base to this window, without tuning.")
 ]
-FactorsFile = Annotated[Path | None, Parameter(help="For --scaling factors: what pi-lora search wrote.")]
-Probe = Annotated[Path | None, Parameter(help="What pi-lora probe wrote with --json.")]
+FactorsFile = Annotated[Path | None, Parameter(help="For --scaling factors: the file that pi-lora search wrote.")]
+Probe = Annotated[Path | None, Parameter(help="The JSON file that pi-lora probe wrote.")]
 
 
 @dataclass(frozen=True)
@@ -69,7 +69,7 @@ class Loading:
 
     permissions: Permitted = NO_PERMISSIONS
     dtype: Annotated[Dtype | None, Parameter(help="Data type of the weights.")] = None
-    base: Annotated[str | None, Parameter(help="Where the base of a run is now, if it moved.")] = None
+    base: Annotated[str | None, Parameter(help="New place of the base of a run, if it moved.")] = None
 
 
 Loaded = Annotated[Loading, GROUP]

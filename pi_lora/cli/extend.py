@@ -34,15 +34,15 @@ def train(
     /,
     *overrides: Override,
     permissions: Permitted = NO_PERMISSIONS,
-    output: Annotated[Path | None, Parameter(help="The run folder; adapters/<recipe> by default.")] = None,
-    resume: Annotated[bool, Parameter(help="Continue an interrupted run, by its recipe or its folder.")] = False,
+    output: Annotated[Path | None, Parameter(help="Run folder; adapters/<recipe> by default.")] = None,
+    resume: Annotated[bool, Parameter(help="Continue an interrupted run; RECIPE may be its folder.")] = False,
     dry_run: Annotated[bool, Parameter(help="Check recipe, model, data and output, then stop.")] = False,
-    force: Annotated[bool, Parameter(help="Train even if the plan says that it does not fit.")] = False,
+    force: Annotated[bool, Parameter(help="Train even if the plan does not fit.")] = False,
     machine_rank: Annotated[NonNegativeInt, Parameter(help="Number of this machine, from 0.")] = 0,
     main_process_ip: Annotated[str | None, Parameter(help="Address of machine 0.")] = None,
     main_process_port: Annotated[PositiveInt | None, Parameter(help="Port on machine 0.")] = None,
 ) -> None:
-    """Tune a model to its target window by RECIPE."""
+    """Tune a model to the target window of RECIPE."""
     job = api.resolve_training(
         recipe,
         *overrides,
@@ -62,15 +62,15 @@ def train(
 
 @app.command(group=EXTEND)
 def merge(
-    run: Annotated[Path, Parameter(name="RUN", help="A run or adapter: a folder or a hub id.")],
+    run: Annotated[Path, Parameter(name="RUN", help="Folder or hub id of a run or adapter.")],
     /,
     *,
     loading: Loaded = Loading(),
     reference: Annotated[bool, Parameter(help="Also write answers for check-server into the folder.")] = False,
-    sibling: Annotated[bool, Parameter(help="--base is a sibling of the base it was tuned on.")] = False,
-    output: Annotated[Path | None, Parameter(help="A new folder; models/<run> by default.")] = None,
+    sibling: Annotated[bool, Parameter(help="Merge into --base, a sibling of the base that was tuned.")] = False,
+    output: Annotated[Path | None, Parameter(help="New folder; models/<run> by default.")] = None,
     check: Annotated[
-        Literal["tensors", "logits", "none"], Parameter(help="Written tensors, or logits too, against base + adapter.")
+        Literal["tensors", "logits", "none"], Parameter(help="Compare tensors, or logits too, with base + adapter.")
     ] = "tensors",
 ) -> None:
     """Add an adapter to the weights of its base, with the scaling written for every engine."""
@@ -91,14 +91,14 @@ def extend(
     /,
     *,
     target: NewWindow,
-    scaling: Annotated[Method, Parameter(help="What pi-lora probe found best.")],
+    scaling: Annotated[Method, Parameter(help="Scaling of the rotary frequencies; pi-lora probe finds the best.")],
     original: Original = None,
     factors: FactorsFile = None,
     probe: Probe = None,
-    output: Annotated[Path, Parameter(help="A new folder.")],
+    output: Annotated[Path, Parameter(help="New folder.")],
     permissions: Permitted = NO_PERMISSIONS,
 ) -> None:
-    """Write MODEL with a window of --target tokens and no tuning, for every engine; its weights stay as they are."""
+    """Write MODEL with a window of --target tokens for every engine, without tuning; the weights do not change."""
     api.extend(
         model,
         output,
@@ -127,27 +127,27 @@ def gguf(
     model: ModelName,
     /,
     *,
-    output: Annotated[Path | None, Parameter(help="A file; models/<model>.gguf by default.")] = None,
-    converter: Annotated[Path | None, Parameter(help="The folder of llama.cpp; else $LLAMA_CPP.")] = None,
+    output: Annotated[Path | None, Parameter(help="New file; models/<model>.gguf by default.")] = None,
+    converter: Annotated[Path | None, Parameter(help="Folder of llama.cpp; $LLAMA_CPP by default.")] = None,
     dtype: Annotated[
-        Literal["f32", "f16", "bf16", "q8_0"] | None, Parameter(help="By default that of the weights.")
+        Literal["f32", "f16", "bf16", "q8_0"] | None, Parameter(help="Data type; by default that of the weights.")
     ] = None,
 ) -> None:
-    """Convert a model, or a run after merging it, with llama.cpp's converter, and set its window."""
+    """Convert a model to GGUF with llama.cpp's converter, and set the window; a run is merged first."""
     api.export_gguf(model, output, converter=converter, dtype=dtype, progress=TERMINAL)
 
 
 @app.command(name="check-server", group=EXTEND)
 def check_server(
-    url: Annotated[str | None, Parameter(name="URL", help="The server, as http://localhost:8000.")] = None,
+    url: Annotated[str | None, Parameter(name="URL", help="Server, as http://localhost:8000.")] = None,
     model: Annotated[str | None, Parameter(name="MODEL", help="Hub id, folder, run or builtin:tiny.")] = None,
     /,
     *,
-    text: Annotated[Path | None, Parameter(help="A text longer than the window; made-up sentences by default.")] = None,
-    reference: Annotated[Path | None, Parameter(help="The answers of a model, instead of MODEL.")] = None,
-    write_reference: Annotated[str | None, Parameter(help="Compute the answers of this model to --reference.")] = None,
-    served: Annotated[str | None, Parameter(help="The server's name of the model, if it has several.")] = None,
-    tolerance: Annotated[float, Parameter(help="Mean difference of log probabilities, in nats.")] = 0.1,
+    text: Annotated[Path | None, Parameter(help="Text longer than the window; generated sentences by default.")] = None,
+    reference: Annotated[Path | None, Parameter(help="File with the answers of a model, instead of MODEL.")] = None,
+    write_reference: Annotated[str | None, Parameter(help="Write this model's answers to --reference.")] = None,
+    served: Annotated[str | None, Parameter(help="Name of the model on a server with several.")] = None,
+    tolerance: Annotated[float, Parameter(help="Largest mean difference of log probabilities, in nats.")] = 0.1,
     json: JsonFile = None,
     loading: Loaded = Loading(),
 ) -> None:

@@ -39,7 +39,7 @@ from pi_lora.scaling.extension import Extension
 from pi_lora.terminal import TERMINAL, out, working
 
 Models = Annotated[list[str], Parameter(name="MODEL", help="Hub ids, folders, runs or builtin:tiny.")]
-Again = Annotated[bool, Parameter(help="Measure again what has scores.")]
+Again = Annotated[bool, Parameter(help="Repeat measurements that have scores.")]
 OtherText = Annotated[str | None, Parameter(help="Measure perplexity on this text instead of the run's.")]
 
 eval_app = App(name="eval", help="Measure a model, or several with the same options.", group=MEASURE)
@@ -52,7 +52,7 @@ class Measuring:
 
     loading: Loaded = Loading()
     original: Original = None
-    scaling: Annotated[Method | None, Parameter(help="Scaling of a plain base; pi or factors by default.")] = None
+    scaling: Annotated[Method | None, Parameter(help="Scaling of a plain base; by default pi or factors.")] = None
     factors: FactorsFile = None
     json: JsonFile = None
 
@@ -114,8 +114,10 @@ def passkey(
     options: Annotated[PasskeyOptions, GROUP] = PasskeyOptions(),
     measuring: Measured = Measuring(),
 ) -> None:
-    """Passkey retrieval and k_max (paper, section 3.3) in --target tokens of context, by default the longest window; of
-    several models side by side. With --scaling or --original a plain base is extended to --target.
+    """Passkey retrieval and k_max (paper, section 3.3) of several models side by side.
+
+    The context has --target tokens, by default the longest window. With --scaling or --original a plain base is
+    extended to --target.
     """
     # A target alone is a length to measure: a base that is not extended is measured beyond its window.
     is_extended = measuring.original or measuring.scaling or measuring.factors
@@ -176,14 +178,14 @@ def chat(
 
 @eval_app.command(name="all")
 def everything(
-    run: Annotated[str, Parameter(name="RUN", help="A run, a folder or hub id.")],
+    run: Annotated[str, Parameter(name="RUN", help="Folder or hub id of a run.")],
     /,
     *,
     loading: Loaded = Loading(),
     data: OtherText = None,
     again: Again = False,
 ) -> None:
-    """Measure what RUN's recipe names under `evaluation`, and keep it in RUN/scores."""
+    """Make the measurements of `evaluation` in RUN's recipe, and keep the scores in RUN/scores."""
     api.evaluate_run(
         run,
         data=data,
@@ -202,9 +204,9 @@ def probe(
     loading: Loaded = Loading(),
     json: JsonFile = None,
 ) -> None:
-    """Measure before any tuning which scaling suits MODEL: perplexity and passkeys, inside its window and at --target.
+    """Compare scalings of MODEL before any tuning: perplexity and passkeys, inside its window and at --target.
 
-    The last line names the best, and whether tuning is needed at all.
+    The last line names the best scaling, and says whether tuning is needed.
     """
     api.probe(
         model,
@@ -222,12 +224,12 @@ def search(
     /,
     *,
     options: Annotated[SearchOptions, GROUP],
-    output: Annotated[Path, Parameter(help="A new file, for context.factors of a recipe.")],
+    output: Annotated[Path, Parameter(help="New file, for context.factors of a recipe.")],
     loading: Loaded = Loading(),
 ) -> None:
-    """Search for the divisors of MODEL's rotary frequencies with which it reads and retrieves best at --target tokens.
+    """Search for the divisors of MODEL's rotary frequencies that read and retrieve best at --target tokens.
 
-    The result is measured on other text beside untuned scalings.
+    The result is compared with untuned scalings on other text.
     """
     api.search(
         model,
@@ -242,29 +244,29 @@ def search(
 @app.command(group=MEASURE)
 def compare(
     base: Annotated[str, Parameter(name="BASE", help="Hub id, folder or builtin:tiny.")],
-    run: Annotated[str, Parameter(name="RUN", help="A run, a folder or hub id, tuned from BASE.")],
+    run: Annotated[str, Parameter(name="RUN", help="Folder or hub id of a run that was tuned from BASE.")],
     /,
     *,
     loading: Loaded = Loading(),
     data: OtherText = None,
-    another: Annotated[bool, Parameter(help="BASE is another model than the one that RUN was tuned from.")] = False,
-    untuned: Annotated[bool, Parameter(help="Also the base under RUN's scaling without tuning.")] = True,
-    chat: Annotated[str | None, Parameter(help="Also the assistant's turns of these chats.")] = None,
+    another: Annotated[bool, Parameter(help="Allow a BASE that RUN was not tuned from.")] = False,
+    no_untuned: Annotated[bool, Parameter(help="Leave out the base under RUN's scaling without tuning.")] = False,
+    chat: Annotated[str | None, Parameter(help="Also measure the assistant's turns of these chats.")] = None,
     again: Again = False,
     json: JsonFile = None,
 ) -> None:
     """Compare a run with its base: what the extension gained and cost, and what the tuning added to the scaling, with
     95 % intervals.
 
-    Scores are read from RUN/scores; those that RUN's recipe names and that are missing are measured and kept there.
-    Another measurement joins with pi-lora eval NAME RUN --json RUN/scores/NAME.json.
+    Scores are read from RUN/scores. Missing scores that RUN's recipe asks for are measured and kept there. To add
+    another measurement: pi-lora eval NAME RUN --json RUN/scores/NAME.json.
     """
     api.compare(
         base,
         run,
         data=data,
         another=another,
-        untuned=untuned,
+        untuned=not no_untuned,
         chat=chat,
         again=again,
         dtype=loading.dtype,
@@ -277,12 +279,12 @@ def compare(
 
 @app.command(group=MEASURE)
 def report(
-    run: Annotated[Path, Parameter(name="RUN", help="A run folder that was measured.")],
+    run: Annotated[Path, Parameter(name="RUN", help="Run folder with scores.")],
     /,
     *,
-    html: Annotated[bool, Parameter(help="Also write one HTML page that needs no other file.")] = False,
+    html: Annotated[bool, Parameter(help="Also write a self-contained HTML page.")] = False,
 ) -> None:
-    """Write the model card of a run into its folder, with pictures of its scores and its loss."""
+    """Write the model card of a run into the run folder, with pictures of scores and loss."""
     with working("writing the report"):
         files = api.write_report(run, html=html)
     out.lines(*files)
@@ -293,15 +295,15 @@ def generate(
     model: ModelName,
     /,
     *,
-    prompt: Annotated[str | None, Parameter(help="The text to answer or to continue.")] = None,
-    file: Annotated[str, Parameter(help="A file that holds it; - is standard input.", allow_leading_hyphen=True)] = "-",
-    tokens: Annotated[PositiveInt, Parameter(help="The longest answer.")] = 256,
-    temperature: Annotated[NonNegativeFloat, Parameter(help="Of sampling; 0 takes the likeliest token.")] = 0.0,
-    seed: Annotated[int, Parameter(help="Of sampling.")] = 0,
-    no_chat_template: Annotated[bool, Parameter(help="Continue the text as it is.")] = False,
+    prompt: Annotated[str | None, Parameter(help="Text to answer or to continue.")] = None,
+    file: Annotated[str, Parameter(help="File with the prompt; - is standard input.", allow_leading_hyphen=True)] = "-",
+    tokens: Annotated[PositiveInt, Parameter(help="Maximum length of the answer in tokens.")] = 256,
+    temperature: Annotated[NonNegativeFloat, Parameter(help="Temperature; 0 takes the most probable token.")] = 0.0,
+    seed: Annotated[int, Parameter(help="Seed of the sampling.")] = 0,
+    no_chat_template: Annotated[bool, Parameter(help="Continue the plain text.")] = False,
     loading: Loaded = Loading(),
 ) -> None:
-    """Write text after a prompt, as the turn of a user where the model has a chat template."""
+    """Generate text from a prompt, in the chat template if the model has one."""
     with working():
         text = api.read_prompt(file) if prompt is None else prompt
     api.generate(
@@ -322,7 +324,7 @@ def summarize(
     model: ModelName,
     file: Annotated[
         str,
-        Parameter(name="FILE", help="A file of text, or - for standard input.", allow_leading_hyphen=True),
+        Parameter(name="FILE", help="Text file; - is standard input.", allow_leading_hyphen=True),
     ],
     /,
     *,
@@ -341,11 +343,11 @@ def summarize(
 
 @app.command(group=MEASURE)
 def push(
-    model: Annotated[Path, Parameter(name="RUN|MODEL", help="A run folder, or a folder of full weights.")],
+    model: Annotated[Path, Parameter(name="RUN|MODEL", help="Run folder, or folder of full weights.")],
     repo: Annotated[str, Parameter(name="REPO", help="As you/name; created if it does not exist.")],
     /,
     *,
     private: Annotated[bool, Parameter(help="Create a private repository.")] = False,
 ) -> None:
-    """Upload a run or a merged model to the Hugging Face hub, with its card but without checkpoints."""
+    """Upload a run or a merged model to the Hugging Face hub, with the card, without checkpoints."""
     out.lines(api.push(model, repo, private=private, progress=TERMINAL))

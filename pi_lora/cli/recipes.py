@@ -25,7 +25,7 @@ from pi_lora.cli.app import (
 from pi_lora.terminal import TERMINAL, out, working
 from pi_lora.types import NO_PERMISSIONS
 
-GpuName = Annotated[str | None, Parameter(help="A name (4090, H100), a memory size (48GB), or cpu.")]
+GpuName = Annotated[str | None, Parameter(help="Name (4090, H100), memory size (48GB), or cpu.")]
 
 
 @app.command(group=RECIPES)
@@ -36,9 +36,9 @@ def new(
     target: NewWindow,
     gpu: GpuName = None,
     data: Annotated[list[str] | None, Parameter(help="Text to tune on: a file, folder, glob or hub id.")] = None,
-    column: Annotated[str, Parameter(help="Of rows: the one that holds the text, or chats.")] = "text",
+    column: Annotated[str, Parameter(help="Column that holds the text or chats, if documents are rows.")] = "text",
     probe: Probe = None,
-    output: Annotated[Path | None, Parameter(help="The recipe file; MODEL_TARGET.yaml by default.")] = None,
+    output: Annotated[Path | None, Parameter(help="New recipe file; MODEL_TARGET.yaml by default.")] = None,
     permissions: Permitted = NO_PERMISSIONS,
 ) -> None:
     """Write a recipe that extends MODEL to --target tokens and fits this machine's GPU, or --gpu."""
@@ -70,7 +70,7 @@ def plan(
 
 @app.command(group=RECIPES)
 def show(recipe: RecipeFile, /, *overrides: Override) -> None:
-    """Print the resolved recipe, and where each value came from."""
+    """Print the resolved recipe, and the origin of each value."""
     resolved = api.resolve_recipe(recipe, *overrides)
     table = Table("key", "value", Column("from", overflow="fold"), box=None)
     values = resolved.recipe.model_dump(mode="json")
@@ -83,7 +83,7 @@ def show(recipe: RecipeFile, /, *overrides: Override) -> None:
 @app.command(group=RECIPES)
 def recipes(
     *,
-    keys: Annotated[bool, Parameter(help="Print every key that a recipe may have, docs/recipes.md.")] = False,
+    keys: Annotated[bool, Parameter(help="Print the reference of all recipe keys, docs/recipes.md.")] = False,
 ) -> None:
     """List the recipes that come with pi-lora."""
     if keys:
@@ -98,7 +98,7 @@ def recipes(
 @app.command(group=OTHERS)
 def theory(
     *,
-    head_dim: Annotated[PositiveInt, Parameter(help="d, the numbers of a head that rotate.")] = 128,
+    head_dim: Annotated[PositiveInt, Parameter(help="d, the rotary dimensions of a head.")] = 128,
     theta: Annotated[PositiveFloat, Parameter(help="c, the base of the frequencies.")] = 10_000.0,
     original: Annotated[int, Parameter(converter=read_length, help="L in tokens.")] = 2048,
     target: Annotated[Target, Parameter(help="L' in tokens; twice L by default.")] = None,

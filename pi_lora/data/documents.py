@@ -80,7 +80,7 @@ def files_named(name: str) -> list[Path]:
         matches = map(Path, glob.iglob(str(path), recursive=True))
     files = [match for match in sorted(matches) if suffix_of(match.name) in kinds and match.is_file()]
     if not files and path.exists():
-        raise DataError(f"{name}: holds no file of a kind that is read ({KINDS}); name others")
+        raise DataError(f"{name}: holds no readable file ({KINDS}); name other files")
     if not files:
         raise DataError(f"{name}: no such file or folder; correct the path")
     return files
@@ -106,7 +106,7 @@ def rows_in(file: File, name: str, columns: Sequence[str]) -> Iterator[NamedJson
     try:
         for row in _rows(file, columns):
             if not isinstance(row, dict) or None in row:
-                raise ValueError("it is not one value for each column")
+                raise ValueError("the row does not have one value for each column")
             # Half of a character, or a byte that is not UTF-8, cannot be encoded.
             json.dumps([row.get(column) for column in columns], ensure_ascii=False, default=str).encode()
             yield row_name, row

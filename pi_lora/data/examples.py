@@ -94,7 +94,7 @@ class Prompter:
         if special and not data.special_tokens:
             raise DataError(
                 f"data.template: {special[0]} is a special token, and would be read as text; "
-                "set data.special_tokens: true, which reads those in the rows as well, or leave it out"
+                "remove it, or set data.special_tokens: true, which also applies to the rows"
             )
 
     def examples(

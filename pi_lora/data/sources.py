@@ -236,8 +236,8 @@ def _load_dataset(source: Source, commit: str) -> Any:
         last_commit = Path(dataset.cache_files[0]["filename"]).parent.name
         if last_commit != commit:
             raise DataError(
-                f"{name}: of revision {source.revision} nothing is on disk, but of {last_commit}, which was downloaded "
-                "last; go online, or name that commit as the revision of the source"
+                f"{name}: revision {source.revision} is not on disk, but {last_commit} is, the last download; "
+                "go online, or name that commit as the revision of the source"
             )
     return dataset
 

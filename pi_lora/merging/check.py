@@ -65,7 +65,7 @@ def check_model(source: ModelSource, expected: PreTrainedModel, tensors: Sequenc
     if problems:
         named = "; ".join(sorted(problems)[:MAX_PROBLEMS])
         raise ModelError(
-            f"{source.base.name}: does not make the model of the config: {named}; download all of its files"
+            f"{source.base.name}: the files do not match the config: {named}; download all files of the model"
         )
 
 

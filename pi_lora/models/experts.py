@@ -57,7 +57,9 @@ class Layout:
             if pattern is None or operations == [Transpose]:
                 continue
             if operations not in JOINED:
-                raise ModelError(f"{name}: files hold it in another form, into which no adapter can be merged")
+                raise ModelError(
+                    f"{name}: files store it in a form into which no adapter can be merged; adapt other modules"
+                )
             first_pattern = reverse.target_patterns[0]
             of_projections = [stored_name.replace(first_pattern, other) for other in reverse.target_patterns]
             return [part.replace("*", str(expert)) for expert in experts for part in of_projections]

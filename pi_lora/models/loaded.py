@@ -169,8 +169,8 @@ def load_base(
     if module.all_tied_weights_keys != module.get_expanded_tied_weights_keys(all_submodels=True):
         # transformers 5.23 does not tie what differs. Models on this machine are resolved without the tie.
         raise ModelError(
-            f"{base.name}: stores another head than the embeddings to which its config ties it; "
-            "run this again now that it is downloaded, or write tie_word_embeddings: false into its config.json"
+            f"{base.name}: the stored head differs from the embeddings, but config.json ties the two; "
+            "run this again now that the model is downloaded, or set tie_word_embeddings: false there"
         )
     if is_dequantized:
         # transformers 5.23 leaves the other weights of an FP8 model in the stored dtype.

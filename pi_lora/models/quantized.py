@@ -162,7 +162,7 @@ def _part_of(key: str) -> tuple[str, str]:
 def _joined(name: str, parts: dict[str, StoredTensor], block: tuple[int, int] | None) -> StoredTensor:
     numbers = parts.pop("blocks", None) or parts.pop(NUMBERS, None)
     if numbers is None:
-        raise ModelError(f"{name}: its scales are there without its numbers; download the model again")
+        raise ModelError(f"{name}: has scales but no quantized weights; download the model again")
     scales = next((parts.pop(part) for part in SCALES if part in parts), None)
     if scales is None:
         return numbers

@@ -29,7 +29,7 @@ class Selection(Section):
     keep: Annotated[float, Field(gt=0, lt=1)]
     """Share of the documents to train on, at least one document."""
     windows: PositiveInt = 2
-    """Windows of L' tokens that are scored for the gain, from the start of a document."""
+    """Windows of L' tokens, from the start of a document, that are scored for the gain."""
 
 
 class Source(Section):
@@ -80,13 +80,13 @@ class Data(Section):
     min_document_tokens: PositiveInt = 1
     """Leave out documents with fewer tokens."""
     document: str | None = None
-    """Column of the document of an example, which is summarized, or truncated to fit."""
+    """Column with the document of an example, to summarize or truncate."""
     summary: str | None = None
-    """Column of the summary of an example, with the paper's prompt."""
+    """Column with the summary of an example; the prompt is the paper's."""
     template: str | None = None
     """Prompt of an example, with {column} for the value of a column."""
     completion: str | None = None
-    """Column of the answer of an example, with `template`."""
+    """Column with the answer of an example, for `template`."""
     document_tokens: PositiveInt = 15000
     """Truncate a longer `document` to this number of tokens, or to fewer that fit."""
     completion_tokens: PositiveInt = 1000
@@ -94,7 +94,7 @@ class Data(Section):
     loss: Literal["completion", "all"] = "completion"
     """Tokens of examples and chats in the loss. completion: completions and assistant turns. all: prompts too."""
     keep_short: Annotated[float, Field(ge=0, lt=1)] = 0.0
-    """Share of the sequences that are short, against forgetting: chats at their own lengths, else text of L tokens."""
+    """Share of short sequences, against forgetting: chats at their own lengths, else text of L tokens."""
     epochs: PositiveInt = 1
     """Maximum number of times that a text is used."""
     special_tokens: bool = False

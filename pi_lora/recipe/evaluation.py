@@ -55,11 +55,11 @@ class PerplexityOptions(TextOptions):
     """Sliding-window perplexity (paper, section 3.2)."""
 
     windows: Windows = None
-    """Windows to measure, in tokens. By default L', L'/2, ... while the stride fits."""
+    """Windows to measure, in tokens. By default L', L'/2, ... down to 256, or to a longer stride."""
     stride: Tokens | None = None
     """Tokens by which the window slides. By default 256, or half the shortest window if that is less."""
     bos: Literal["window", "document"] = "window"
-    """Where BOS stands, if the tokenizer adds one: first in each window, or in the first window of a document alone."""
+    """Place of BOS, if the tokenizer adds one: the start of each window, or of each document alone."""
 
     def conflicts(self) -> Iterator[str]:
         """Yield a stride or truncation that does not fit the windows."""
@@ -85,7 +85,7 @@ class ContextOptions(TextOptions):
     stride: Tokens | None = None
     """Tokens that are predicted from the same near context. By default a quarter of `short_window`."""
     key_tokens: str | None = None
-    """Scores of another model on these documents, whose key tokens LongPPL counts. By default the model's own."""
+    """File with the scores of another model on the same documents, for its key tokens. By default the model's own."""
 
     def conflicts(self) -> Iterator[str]:
         """Yield a short window or a truncation that does not fit the window."""
@@ -148,17 +148,17 @@ class SearchOptions(Section):
     target: Tokens
     """L', the window to extend to, as 16384 or 16k."""
     data: str | None = None
-    """Texts: file, folder, glob or hub id. The first ones test the result, the search reads the others."""
+    """File, folder, glob or hub id. The first documents test the result, the search reads the others."""
     column: str = "text"
     """Column that holds the text, if documents are rows."""
     minutes: PositiveFloat = 30.0
-    """Time for the search, without its test."""
+    """Minutes of the search, without the test."""
     documents: PositiveInt = 4
-    """Number of documents of the test, the first ones. One at least is left for the search."""
+    """Number of documents that test the result, from the first. At least one is left for the search."""
     trials: PositiveInt = 5
-    """Random passkeys at each of 8 distances of the test; a single one at each of 4."""
+    """Random passkeys at each of 8 distances of the test. A single passkey is measured at 4 distances."""
     seed: Seed = 0
-    """Seed of the search and of the needles; that of the test is the next one."""
+    """Seed of the search and the needles. The test takes the next seed."""
 
 
 class BenchmarksOptions(Section):
@@ -173,7 +173,7 @@ class BenchmarksOptions(Section):
     batch_size: PositiveInt = 8
     """Inputs per forward pass."""
     data: Texts = ()
-    """Local files in the schema of a task's own data set, as `boolq=FILE`."""
+    """Local files in the schema of the task's data set, as `boolq=FILE`."""
 
 
 class RulerOptions(Section):
@@ -224,7 +224,7 @@ class SummarizationOptions(Sampling):
     template: str | None = None
     """Prompt to use instead of the paper's, with {column} for the value of a column."""
     completion: str | None = None
-    """Column of the reference answer, with `template`."""
+    """Column of the reference answer, for `template`."""
     document_tokens: Tokens | None = None
     """Truncate documents to this number of tokens. By default as in tuning, or 15000."""
     special_tokens: bool = False
@@ -260,7 +260,7 @@ class ShortEvaluation(Section):
     """Smaller values for the measurements during training. Other values are those of the finished run."""
 
     documents: PositiveInt | None = None
-    """Number of documents for perplexity. Processes share the documents, as they share the depths."""
+    """Number of documents for perplexity. Processes share them, as they share the depths."""
     truncate: Tokens | None = None
     """Tokens of each document that are measured for perplexity."""
     stride: Tokens | None = None

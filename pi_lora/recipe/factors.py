@@ -13,7 +13,7 @@ ADVICE = "name a file that pi-lora search wrote"
 
 
 class Factors(Section):
-    """Divisors of the frequencies for `scaling: factors`; a list, or a file of `pi-lora search`, stands for them."""
+    """Divisors of the frequencies for `scaling: factors`: this section, a list, or a file of `pi-lora search`."""
 
     factors: Annotated[tuple[PositiveFloat, ...], LIST, Field(min_length=1)]
     """Divisor of every rotary frequency, the highest frequency first."""

@@ -62,7 +62,7 @@ class Tuning(Section):
     dropout: Annotated[float, Field(ge=0, lt=1)] = 0.0
     """Dropout probability on the adapter's inputs."""
     target_modules: Literal["attention", "all-linear"] | Texts = "all-linear"
-    """Linear layers that get an adapter. all-linear leaves out routers. Names of modules: [q_proj, v_proj]."""
+    """Linear layers that get an adapter. all-linear leaves out routers. Or names of modules, as [q_proj, v_proj]."""
     modules_to_save: Literal["embeddings_and_norms", "norms", "nothing"] = "embeddings_and_norms"
     """Modules that train in full and are saved with the adapter (LongLoRA)."""
 
@@ -188,7 +188,7 @@ class Recipe(Section):
     model: Model
     context: Context
     scaling: Scaling = "pi"
-    """Scaling of the rotary frequencies; keep keeps that of an extended model."""
+    """Scaling of the rotary frequencies. keep: that of an extended model."""
     tuning: Tuning = Tuning()
     data: Data
     training: Training = Training()
@@ -262,9 +262,9 @@ class Recipe(Section):
             if measured and any(
                 source.name == measured.data and source.hold_out != measured.hold_out for source in self.data.source
             ):
-                yield f"evaluation.{name}.hold_out: data.source has another of the same text; make them equal"
+                yield f"evaluation.{name}.hold_out: differs from that of the same text in data.source; make them equal"
         if self.scaling == "keep" and self.data.positions == "pose" and self.data.sequence_tokens is None:
-            yield "data.positions: pose: with scaling: keep name the tokens of a sequence, sequence_tokens"
+            yield "data.positions: pose: needs data.sequence_tokens with scaling: keep; add it"
 
     def _tuning_conflicts(self) -> Iterator[str]:
         """Yield keys that do not fit the tuning method or the adapter, and offloading without checkpointing."""
@@ -294,7 +294,7 @@ class Recipe(Section):
                 f"(per_device_batch_size {batch_size} on {hardware.data_parallel} processes)"
             )
         if data.keep_short and batch_size > 1:
-            yield "data.keep_short: its sequences have other lengths; set training.per_device_batch_size: 1"
+            yield "data.keep_short: short sequences differ in length; set training.per_device_batch_size: 1"
         target = self.context.target
         if data.sequence_tokens is not None and data.sequence_tokens > target:
             yield f"data.sequence_tokens: {data.sequence_tokens} is more than context.target, {target}; lower it"

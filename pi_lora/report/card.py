@@ -208,7 +208,13 @@ def draw_run(run: MeasuredRun) -> Iterator[Path]:
         *_, last = alike.values()
         panels = list(MEASUREMENTS[last.measurement].panels(alike))
         if panels:
-            figure = figure_of(*panels, title=public_setting(last), window=run.metadata.original)
+            # A page shows a picture beside a table, or on a telephone: panels in one column can be read there.
+            figure = figure_of(
+                *panels,
+                title=public_setting(last),
+                window=run.metadata.original,
+                most_columns=1,
+            )
             yield save(figure, run.path / PICTURES / f"{name}.png")
     log = run.log
     if log:

@@ -16,6 +16,9 @@ from pi_lora.models.files import ADAPTER_CONFIG_FILE, public_name, read_adapter_
 from pi_lora.recipe.schema import Model
 from pi_lora.run import BASE, STEP_0, Run
 
+# The heading of the base under the scaling of the run, without tuning.
+UNTUNED = "untuned"
+
 
 @dataclass(frozen=True)
 class MeasuredRun(Run):
@@ -68,7 +71,7 @@ class MeasuredRun(Run):
         return last
 
     def side_by_side(self, name: str) -> tuple[dict[str, Scores], dict[str, Scores]]:
-        """Return the scores of base, step 0 and the last stage of a measurement, in two groups.
+        """Return the scores of base, untuned model (step 0) and the last stage of a measurement, in two groups.
 
         The first group was measured with the options of the last stage; tables and pictures show it. The second was
         measured with other options.
@@ -81,10 +84,11 @@ class MeasuredRun(Run):
             if stage not in stages:
                 continue
             scores = stages[stage]
+            label = UNTUNED if stage == STEP_0 else stage
             if differences(scores.options, stages[last]):
-                others[stage] = scores
+                others[label] = scores
             else:
-                alike[stage] = scores
+                alike[label] = scores
         return alike, others
 
 

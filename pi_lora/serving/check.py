@@ -99,7 +99,7 @@ class Server:
             raise
         except OSError as error:
             reason = getattr(error, "reason", error)
-            raise PiLoraError(f"{self.url}: cannot be reached ({reason}); start the server, or correct it") from None
+            raise PiLoraError(f"{self.url}: cannot be reached ({reason}); start the server or fix the URL") from None
 
 
 def _completion(content: Json) -> Completion:
@@ -211,16 +211,16 @@ def _judge(reference: Reference, prompt: Prompt, completion: Completion, toleran
 def _doubt(prompt: Prompt, completion: Completion, agreed: int, *, ambiguous: bool) -> str:
     """Return why an answer like the model's is no proof, and what decides; "" if it is one."""
     if not prompt.is_found_in(prompt.answers[RIGHT].text):
-        return "the model does not find the code itself, so a cut may not show; a model that was tuned longer decides"
+        return "the model does not find the code, so a cut may go unnoticed; check with a model that was tuned longer"
     if not completion.logprobs:
-        return "its text is right; log probabilities decide: start it so that it gives them"
+        return "the text is right, but log probabilities are missing; start the server so that it gives them"
     compared = min(agreed, len(completion.logprobs))
     # The short prompt is for the weights: no window is shorter.
     found = len(prompt.code_starts) == 1 or prompt.is_found_in(completion.text)
     if compared < MIN_EQUAL_TOKENS or not found:
-        return f"only {compared} tokens can be compared; another --text decides"
+        return f"only {compared} tokens can be compared; try another --text"
     if ambiguous:
-        return "the model answers alike without its scaling; a smaller --tolerance decides"
+        return "the model gives the same answer without its scaling; lower --tolerance"
     return ""
 
 

@@ -68,7 +68,7 @@ def test_ctrl_c_during_startup_is_one_line(tmp_path: Path, delay: float) -> None
         ),
         (
             ["eval", "perplexity", "builtin:tiny", "--data", "taken"],
-            "taken: holds no file of a kind that is read",
+            "taken: holds no readable file",
         ),
         (["eval", "all", "builtin:tiny"], "builtin:tiny: holds no recipe.yaml; name a run folder"),
         (["train", DEMO, "context.target=200"], "context.target: 200 is not longer than the model's own window of 256"),

@@ -172,8 +172,8 @@ def test_the_shuffle_loses_no_row_and_buffers_few(monkeypatch: pytest.MonkeyPatc
         ("cut.txt", b"\xff\xfe\x00", r"cannot be read \('utf-16-le' codec"),
         ("unmarked.txt", "Some text.".encode("utf-16-le"), "as UTF-16 does without a byte order mark"),
         ("wide.txt", "Some text.".encode("utf-32"), "as UTF-16 does without a byte order mark"),
-        ("page.html", b"<p>Some text.</p>", r"of a kind that is read \(\.txt, "),
-        ("pages.zip", b"PK", r"of a kind that is read \(\.txt, "),
+        ("page.html", b"<p>Some text.</p>", r"holds no readable file \(\.txt, "),
+        ("pages.zip", b"PK", r"holds no readable file \(\.txt, "),
         ("latin.jsonl", '{"text": "a"}\n{"text": "café"}\n'.encode("latin-1"), r"jsonl:2: cannot be read \('utf-8'"),
         ("half.jsonl", b'{"text": "a"}\n{"text": "\\ud83d"}\n', r"jsonl:2: cannot be read \('utf-8'.*surrogates"),
         ("half.json", b'[{"text": "a"}, {"text": "\\ud83d"}]', r"json:2: cannot be read \('utf-8'.*surrogates"),
@@ -183,11 +183,11 @@ def test_the_shuffle_loses_no_row_and_buffers_few(monkeypatch: pytest.MonkeyPatc
         ("cut.jsonl.zst", zstd(b'{"text": "a"}\n' * 99)[:-5], "cannot be read"),
         ("cut.txt.xz", lzma.compress(b"Some text." * 99)[:-12], "cannot be read"),
         ("broken.jsonl", b'{"text": "a"}\n\n{"text": \n', r"jsonl:2: cannot be read \(Expecting value"),
-        ("list.jsonl", b'["a"]\n', r"jsonl:1: cannot be read \(it is not one value for each column\)"),
+        ("list.jsonl", b'["a"]\n', r"jsonl:1: cannot be read \(the row does not have one value for each column\)"),
         ("cut.jsonl.gz", gzip.compress(b'{"text": "a"}\n' * 99, mtime=0)[:-12], "cannot be read"),
         ("broken.parquet", b"PAR1", "cannot be read"),
         ("none.jsonl", b"", "holds no text"),
-        ("wide.csv", b"text,n\na,b,c\n", r"csv:1: cannot be read \(it is not one value for each column\)"),
+        ("wide.csv", b"text,n\na,b,c\n", r"csv:1: cannot be read \(the row does not have one value for each column\)"),
         ("open.csv", b'text,n\n"a,b\n', r"csv:1: cannot be read \(unexpected end of data\)"),
     ],
 )
@@ -323,7 +323,7 @@ def test_offline_a_name_is_the_commit_that_the_hub_named_last(
 
     on_disk(first, ["one"], tmp_path / "datasets")
     assert rows("v1") == rows(first) == (first, ["one"])
-    with pytest.raises(DataError, match=f"^owner/books: of revision main nothing is on disk, but of {first}"):
+    with pytest.raises(DataError, match=f"^owner/books: revision main is not on disk, but {first} is"):
         rows("main")
     on_disk(second, ["two"], tmp_path / "datasets")
     assert rows("main") == rows(second) == (second, ["two"])

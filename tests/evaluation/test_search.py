@@ -302,7 +302,7 @@ def test_the_command_writes_a_file_for_recipes_and_new(tmp_path: Path, capsys: p
     words = ["search", "builtin:tiny", "--target", "512", "--minutes", "0.2", "--documents", "2", "--trials", "1"]
     assert not cli.app([*words, "--output", str(file)], result_action="return_value")
     printed = capsys.readouterr().out
-    assert "now it is measured on other text" in printed
+    assert "now they are measured on other text" in printed
     assert "passkeys" in printed
     assert f"--probe {file}" in printed.replace("\n", " ")
     result = read_json(file, SearchResult, "")
@@ -325,7 +325,7 @@ def test_the_command_writes_a_file_for_recipes_and_new(tmp_path: Path, capsys: p
     assert full_attention_rope(resolve_model(str(extended)).config)["long_factor"] == list(result.factors)
     other = tmp_path / "other.json"
     other.write_text(json.dumps({"factors": [3.0] * len(result.factors)}))
-    with pytest.raises(ModelError, match="--factors: not those that --probe measured"):
+    with pytest.raises(ModelError, match="--factors: differ from those that --probe measured"):
         pi_lora.extend("builtin:tiny", tmp_path / "b", target=512, scaling="factors", probe=moved, factors=other)
     moved.unlink()
     recipe = load_recipe(tmp_path / "new.yaml").recipe

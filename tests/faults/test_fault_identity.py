@@ -118,7 +118,7 @@ def test_a_run_is_not_resumed_with_another_base_tokenizer_or_text(
         file.write_text(json.dumps(content))
     else:
         book.write_text("one two four " * 4000)
-    with pytest.raises(ModelError, match=rf"^{output}: {changed} are others .*go on with --allow-mismatch"):
+    with pytest.raises(ModelError, match=rf"^{output}: {changed} changed since .*go on with --allow-mismatch"):
         train(recipe, output, resume=True)
     train(recipe, output, resume=True, permissions=Permissions(allow_mismatch=True))
     assert output.is_dir()

@@ -147,7 +147,7 @@ def test_facts_for_a_bug_report_name_every_gpu_and_the_memory(monkeypatch: pytes
     facts = devices.facts()
     assert facts["GPUs"] == "; ".join(["NVIDIA H100, 80.0 GiB, compute capability 9.0"] * 2)
     assert facts["memory"] == "64.0 GiB, 1.5 GiB available"
-    assert "bfloat16 4.0 times as fast as float32; torch uses " in facts["processor"]
+    assert "bfloat16 4.04 times as fast as float32; torch uses " in facts["processor"]
     assert facts["torch"] == torch.__version__
     assert "lm-eval" in facts
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 0)

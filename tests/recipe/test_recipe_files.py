@@ -202,11 +202,11 @@ def test_dump_then_load_is_the_same_recipe(
         (["data.document=a", "data.summary=b", "data.positions=pose"], "positions: pose: is for packed text"),
         (
             ["data.source={name: books, hold_out: 0.1}", "evaluation.perplexity={data: books, hold_out: 0.2}"],
-            "evaluation.perplexity.hold_out: data.source has another of the same text",
+            "evaluation.perplexity.hold_out: differs from that of the same text in data.source",
         ),
         (
             ["data.source={name: books, hold_out: 0.1}", "evaluation.summarization={data: books, hold_out: 0.2}"],
-            "evaluation.summarization.hold_out: data.source has another of the same text",
+            "evaluation.summarization.hold_out: differs from that of the same text in data.source",
         ),
         (
             ["data.positions=pose", "data.sequence_tokens=1025"],

@@ -164,7 +164,7 @@ TABLES = [
 """,
     """**perplexity**: data builtin:stdlib, documents 3, split test, column text, windows 64/128, stride 32
 
-| metric | step 0 | step 10 |
+| metric | untuned | step 10 |
 |---|---|---|
 | perplexity at 64 | 9.000 | 3.142 |
 | perplexity at 128 | 50.000 | 5.500 |
@@ -232,9 +232,9 @@ def test_scores_are_grouped_by_text_and_ordered_by_stage(run: Path) -> None:
         "perplexity": ["base", "step 0", "step 9", "step 200", "tuned"],
         "perplexity-text_novel_txt": ["tuned"],
     }
-    assert list(MeasuredRun(run).side_by_side("perplexity")[0]) == ["base", "step 0", "tuned"]
+    assert list(MeasuredRun(run).side_by_side("perplexity")[0]) == ["base", "untuned", "tuned"]
     (run / "scores" / "perplexity.json").unlink()
-    assert list(MeasuredRun(run).side_by_side("perplexity")[0]) == ["base", "step 0", "step 200"]
+    assert list(MeasuredRun(run).side_by_side("perplexity")[0]) == ["base", "untuned", "step 200"]
     assert MeasuredRun(run).last_scores["perplexity"].model_dump()["windows"][0]["perplexity"] == 200
 
 
@@ -243,7 +243,7 @@ def test_the_card_holds_the_measured_scores(run: Path) -> None:
     assert {file.name for file in files} == {"perplexity.png", "passkey.png", "loss.png", "README.md"}
     text = (run / "README.md").read_text()
     assert "**perplexity**: data builtin:stdlib, documents 3," in text
-    assert "| metric | base | step 0 | tuned |\n|---|---|---|---|\n" in text
+    assert "| metric | base | untuned | tuned |\n|---|---|---|---|\n" in text
     assert "| perplexity at 64 | 8.500 | 40.000 | 9.000 |\n" in text
     assert "| perplexity at 128 | 60.250 | 45.500 | 7.125 |\n" in text
     assert "| k_max at 128 | 32 tokens | 128 tokens |\n" in text

@@ -221,6 +221,8 @@ def test_compare_measures_missing_scores_on_a_named_text(
     assert {row["measurement"] for row in untuned} == {"perplexity at 128", "k_max at 256", "passkeys retrieved at 256"}
     assert kept["perplexity-text_novel_txt"]["options"] == kept["perplexity-text_novel_txt-base"]["options"]
     assert run_captured(capsys, monkeypatch, "compare", str(small_model), "run", *words) == (0, out, "")
+    status, without, _ = run_captured(capsys, monkeypatch, "compare", str(small_model), "run", *words, "--no-untuned")
+    assert (status, "Beside the untuned scaling: " in without) == (0, False)
     shutil.copytree(small_model, "moved")
     assert run_captured(capsys, monkeypatch, "compare", "moved", "run", *words)[0] == 0
     assert {file.stem: json.loads(file.read_text()) for file in Path("run/scores").iterdir()} == kept

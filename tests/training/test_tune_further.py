@@ -101,7 +101,7 @@ def test_pose_tunes_an_extended_model_further_with_short_sequences(lora_run: Pat
     assert json.loads((run / "run.json").read_text())["tokens"] == sequences * 32
     assert load(str(run)).scale == 2
     assert not torch.equal(logits(run), logits(lora_run))
-    with pytest.raises(ValueError, match="with scaling: keep name the tokens of a sequence"):
+    with pytest.raises(ValueError, match=r"needs data\.sequence_tokens with scaling: keep"):
         further(lora_run, Path(), data={**data, "sequence_tokens": None})
 
 
