@@ -14,11 +14,11 @@ Result = Mapping[str, Any]
 
 HEAD = """# The figures, and how to measure them again
 
-`make reproduce NAME=...` runs the commands of a line and writes the pages that show its figures. Results of benchmarks
-are in `benchmarks/results/`; each says on what machine and day it was measured. Hours are of two CPU cores unless
-another machine is named. What is finished is kept: a command that was stopped goes on when it is called again, where
-its line says so. The scripts write files and commit nothing. The results of an experiment land as one commit, not one
-a row, with what they show. This page is written by `python benchmarks/tables.py`.
+`make reproduce NAME=...` runs the commands of a row and writes the pages that show its figures. Results are in
+`benchmarks/results/`, each with machine and day. Hours are for two CPU cores unless another machine is named. If the
+row says "continues", a command that was stopped keeps finished work and continues when it is called again. The scripts
+write files and commit nothing; commit all results of an experiment together, with the pages that show them.
+`python benchmarks/tables.py` writes this page.
 
 """
 NOVELS = """

@@ -294,7 +294,10 @@ def match_tensors(
         if name not in sources or change.shape != sources[name].shape
     ]
     if problems:
-        raise ModelError(f"{run / ADAPTER_WEIGHTS_FILE}: does not fit its base, which has no {'; '.join(problems)}")
+        raise ModelError(
+            f"{run / ADAPTER_WEIGHTS_FILE}: does not fit its base, which has no {'; '.join(problems)}; "
+            "name the base that it was tuned from"
+        )
 
     def output_tensor(name: str) -> OutputTensor:
         source = sources[name]

@@ -174,7 +174,7 @@ def save_adapter(model: PeftModel, folder: Path, weights: Mapping[str, torch.Ten
     trained = {_saved_name(name) for name, weight in model.named_parameters() if weight.requires_grad}
     missing = sorted(trained - saved.keys())
     if missing:
-        raise ModelError(f"{folder}: trained but not saved: {', '.join(missing)}")
+        raise ModelError(f"{folder}: trained but not saved: {', '.join(missing)}; please report it")
 
 
 def mark_adapter_extended(folder: Path) -> None:
@@ -230,7 +230,9 @@ def load_adapter(model: PreTrainedModel, folder: Path, *, dropout: float = 0.0, 
             _reload_saved_modules_in_float32(adapted, folder)
     except (OSError, ValueError, KeyError, RuntimeError, SafetensorError, UserWarning) as error:
         reason = (str(error).strip() or repr(error)).splitlines()[-1]
-        raise ModelError(f"{folder}: the adapter does not fit its base ({reason})") from error
+        raise ModelError(
+            f"{folder}: the adapter does not fit its base ({reason}); name the base that it was tuned from"
+        ) from error
     _keep_the_dtype_of_activations(adapted)
     expected = peft.get_peft_model_state_dict(adapted, save_embedding_layers=False)
     check_finite(str(folder), expected.items())

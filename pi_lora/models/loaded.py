@@ -160,7 +160,10 @@ def load_base(
                 **options,
             )
         except (ImportError, OSError, ValueError, RuntimeError, SafetensorError) as error:
-            raise ModelError(f"{base.name}: its weights cannot be loaded ({first_line(error)})") from error
+            raise ModelError(
+                f"{base.name}: its weights cannot be loaded ({first_line(error)}); "
+                "download the model again, or name another"
+            ) from error
         if kernel is None:
             use_blockwise(module)
     if depends_on_length(source.config):

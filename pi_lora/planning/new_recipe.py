@@ -189,7 +189,7 @@ def choose(first: TrainingPlan) -> TrainingPlan:
     plans = [plan for _, plan in replanned(first, candidates(first)) if plan.has_room()]
     if not plans:
         raise PiLoraError(
-            f"--gpu: {first.gpu.name}: holds no tuning of {first.recipe.model.name}, even QLoRA with PoSE; "
+            f"--gpu: {first.gpu.name}: is too small to tune {first.recipe.model.name}, even by QLoRA with PoSE; "
             "name a larger one, or see recipes/paper for several GPUs"
         )
     best = next((plan for plan in plans if _share_of_max_hours(plan) <= 1), plans[0])

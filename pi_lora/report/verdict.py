@@ -48,7 +48,7 @@ def verdict_of(
     if finds:
         lines["Finds"] = "; ".join(finds)
     if tuning:
-        lines["Beside the untuned scaling"] = "; ".join(tuning)
+        lines["Compared with no tuning"] = "; ".join(tuning)
     if costs:
         lines["Short inputs"] = "; ".join(costs)
     elif run:

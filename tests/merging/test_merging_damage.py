@@ -77,7 +77,7 @@ DAMAGE: dict[str, tuple[Callable[[Path], object], str]] = {
     ),
     "base of another shape": (
         lambda at: edit(at / "base" / SECOND, lambda each: each.update({f"{Q}.weight": torch.zeros(8, 32)})),
-        rf"does not fit its base, which has no {Q}\.weight \[32, 32\]$",
+        rf"does not fit its base, which has no {Q}\.weight \[32, 32\]; name the base that",
     ),
     "pickled adapter": (
         lambda at: (at / "run" / ADAPTER).rename(at / "run" / "adapter_model.bin"),

@@ -237,7 +237,7 @@ def test_new_does_not_overwrite_a_file(command: Command, tmp_path: Path) -> None
 @pytest.mark.parametrize(
     ("arguments", "line"),
     [
-        ("huggyllama/llama-65b --target 8192 --gpu 12GB", "--gpu: 12GB: holds no tuning of huggyllama/llama-65b, "),
+        ("huggyllama/llama-65b --target 8192 --gpu 12GB", "--gpu: 12GB: is too small to tune huggyllama/llama-65b, "),
         (f"{LLAMA} --target 1024 --gpu 12GB", "--target: 1024 is not longer than the model's own window of 2048"),
         (f"{LLAMA} --target 8192 --gpu 12GB --data gone.txt", "--data: gone.txt: no such file or folder"),
         ("builtin:tiny --target 512 --data notes", "--data: notes: no such folder, and HF_HUB_OFFLINE=1 is set"),

@@ -216,13 +216,13 @@ def test_compare_measures_missing_scores_on_a_named_text(
     assert set(kept) == names
     assert kept["passkey-base"]["model"] == kept["passkey-step-0"]["model"] == str(small_model)
     assert [kept[name]["scaling"] for name in ("passkey-base", "passkey-step-0", "passkey")] == [None, "pi", "pi"]
-    assert "Beside the untuned scaling: " in out
+    assert "Compared with no tuning: " in out
     untuned = json.loads(Path("compared.json").read_text())["untuned"]
     assert {row["measurement"] for row in untuned} == {"perplexity at 128", "k_max at 256", "passkeys retrieved at 256"}
     assert kept["perplexity-text_novel_txt"]["options"] == kept["perplexity-text_novel_txt-base"]["options"]
     assert run_captured(capsys, monkeypatch, "compare", str(small_model), "run", *words) == (0, out, "")
     status, without, _ = run_captured(capsys, monkeypatch, "compare", str(small_model), "run", *words, "--no-untuned")
-    assert (status, "Beside the untuned scaling: " in without) == (0, False)
+    assert (status, "Compared with no tuning: " in without) == (0, False)
     shutil.copytree(small_model, "moved")
     assert run_captured(capsys, monkeypatch, "compare", "moved", "run", *words)[0] == 0
     assert {file.stem: json.loads(file.read_text()) for file in Path("run/scores").iterdir()} == kept

@@ -39,7 +39,7 @@ def test_the_verdict_says_how_far_it_reads_what_it_finds_and_what_it_cost(small_
         "benchmarks": benchmarks(0.75, 0.04),
     }
     lines = verdict(small_model, tmp_path, scores)
-    assert list(lines) == ["Reads", "Finds", "Beside the untuned scaling", "Short inputs"]
+    assert list(lines) == ["Reads", "Finds", "Compared with no tuning", "Short inputs"]
     assert lines["Reads"] == (
         "128 tokens with a perplexity of 7.125; the base reads 64 tokens with 8.500: 16.2 % better, no interval"
     )
@@ -63,14 +63,14 @@ def test_the_verdict_says_what_the_tuning_added_to_the_scaling(small_model: Path
         "passkey": outcomes(64),
     }
     lines = verdict(small_model, tmp_path, scores)
-    assert lines["Beside the untuned scaling"] == (
+    assert lines["Compared with no tuning"] == (
         "passkeys retrieved at 128 50.0 points worse (-72.1 to -16.8 points); "
         "perplexity at 128 5.0 % better, no interval"
     )
     scores["perplexity-step-0"] = perplexity(9.5, 7.5, "other")
     scores["passkey"] = scores["passkey-step-0"]
     lines = verdict(small_model, tmp_path / "other", scores)
-    assert lines["Beside the untuned scaling"] == "passkeys retrieved at 128 within noise (-15.4 to +15.4 points)"
+    assert lines["Compared with no tuning"] == "passkeys retrieved at 128 within noise (-15.4 to +15.4 points)"
 
 
 NO_BASE = "the base was not measured in the same way"
