@@ -111,15 +111,15 @@ DAMAGE: dict[str, tuple[Callable[[Path], object], str]] = {
     ),
     "rows of no known tokens": (
         lambda at: save_rows(at / "run"),
-        r"which has no model\.embed_tokens\.weight \[2, 32\]$",
+        r"which has no model\.embed_tokens\.weight \[2, 32\]; name",
     ),
     "rows of other tokens": (
         lambda at: save_rows(at / "run", [1, 1024]),
-        r"which has no model\.embed_tokens\.weight \[2, 32\]$",
+        r"which has no model\.embed_tokens\.weight \[2, 32\]; name",
     ),
     "fewer rows than tokens": (
         lambda at: save_rows(at / "run", [1, 2, 3]),
-        r"which has no model\.embed_tokens\.weight \[2, 32\]$",
+        r"which has no model\.embed_tokens\.weight \[2, 32\]; name",
     ),
     "adapter of embeddings": (
         lambda at: edit(
