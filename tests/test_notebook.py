@@ -33,7 +33,7 @@ def test_the_notebook_runs_and_keeps_its_outputs(tmp_path: Path, monkeypatch: py
             exec(LESS if is_parameters else "".join(cell["source"]), names)
         if "T4" in "".join(cell["source"]):
             assert out.getvalue() == printed(cell)
-    assert list(names["comparison"].verdict) == ["Reads", "Finds", "Short inputs"]
+    assert list(names["comparison"].verdict) == ["Reads", "Finds", "Compared with no tuning", "Short inputs"]
     assert names["run"].log[-1]["step"] == 2
     config = json.loads((tmp_path / "models" / "notebook" / "config.json").read_text())
     assert method_of(config) == names["probed"].best

@@ -63,7 +63,7 @@ def test_a_merge_keeps_llama3_frequencies_of_the_base(small_model: Path, tmp_pat
     smooth = ((32 * plain / (2 * math.pi) - 1.0) / 3.0).clamp(0, 1)
     torch.testing.assert_close(full.module.model.rotary_emb.inv_freq, (1 - smooth) * plain / 8 + smooth * plain)
     with torch.no_grad():
-        torch.testing.assert_close(full.module(IDS).logits, load(str(run)).module(IDS).logits, rtol=1e-5, atol=1e-5)
+        torch.testing.assert_close(full.module(IDS).logits, load(str(run)).module(IDS).logits, rtol=1e-4, atol=1e-4)
 
 
 def test_merging_a_folder_without_an_adapter_is_refused(full_run: Path, tmp_path: Path) -> None:

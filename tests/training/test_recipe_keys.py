@@ -22,7 +22,7 @@ from transformers import TrainerCallback
 
 from pi_lora.data import sources
 from pi_lora.distributed import launch_arguments
-from pi_lora.errors import DataError
+from pi_lora.errors import DataError, ScalingError
 from pi_lora.models.resolve import resolve_for_training
 from pi_lora.planning.gpus import GPUS, device_for
 from pi_lora.planning.training_plan import plan_training
@@ -97,6 +97,7 @@ KEYS = {
     "context.theta": Case(7e4, {"rope": ("default", None, 7e4)}, {"scaling": "theta", "context.theta": 6e4}),
     "context.factors.factors": Case([1.0, 1.0, 1.0, 1.0, 1.0, 1.0, 2.0, 4.0], {"divisors": ANY}, DIVIDED),
     "context.factors.attention_factor": Case(1.25, {"attention_factor": 1.25}, DIVIDED),
+    "context.factors.searched": Case([64, 192], {"refused": ANY}, DIVIDED),
     "scaling": Case("yarn", {"rope": ("yarn", 2.0, 500.0)}),
     "tuning.method": Case(
         "full", {"adapter": None, "adapted": [], "saved": [], "trained": ANY, "initial": None, "recorded": None}
@@ -261,7 +262,10 @@ def facts_of(recipe: Recipe, monkeypatch: pytest.MonkeyPatch) -> Facts:
         found.update(_of_batch(trainer), **_of_trainer(trainer), **_of_model(trainer.model))
         raise Trained
 
-    source = resolve_for_training(recipe)
+    try:
+        source = resolve_for_training(recipe)
+    except ScalingError as error:
+        return {"refused": str(error)}
     with monkeypatch.context() as patch:
         patch.setattr(Trainer, "train", train)
         patch.setattr("pi_lora.models.device.use_liger", lambda model: found.update(kernels="liger"))
