@@ -23,6 +23,6 @@ scripts/first_minute.sh "$place/fresh/bin/pi-lora" "$place/first"
 # The wheel is named after the version of pyproject.toml.
 version=$(basename dist/*.whl | cut -d- -f2)
 grep -Eq "^## $version - [0-9]{4}-[0-9]{2}-[0-9]{2}$" CHANGELOG.md || {
-  echo "CHANGELOG.md: no section for $version; name what is unreleased \`## $version - YYYY-MM-DD\`" >&2
+  echo "CHANGELOG.md: no section for $version; rename \`## Unreleased\` to \`## $version - YYYY-MM-DD\`" >&2
   exit 1
 }

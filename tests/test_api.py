@@ -135,7 +135,7 @@ def test_options_that_come_too_late_are_refused(small_model: Path, lora_run: Pat
         with pytest.raises(PiLoraError, match="is resolved already; give the name of the model instead"):
             call()
     assert pi_lora.resolve(pi_lora.resolve(small_model), extension=extension).window == 128
-    with pytest.raises(PiLoraError, match="brings its own scaling"):
+    with pytest.raises(PiLoraError, match="is extended already"):
         pi_lora.resolve(pi_lora.resolve(lora_run), extension=extension)
 
 

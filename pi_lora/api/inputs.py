@@ -61,7 +61,7 @@ def resolve(
     if extension is None:
         return source
     if source.adapter or source.extension:
-        raise ModelError(f"{source.name}: brings its own scaling; give its base, or leave the extension out")
+        raise ModelError(f"{source.name}: is extended already; give the base, or leave the extension out")
     return source.extended(extension)
 
 

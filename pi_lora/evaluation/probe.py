@@ -179,7 +179,7 @@ def probe(
     is a run, DataError if no document is long enough.
     """
     if base.adapter:
-        raise ModelError(f"{base.name}: brings its own scaling; probe its base, {base.base.name}")
+        raise ModelError(f"{base.name}: is extended already; probe the base, {base.base.name}")
     check_can_write(json)
     dtype = dtype or ("bfloat16" if has_fast_bfloat16() else None)
     with Session(say=ui.say, journalled=True) as session:

@@ -255,7 +255,7 @@ def search(base: ModelSource, options: SearchOptions, *, dtype: str | None = Non
     extended by divisors, DataError if the text is too short.
     """
     if base.adapter:
-        raise ModelError(f"{base.name}: brings its own scaling; search for its base, {base.base.name}")
+        raise ModelError(f"{base.name}: is extended already; search for the base, {base.base.name}")
     frequencies = len(rotary_frequencies_of(base.config))
     base.extended(Extension(options.target, scaling="factors", factors=(2.0,) * frequencies))
     start = start_of(base, options.target)

@@ -85,7 +85,7 @@ def resolve_model(
         if (folder / ADAPTER_CONFIG_FILE).is_file():
             if extension is not None:
                 raise ModelError(
-                    f"{name}: brings its own scaling; "
+                    f"{name}: is extended already; "
                     "leave out --original, --target and --scaling (in a recipe: scaling: keep), or merge it first"
                 )
             resolved_base = base_of_adapter(folder, base, permissions, commit)

@@ -124,7 +124,7 @@ class TrainingPlan:
         lines = [
             f"{name}: {original} to {self.recipe.context.target} tokens, {self._tuning_in_words()}",
             f"memory: {self._memory_in_words()}",
-            f"the most of each part: {parts} GiB",
+            f"largest size of each part: {parts} GiB",
             f"time: {self._time_in_words()}",
         ]
         if self.recipe.paper:

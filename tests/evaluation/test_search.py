@@ -371,7 +371,7 @@ def test_bad_input_is_one_line(tmp_path: Path, lora_run: Path) -> None:
     (tmp_path / "one.txt").write_text("word " * 3000)
     with pytest.raises(DataError, match=r"one\.txt: one document is long enough; the search and its test need two"):
         search(base, SearchOptions(target=512, data=str(tmp_path / "one.txt")))
-    with pytest.raises(ModelError, match="brings its own scaling; search for its base"):
+    with pytest.raises(ModelError, match="is extended already; search for the base"):
         search(resolve_model(str(lora_run)), SearchOptions(target=512))
 
 
