@@ -74,8 +74,7 @@ def train_overhead(result: Result) -> str:
         for change in changes:
             if change.startswith("model.name="):
                 label = Path(change).name
-        rounds = "" if len(run["rounds"]) > 1 else ", one round"
-        ratios.append(f"{run['median_ratio']:.2f} ({label}{rounds})")
+        ratios.append(f"{run['median_ratio']:.2f} ({label})")
     return f"tokens per second of `pi-lora train` beside a bare TRL script: {', '.join(ratios)}"
 
 
@@ -192,7 +191,7 @@ FIGURES: dict[str, Figure] = {
             "benchmarks/train_overhead.py --recipe smollm2_135m_16k_cpu --steps 6 --warm 2 "
             "training.global_batch_size=1",
             FETCH_GEMMA,
-            "benchmarks/train_overhead.py --recipe smollm2_135m_16k_cpu --steps 3 --warm 1 --rounds 1 "
+            "benchmarks/train_overhead.py --recipe smollm2_135m_16k_cpu --steps 3 --warm 1 "
             "data.source=builtin:stdlib training.global_batch_size=1 training.warmup_steps=1 "
             "model.name=models/gemma3_270m context.original=32768 context.target=65536 data.sequence_tokens=8192 "
             "training.activation_checkpointing=true",

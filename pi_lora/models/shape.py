@@ -33,7 +33,8 @@ class Shape:
         tied: Whether head and embedding share their weights.
         linear_weights: The weights of linear layers without biases and head, which are quantized and multiplied with
             each token.
-        lora: The numbers in the matrices of LoRA per rank, by names of `tuning.target_modules`.
+        lora: The numbers in the matrices of LoRA on linear layers per rank, by names of `tuning.target_modules`.
+        expert_lora: The numbers in the matrices of LoRA on experts per rank; an expert has an adapter of its own.
         experts: The numbers in the weights of experts.
         active_experts: Those of them that a token is multiplied with.
         experts_per_token: The experts of a layer that a token is multiplied with; 0 without experts.
@@ -60,6 +61,7 @@ class Shape:
     tied: bool
     linear_weights: int
     lora: dict[str, int]
+    expert_lora: int
     experts: int
     active_experts: int
     experts_per_token: int
@@ -112,7 +114,8 @@ def shape_of(model: "PreTrainedModel") -> Shape:
         vocabulary=head.out_features,
         tied=head.weight is model.get_input_embeddings().weight,
         linear_weights=sum(module.weight.numel() for module in linears.values()),
-        lora=_lora_numbers(linears, experts),
+        lora=_lora_numbers(linears),
+        expert_lora=sum(len(weight) * sum(weight.shape[1:]) for weight in experts.values()),
         experts=sum(weight.numel() for weight in experts.values()),
         active_experts=_active_numbers(experts, experts_per_token),
         experts_per_token=experts_per_token if experts and experts_per_token else 0,
@@ -150,10 +153,10 @@ def _attention_widths(config: "PreTrainedConfig") -> tuple[int, int]:
     return heads * head_dim, key_value_heads * head_dim
 
 
-def _lora_numbers(linears: "Mapping[str, nn.Linear]", experts: "Mapping[str, nn.Parameter]") -> dict[str, int]:
+def _lora_numbers(linears: "Mapping[str, nn.Linear]") -> dict[str, int]:
     """Return the numbers in the matrices of LoRA per rank, by names that `tuning.target_modules` may have.
 
-    Stacked experts have an adapter each. Routers are counted, although they do not train.
+    Routers are counted, although they do not train.
     """
     per_rank: Counter[str] = Counter()
     for name, module in linears.items():
@@ -162,8 +165,6 @@ def _lora_numbers(linears: "Mapping[str, nn.Linear]", experts: "Mapping[str, nn.
             targets.append("attention")
         for target in dict.fromkeys(targets):
             per_rank[target] += module.in_features + module.out_features
-    for weight in experts.values():
-        per_rank["all-linear"] += len(weight) * sum(weight.shape[1:])
     return dict(sorted(per_rank.items()))
 
 

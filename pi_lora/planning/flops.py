@@ -7,8 +7,14 @@ from pi_lora.models.shape import Shape
 from pi_lora.recipe.schema import Training, Tuning
 
 
-def adapter_parameters(shape: Shape, tuning: Tuning) -> int:
-    """Count the numbers in LoRA's matrices as PEFT 0.21 makes them: on target modules, never on the head.
+def adapts_experts(shape: Shape, tuning: Tuning) -> bool:
+    """Return whether LoRA trains experts: its product is added to their weights, and a token meets the sum."""
+    return tuning.method != "full" and tuning.target_modules == "all-linear" and shape.experts > 0
+
+
+def linear_adapter_parameters(shape: Shape, tuning: Tuning) -> int:
+    """Count the numbers in LoRA's matrices on linear layers as PEFT 0.21 makes them: on target modules, never on the
+    head.
 
     Raise RecipeError if the model has no such layer.
     """
@@ -25,7 +31,9 @@ def trained_parameters(shape: Shape, tuning: Tuning) -> int:
     """Count the trained parameters: all weights, or those of LoRA, norms and embeddings, with tied ones once."""
     if tuning.method == "full":
         return shape.parameters
-    parameters = adapter_parameters(shape, tuning)
+    parameters = linear_adapter_parameters(shape, tuning)
+    if adapts_experts(shape, tuning):
+        parameters += tuning.rank * shape.expert_lora
     if tuning.with_embeddings:
         parameters += shape.embedding
     if tuning.with_norms:
@@ -74,14 +82,14 @@ def flops_of_training(
     """Return the operations of a whole training on sequences of `tokens`, with a kernel by its name in a recipe.
 
     A product with a weight costs 2 operations per token. Its backward pass costs 2 for the gradient of the input, and 2
-    for the gradient of a weight that trains. The two products of attention are causal: 2 x 2 operations per channel for
-    each pair of tokens that a kernel computes. Checkpointed layers are computed again in the backward pass, but for the
-    last product unless an adapter or a norm follows it. Computed again are also MLPs in chunks, attention with soft
-    caps, and the logits by TRL's loss, if not in place. Left out are the optimizer, norms, softmax and state-space
-    recurrences.
+    for the gradient of a weight that trains, or of an expert to which LoRA's product is added. The two products of
+    attention are causal: 2 x 2 operations per channel for each pair of tokens that a kernel computes. Checkpointed
+    layers are computed again in the backward pass, but for the last product unless an adapter or a norm follows it.
+    Computed again are also MLPs in chunks, attention with soft caps, and the logits by TRL's loss, if not in place.
+    Left out are the optimizer, norms, softmax, state-space recurrences, and LoRA's product for experts.
     """
     layers = (shape.linear_weights + shape.active_experts) * 2.0 * tokens
-    adapter = adapter_parameters(shape, tuning) * 2.0 * tokens
+    adapter = linear_adapter_parameters(shape, tuning) * 2.0 * tokens
     head = shape.embedding * 2.0 * tokens
     mlp_product = shape.hidden * shape.intermediate * shape.layers * 2.0 * tokens
     width = shape.queries
@@ -92,6 +100,8 @@ def flops_of_training(
     weight_gradients = layers if tuning.method == "full" else adapter
     if tuning.method == "full" or (shape.tied and tuning.with_embeddings):
         weight_gradients += head
+    if adapts_experts(shape, tuning):
+        weight_gradients += shape.active_experts * 2.0 * tokens
     backward = layers + head + adapter + 2 * products + weight_gradients
     checkpointed = forward
     chunk = training.mlp_chunk_tokens or tokens

@@ -134,15 +134,23 @@ def layer_bytes(
     # Tensors of bfloat16 per tensor of attention, which keeps q and the output, k and v.
     width = 2 if arithmetic == "float32" else 1
     heads = 2 * width
-    # A third and fourth norm of hidden states (Gemma) also keep their float32 values.
+    # Norms of q and k, and a third and fourth norm of hidden states (Gemma), keep their input in float32.
     more_norms = max(0, shape.norms - 2)
-    norms = 4 * more_norms
+    norms = 2 * more_norms
     if shape.head_normed:
-        heads += 3  # norms of q and k keep a float32 copy
-        heads += more_norms > 0  # and Gemma's the normalized values
+        heads += 2
+    # Their backward adds as much and less; where they train, they keep it: the normalized values.
+    heads_in_backward = 0
+    if shape.head_normed:
+        heads_in_backward = 2 if more_norms else 1
+    of_more_norms = _bytes(shape, 2 * more_norms, heads=heads_in_backward)
     if tuning.with_norms and not full:
-        norms += 4 if arithmetic in WIDE_STREAM else 2  # the normalized values, of norms that train with LoRA
+        # The normalized values of norms that train with LoRA; Gemma's are float32.
+        norms += 4 if arithmetic in WIDE_STREAM or more_norms else 2
     common = _bytes(shape, norms, heads=heads)
+    if not full:
+        # Between the matrices of an adapter.
+        common += tuning.rank * _adapted_linears(shape, tuning) * width * BFLOAT16
     experts_hidden = shape.experts_per_token
     if arithmetic in WIDE_STREAM:
         experts_hidden *= 2
@@ -162,7 +170,17 @@ def layer_bytes(
     # The gradients of q, k and v; the k and v of all devices, and their gradients (torch's all-gather rotation).
     gathered = width * (shape.queries + (2 + 4 * context_parallel) * shape.keys) * BFLOAT16
     attention_peak = _bytes(shape, hidden) + gathered
-    return kept + common, max(peak, attention_peak) + common
+    peak = max(peak, attention_peak) + common + of_more_norms
+    if full or tuning.with_norms:
+        kept += of_more_norms
+    return kept + common, peak
+
+
+def _adapted_linears(shape: Shape, tuning: Tuning) -> int:
+    """Return how many linear layers of a decoder layer have an adapter, at most."""
+    if isinstance(tuning.target_modules, str):
+        return len(shape.lora.keys() - {"all-linear", "attention"})
+    return len(tuning.target_names)
 
 
 def _bytes(shape: Shape, hidden: float, intermediate: float = 0, heads: float = 0) -> float:

@@ -9,12 +9,13 @@ from collections.abc import Mapping
 from typing import NamedTuple
 
 from pi_lora.models.shape import Shape
-from pi_lora.planning.flops import trained_parameters
+from pi_lora.planning.flops import adapts_experts, linear_adapter_parameters, trained_parameters
 from pi_lora.planning.gpus import CPU, GIB, Gpu
 from pi_lora.planning.layer import (
     ADAPTED_EXPERTS,
     BFLOAT16,
     FLOAT32,
+    WIDE_STREAM,
     Arithmetic,
     attention_bytes,
     hidden_states,
@@ -43,8 +44,10 @@ ADAMW_8BIT = 2 * (1 + 4 / 256)
 # The chunked loss of TRL 1.16 works on tiles of the logits (trl/kernels/chunked_logprob.py, trl/trainer/utils.py).
 LOSS_TILE_TOKENS = 4096
 LOSS_TILE_VOCABULARY = 32768
-# Tokens whose logits the loss on a CPU has at a time (training/loss.py).
+# Tokens whose logits the loss on a CPU has at a time, and logits that become float32 at a time: 2 MiB stay in the caches
+# (training/loss.py), in five tensors.
 LOSS_TOKENS = 1024
+FLOAT_LOGITS = 2**19
 # With offloading, saved inputs on the device beside that of the layer that computes: transformers 5.23 copies them on
 # the computing stream.
 RESIDENT_WHEN_OFFLOADED = 1
@@ -144,8 +147,12 @@ def _moments_of_step(
     accumulated = states.gradients if accumulates else 0
     all_casts, kept_casts = _autocast_copies(shape, recipe, arithmetic)
     kept, working = _activations(shape, recipe, tokens, arithmetic, on_cpu)
+    casts = all_casts if full else kept_casts
+    if not full and arithmetic in ("bfloat16", "autocast"):
+        # Copies of the adapter, until the forward pass ends.
+        casts += linear_adapter_parameters(shape, recipe.tuning) * BFLOAT16
     before_loss = Moment(
-        weights=states.weights + (all_casts if full else kept_casts),
+        weights=states.weights + casts,
         gradients=accumulated,
         optimizer=states.optimizer,
         activations=kept,
@@ -271,8 +278,8 @@ def _states(shape: Shape, recipe: Recipe, weight_bytes: int) -> States:
 
 
 def _whole_gradients(shape: Shape) -> int:
-    """Return bytes of gradients that FSDP2 has not scattered yet: of two layers, and of one in float32 to be summed."""
-    return shape.layer * (2 * BFLOAT16 + FLOAT32)
+    """Return bytes of gradients that FSDP2 has not scattered yet: of a layer, and in float32 of the one before."""
+    return shape.layer * (BFLOAT16 + FLOAT32)
 
 
 def loss_bytes(shape: Shape, tokens: int, arithmetic: Arithmetic, on_cpu: bool) -> int:
@@ -281,6 +288,7 @@ def loss_bytes(shape: Shape, tokens: int, arithmetic: Arithmetic, on_cpu: bool) 
     """
     rows = min(shape.vocabulary, LOSS_TILE_VOCABULARY)
     tile = min(tokens, LOSS_TILE_TOKENS) * rows
+    floats = 0
     if arithmetic == "autocast":
         # Copies of rows of the head: for this tile, and for the one before.
         copies = 2 if tokens > LOSS_TILE_TOKENS or shape.vocabulary > rows else 1
@@ -288,8 +296,9 @@ def loss_bytes(shape: Shape, tokens: int, arithmetic: Arithmetic, on_cpu: bool) 
     if on_cpu:
         copied = shape.hidden if arithmetic == "autocast" else 0
         tile = (min(tokens, LOSS_TOKENS) + copied) * shape.vocabulary
+        floats = 5 * FLOAT_LOGITS * FLOAT32
     states_and_gradients = 2 * hidden_states(shape, tokens, arithmetic) + tokens * shape.hidden * FLOAT32
-    return tile * product_bytes(arithmetic) + states_and_gradients
+    return tile * product_bytes(arithmetic) + floats + states_and_gradients
 
 
 def _activations(shape: Shape, recipe: Recipe, tokens: int, arithmetic: Arithmetic, on_cpu: bool) -> tuple[int, int]:
@@ -303,7 +312,7 @@ def _activations(shape: Shape, recipe: Recipe, tokens: int, arithmetic: Arithmet
         shape, tuning, arithmetic, context_parallel=recipe.hardware.context_parallel, mlp_share=mlp_share
     )
     adapted_experts = 0.0
-    if tuning.method != "full" and tuning.target_modules == "all-linear":
+    if adapts_experts(shape, tuning):
         adapted_experts = ADAPTED_EXPERTS * shape.experts / shape.layers
     kept = kept_per_token * tokens + adapted_experts
     peak = peak_per_token * tokens + adapted_experts
@@ -317,7 +326,9 @@ def _activations(shape: Shape, recipe: Recipe, tokens: int, arithmetic: Arithmet
     of_layer = sequences * max(attention.full, attention.sliding)
     of_layers = sequences * (shape.full_layers * attention.full + shape.sliding_layers * attention.sliding)
     uncheckpointed = shape.layers - checkpointed
-    kept_in_all = resident * checkpoint + uncheckpointed * (kept + of_layers / shape.layers)
+    # The first norm keeps the input of the layer if that is float32.
+    layer_input = hidden_states(shape, tokens, arithmetic) if arithmetic in WIDE_STREAM else 0
+    kept_in_all = resident * checkpoint + uncheckpointed * (layer_input + kept + of_layers / shape.layers)
     working = max(peak + of_layer, sequences * attention.peak)
     if not checkpointed:
         working -= kept + of_layer

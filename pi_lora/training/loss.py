@@ -10,10 +10,8 @@ from typing import Any
 import torch
 from torch.nn.functional import cross_entropy
 
-from pi_lora.planning.memory import LOSS_TOKENS
+from pi_lora.planning.memory import FLOAT_LOGITS, LOSS_TOKENS
 
-# Logits that become float32 at a time: 2 MiB stay in the caches.
-FLOAT_LOGITS = 2**19
 # The label of a token without a loss.
 IGNORED = -100
 

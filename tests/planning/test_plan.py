@@ -23,7 +23,7 @@ from pi_lora.models.files import BUILTIN_FOLDER
 from pi_lora.models.resolve import SHIPPED_CONFIGS, resolve_model, shipped_folder
 from pi_lora.models.shape import Shape, shape_of
 from pi_lora.planning.advice import advice, plan_lines
-from pi_lora.planning.flops import flops_of_training
+from pi_lora.planning.flops import flops_of_training, linear_adapter_parameters
 from pi_lora.planning.gpus import CPU, GIB, GPUS, MIB, device_for, find_gpu, gpu_of_device
 from pi_lora.planning.layer import layer_bytes
 from pi_lora.planning.training_plan import Target, TrainingPlan, plan_recipe
@@ -308,8 +308,9 @@ def test_memory_of_a_7b_equals_a_calculation_by_hand(method: str, tokens: int, g
     # A float32 weight, its gradient, and two moments.
     weights = base + 2 * (2 * embedding + norms) + 16 * trained
     saved = layers * tokens * hidden * 2
-    # Tensors of 16 bits per token: of the hidden width 8, and 2 of trained norms; 6 of the MLP's; two of q and of k, v.
-    layer = tokens * 2 * ((8 + 2 + 2 + 2) * hidden + 6 * inside)
+    # Tensors of 16 bits per token: of the hidden width 8, and 2 of trained norms; 6 of the MLP's; two of q and of k, v;
+    # of seven adapters, between their matrices.
+    layer = tokens * 2 * ((8 + 2 + 2 + 2) * hidden + 6 * inside + 7 * 16)
     peak = weights + saved + layer + 1.5 * GIB
     plan = plan_of(recipe(target=tokens, tuning={"method": method}, hardware={"gpus": 1}), "A100-80")
     assert plan.memory.peak == pytest.approx(peak, abs=10)
@@ -388,17 +389,21 @@ def test_a_recipe_with_a_shipped_shape_is_planned_without_torch(tmp_path: Path) 
 )
 def test_a_plan_counts_the_arithmetic_of_the_step(gpu: str, sections: dict[str, Any], arithmetic: Any) -> None:
     """Float32 weights compute under autocast on one GPU, where dropout instead keeps PEFT's casts of a bfloat16 base; a
-    sharded model has the dtype of the step. Kept layers show the tensors of each.
+    sharded model has the dtype of the step. Kept layers show the tensors of each, and keep their float32 inputs.
     """
     training = {"activation_checkpointing": False, **sections.get("training", {})}
     asked = recipe(target=4096, **{"hardware": {"gpus": 1}, **sections, "training": training})
     plan = plan_of(asked, gpu)
     shape = plan.target.shape
     kept, peak = layer_bytes(shape, asked.tuning, arithmetic)
-    assert plan.memory.components["activations"] == pytest.approx(4096 * ((shape.layers - 1) * kept + peak), abs=1)
+    inputs = shape.layers * shape.hidden * 4 if arithmetic in ("autocast", "float32") else 0
+    expected = 4096 * (inputs + (shape.layers - 1) * kept + peak)
+    assert plan.memory.components["activations"] == pytest.approx(expected, abs=1)
     if asked.hardware.processes == 1 and asked.tuning.method != "qlora":
         number_bytes = 4 if arithmetic in ("autocast", "float32") else 2
         adapter = 0 if asked.tuning.method == "full" else 4 * plan.trained
         copies = 2 * shape.linear_weights if arithmetic == "autocast" else 0
+        if asked.tuning.method == "lora" and arithmetic in ("bfloat16", "autocast"):
+            copies += 2 * linear_adapter_parameters(shape, asked.tuning)
         weights = number_bytes * shape.parameters + adapter + copies
         assert plan.memory.components["weights"] == pytest.approx(weights, abs=1)
