@@ -140,13 +140,14 @@ def layer_bytes(
     if shape.head_normed:
         heads += 2
     # Their backward adds as much and less; where they train, they keep it: the normalized values.
+    like_gemma3 = shape.head_normed and more_norms > 0
     heads_in_backward = 0
     if shape.head_normed:
         heads_in_backward = 2 if more_norms else 1
     of_more_norms = _bytes(shape, 2 * more_norms, heads=heads_in_backward)
     if tuning.with_norms and not full:
         # The normalized values of norms that train with LoRA; Gemma's are float32.
-        norms += 4 if arithmetic in WIDE_STREAM or more_norms else 2
+        norms += 4 if arithmetic in WIDE_STREAM or like_gemma3 else 2
     common = _bytes(shape, norms, heads=heads)
     if not full:
         # Between the matrices of an adapter.
