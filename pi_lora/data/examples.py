@@ -11,7 +11,7 @@ from huggingface_hub import constants
 
 from pi_lora.data.documents import COMPRESSION, NamedJson, looks_local
 from pi_lora.data.sources import BUILTIN_TEXTS, Table, find_table, hash_to_unit
-from pi_lora.data.tokens import in_batches, strip_eos
+from pi_lora.data.tokens import check_offsets, in_batches, special_tokens_of, strip_eos, with_one_bos
 from pi_lora.errors import DataError
 from pi_lora.recipe.data import Data
 from pi_lora.recipe.schema import Recipe
@@ -87,10 +87,14 @@ class Prompter:
     def __init__(self, data: Data, tokenizer: Any, window: int) -> None:
         self.data = data
         self.task = Task(data)
+        self.bos = tokenizer.bos_token_id
         self.eos = tokenizer.eos_token_id
+        if self.eos is None:
+            raise DataError("data: the tokenizer has no EOS, which ends completions; name it in tokenizer_config.json")
+        check_offsets(tokenizer)
         self.longest = window - data.completion_tokens - 1
         self.tokenizer = partial(tokenizer, split_special_tokens=not data.special_tokens, verbose=False)
-        special = [token for token in tokenizer.all_special_tokens if token in self.task.template]
+        special = [token for token in special_tokens_of(tokenizer) if token in self.task.template]
         if special and not data.special_tokens:
             raise DataError(
                 f"data.template: {special[0]} is a special token, and would be read as text; "
@@ -158,7 +162,8 @@ class Prompter:
             column = self.data.document or ""
             end = offsets[kept - 1][1] if kept else 0
             row = {**row, column: row[column][:end]}
-        ids: list[int] = strip_eos(self.tokenizer(self.task.prompt(row))["input_ids"], self.eos)
+        encoded = self.tokenizer(self.task.prompt(row))["input_ids"]
+        ids: list[int] = strip_eos(with_one_bos(encoded, self.bos), self.eos)
         return ids
 
     def completions(self, rows: Sequence[Json]) -> list[list[int]]:
@@ -179,6 +184,7 @@ class Prompter:
             if ids[: len(tail_ids)] != tail_ids:
                 # The prompt and the text merge into one token: the text is tokenized by itself.
                 completion = plain(text)["input_ids"]
+            completion = strip_eos(completion, self.eos)
             completions.append([*completion[: self.data.completion_tokens], self.eos])
         return completions
 
