@@ -89,8 +89,6 @@ class Prompter:
         self.task = Task(data)
         self.bos = tokenizer.bos_token_id
         self.eos = tokenizer.eos_token_id
-        if self.eos is None:
-            raise DataError("data: the tokenizer has no EOS, which ends completions; name it in tokenizer_config.json")
         check_offsets(tokenizer)
         self.longest = window - data.completion_tokens - 1
         self.tokenizer = partial(tokenizer, split_special_tokens=not data.special_tokens, verbose=False)

@@ -129,9 +129,9 @@ def in_batches(items: Iterable[Item]) -> Iterator[list[Item]]:
 
 
 def padding_id(tokenizer: Any) -> int:
-    """Return the id of padding tokens: EOS if the tokenizer has no padding token, and without EOS any token."""
+    """Return the id of padding tokens: EOS if the tokenizer has no padding token."""
     if tokenizer.pad_token_id is None:
-        return int(tokenizer.eos_token_id or 0)
+        return int(tokenizer.eos_token_id)
     return int(tokenizer.pad_token_id)
 
 
