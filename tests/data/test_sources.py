@@ -447,7 +447,9 @@ def test_rows_are_held_out_by_their_digest(tmp_path: Path) -> None:
 
 def test_a_single_text_without_lines_is_cut_at_the_share(tmp_path: Path) -> None:
     book = tmp_path / "book.txt"
-    for text, trained in (("x" * 1000, 750), ("x" * 749 + "\n" + "x" * 250, 750), ("x" * 750 + "\n" + "x" * 249, 750)):
+    title = "A title\n" + "x" * 992
+    ends = ("x" * 749 + "\n" + "x" * 250, "x" * 750 + "\n" + "x" * 249)
+    for text, trained in (("x" * 1000, 750), (title, 750), (ends[0], 750), (ends[1], 750)):
         book.write_text(text)
         assert parts(Source(name=str(book), hold_out=0.25)) == ([text[:trained]], [text[trained:]])
 
