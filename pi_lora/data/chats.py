@@ -136,7 +136,7 @@ class ChatTemplate:
         for message in messages:
             _normalize(message)
         text = render(messages)
-        for key in BESIDE_CONTENT.findall(written):
+        for key in BESIDE_CONTENT.findall(json.dumps([messages, {"tools": tools}])):
             if key not in self.tokenizer.get_chat_template(tools=tools):
                 raise Unusable(f"with {key}, unknown to the chat template,")
         if "{'" in text and "{'" not in written:
@@ -167,6 +167,10 @@ def _normalize(message: Json) -> None:
             raise Unusable(f"with parts of type {min(kinds)}")
         content = "".join(part["text"] for part in content)
     message["content"] = content
+    if message["role"] == "function_call":  # of LLaMA-Factory: the content is a call, or a list of calls
+        calls = json.loads(content)
+        calls = calls if isinstance(calls, list) else [calls]
+        message |= {"role": "assistant", "content": "", "tool_calls": calls}
     for call in message.get("tool_calls", ()):
         function = call.get("function", call)
         if isinstance(function["arguments"], str):

@@ -115,7 +115,7 @@ def rows_in(file: File, name: str, columns: Sequence[str]) -> Iterator[NamedJson
     row_name = next(names)
     try:
         for row in _rows(file, columns):
-            if not isinstance(row, dict) or None in row:
+            if not isinstance(row, dict):
                 raise ValueError("the row does not have one value for each column")
             # Half of a character, or a byte that is not UTF-8, cannot be encoded.
             json.dumps([row.get(column) for column in columns], ensure_ascii=False, default=str).encode()
@@ -155,9 +155,11 @@ def _rows(file: File, columns: Sequence[str]) -> Iterator[Any]:
     with decoded(_opened(file), newline="" if suffix in DELIMITERS else None) as stream:
         if suffix in DELIMITERS:
             csv.field_size_limit(sys.maxsize)  # a cell may hold a whole report
-            reader = csv.DictReader(stream, delimiter=DELIMITERS[suffix], strict=True)
-            _check_names(reader.fieldnames or (), columns)
-            yield from reader
+            reader = csv.reader(stream, delimiter=DELIMITERS[suffix], strict=True)
+            names = next(reader, [])
+            _check_names(names, columns)
+            for cells in filter(None, reader):
+                yield dict(zip(names, cells, strict=True)) if len(cells) == len(names) else cells
         elif suffix in TABLE_SUFFIXES:
             lines = filter(str.strip, stream)
             first = next(lines, "[]")

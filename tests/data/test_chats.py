@@ -288,6 +288,18 @@ def test_tools_and_calls_are_rendered_by_the_template(call: dict[str, Any], tool
     assert own == '<tide {"port": "P1"}>[end]\n|It is 5.[end]\n'
 
 
+@pytest.mark.parametrize("many", [False, True])
+def test_turns_of_llama_factory_that_are_calls_are_learned(many: bool) -> None:
+    function = CALL["function"]
+    call = json.dumps([function, function] if many else function)
+    theirs = [{"from": "human", "value": "Tide?"}, {"from": "function_call", "value": call}]
+    theirs += [{"from": "observation", "value": "5 feet"}, {"from": "gpt", "value": "It is 5."}]
+    text, own = learned(theirs, {"tools": json.dumps([TOOL])})
+    assert "[tool]5 feet[end]" in text
+    assert own == '<tide {"port": "P1"}>' * (1 + many) + "[end]\n|It is 5.[end]\n"
+    assert learned(theirs, {}, PLAIN)[0] == "chats with tool_calls, unknown to the chat template,"
+
+
 @pytest.mark.parametrize("tools", [None, [], "[]", " ", "null"])
 def test_no_tools_need_no_template_that_knows_them(tools: Any) -> None:
     assert learned(QUESTIONS[2:], {"tools": tools}, PLAIN)[0] == "[user]And 3?[end][assistant]2 + 3 = 5[end]"

@@ -223,6 +223,11 @@ def test_the_shuffle_loses_no_row_and_buffers_few(monkeypatch: pytest.MonkeyPatc
         ("broken.parquet", b"PAR1", "cannot be read"),
         ("none.jsonl", b"", "holds no text"),
         ("wide.csv", b"text,n\na,b,c\n", r"csv:1: cannot be read \(the row does not have one value for each column\)"),
+        (
+            "short.csv",
+            b"n,text\n\n1,a\n2\n",
+            r"csv:2: cannot be read \(the row does not have one value for each column",
+        ),
         ("twice.csv", b"text,text\na,b\n", r"csv:1: cannot be read \(several columns have the name text\)"),
         ("open.csv", b'text,n\n"a,b\n', r"csv:1: cannot be read \(unexpected end of data\)"),
     ],
