@@ -17,6 +17,8 @@ from pi_lora.types import Json
 
 # Names of ShareGPT's `from` for the roles of chat templates.
 ROLES = {"human": "user", "gpt": "assistant", "observation": "tool"}
+# Some templates write any role, also a misspelled one.
+CHAT_ROLES = ("system", "developer", "user", "assistant", "tool", "function", "ipython")
 # Keys by which OpenAI, axolotl and ms-swift mark a turn as not to be learned, with 0 or false.
 MARKS = ("weight", "train", "training", "loss")
 # What a chat says beside the content of its turns, in JSON, if it is not empty.
@@ -171,6 +173,8 @@ def _normalize(message: Json) -> None:
         calls = json.loads(content)
         calls = calls if isinstance(calls, list) else [calls]
         message |= {"role": "assistant", "content": "", "tool_calls": calls}
+    if message["role"] not in CHAT_ROLES:
+        raise Unusable(f"with turns of the {message['role']}, which is no role,")
     for call in message.get("tool_calls", ()):
         function = call.get("function", call)
         if isinstance(function["arguments"], str):

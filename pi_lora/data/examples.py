@@ -27,7 +27,7 @@ Summary:"""
 EMPTY = "empty rows left out"
 TOO_LONG = "rows too long for the window left out"
 
-NO_EXAMPLE = "no row has text in every column and a prompt that fits the window; name others, or a longer window"
+NO_EXAMPLE = "no row has a prompt that fits the window and a completion; name others, or a longer window"
 
 # The name of a row, its texts, its prompt, and the token ids of its completion.
 Example = tuple[str, Json, "Prompt", list[int]]
@@ -102,13 +102,13 @@ class Prompter:
     def examples(
         self, table: Table, counts: Counter[str], limit: int | None = None, *, held_out: bool = False
     ) -> Iterator[Example]:
-        """Yield at most `limit` rows of a table that train, or that are `held_out`, and whose prompts fit. Rows with an
-        empty column and rows too long are counted in `counts`; only the latter count for `limit`.
+        """Yield at most `limit` rows of a table that train, or that are `held_out`, and whose prompts fit. Rows
+        without text and rows too long are counted in `counts`; only the latter count for `limit`.
         """
         # Zeros fix the order in which the counts are reported.
         counts.update({EMPTY: 0, TOO_LONG: 0})
         rows = self.rows(table, held_out)
-        full_rows = itertools.islice(_rows_with_text(rows, counts), limit)
+        full_rows = itertools.islice(self._rows_with_text(rows, counts), limit)
         for batch in in_batches(full_rows):
             texts = [row for _, row in batch]
             prompts = self.prompts(texts)
@@ -129,6 +129,18 @@ class Prompter:
             text = "\n".join(row[column] for column in decisive)
             if share is None or (hash_to_unit(text) < share) == held_out:
                 yield name, row
+
+    def _rows_with_text(self, rows: Iterable[NamedJson], counts: Counter[str]) -> Iterator[NamedJson]:
+        """Yield the rows with a completion, a document if there is one, and text in some column of the prompt: the
+        `input` of Alpaca may be empty.
+        """
+        needed = [self.task.completion, self.data.document or self.task.completion]
+        for name, row in rows:
+            prompt_has_text = any(row[column].strip() for column in self.task.prompt_columns)
+            if prompt_has_text and all(row[column].strip() for column in needed):
+                yield name, row
+            else:
+                counts[EMPTY] += 1
 
     def prompts(self, rows: Sequence[Json]) -> list[Prompt]:
         """Return the prompts of rows, with the BOS of the tokenizer. The documents are encoded in parallel."""
@@ -185,14 +197,6 @@ class Prompter:
             completion = strip_eos(completion, self.eos)
             completions.append([*completion[: self.data.completion_tokens], self.eos])
         return completions
-
-
-def _rows_with_text(rows: Iterable[NamedJson], counts: Counter[str]) -> Iterator[NamedJson]:
-    for name, row in rows:
-        if all(text.strip() for text in row.values()):
-            yield name, row
-        else:
-            counts[EMPTY] += 1
 
 
 def data_problems(data: Data, ask_hub: bool = False, *, held_out: bool = False) -> list[str]:

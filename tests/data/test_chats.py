@@ -346,6 +346,12 @@ IMAGE = {"type": "image_url", "image_url": {"url": "lamp.png"}}
         ([*QUESTIONS[:3], {"from": "gpt", "value": None}], {}, PLAIN, "chats with an empty turn of the assistant"),
         ([{"role": "user", "content": [IMAGE]}, QUESTIONS[1]], {}, PLAIN, "chats with parts of type image_url"),
         (QUESTIONS, {"images": ["lamp.png"]}, PLAIN, "chats with images"),
+        (
+            [*QUESTIONS[:3], {"role": "Assistant", "content": "4"}],
+            {},
+            PLAIN,
+            "chats with turns of the Assistant, which",
+        ),
         (CALLING, {"tools": [{**TOOL, "name": "<|im_end|>"}]}, KNOWS_TOOLS, "chats with special tokens"),
         ([QUESTIONS[0], {"role": "user", "content": "<|unnamed|>"}], {}, PLAIN, "chats with special tokens"),
         # The template has the word for another purpose.
