@@ -4,12 +4,14 @@ import importlib.util
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 import torch
 from huggingface_hub import HfApi, constants
 from huggingface_hub.errors import NotASafetensorsRepoError, SafetensorsParsingError
 
-from pi_lora.data.examples import amount_problems, data_problems
+from pi_lora.data.chats import ChatTemplate
+from pi_lora.data.examples import Prompter, amount_problems, data_problems
 from pi_lora.data.sources import HELD_OUT_KEYS, PINNED
 from pi_lora.errors import ModelError, PiLoraError, RecipeError, first_line
 from pi_lora.hub import hub_errors
@@ -53,14 +55,13 @@ def check(
 
     with collected():
         model = _check_model(recipe, permissions, output if resume else None)
+    problems = data_problems(recipe.data, ask_hub)
     if model:
         with collected():
-            _ = model.tokenizer
+            _check_encoding(recipe, model.tokenizer)
         with collected():
             _check_weights(model, ask_hub)
-    problems = data_problems(recipe.data, ask_hub)
-    if model and not problems:
-        problems = amount_problems(recipe, model.original)
+        problems = problems or amount_problems(recipe, model.original)
     problems += _machine_problems(recipe)
     with collected():
         problems += _evaluation_problems(recipe, ask_hub)
@@ -131,6 +132,14 @@ def _check_quantization(base: Base, method: str) -> None:
             f"{base.name}: has weights quantized by {kind}, which tuning.method: {method} does not take; "
             "take lora, or name the model that it was made from"
         )
+
+
+def _check_encoding(recipe: Recipe, tokenizer: Any) -> None:
+    """Raise DataError if the tokenizer cannot encode the examples or chats of a recipe."""
+    if recipe.data.has_examples:
+        Prompter(recipe.data, tokenizer, recipe.context.target)
+    elif recipe.data.has_chats:
+        ChatTemplate(tokenizer)
 
 
 def _check_weights(model: ModelSource, ask_hub: bool) -> None:

@@ -12,12 +12,13 @@ import architectures
 from conftest import plan_of, small_recipe
 from hub import Hub
 from pi_lora import api
-from pi_lora.errors import ModelError, PiLoraError, RecipeError, RunExistsError
+from pi_lora.errors import DataError, ModelError, PiLoraError, RecipeError, RunExistsError
 from pi_lora.planning.gpus import find_gpu
 from pi_lora.planning.training_plan import TrainingPlan
 from pi_lora.preflight import check, check_data, plan_or_refuse
 from pi_lora.run import staging_path
 from random_runs import save_base
+from small_configs import llama
 
 LLAMA = "huggyllama/llama-7b"
 
@@ -59,6 +60,28 @@ def test_a_dry_run_reports_every_failure_of_the_run(
         check(recipe, tmp_path / "runs" / "run", ask_hub=True)
     assert line in str(raised.value)
     assert "\n" not in str(raised.value)
+
+
+def test_data_that_the_tokenizer_cannot_encode_is_refused(small_model: Path, tmp_path: Path) -> None:
+    """Without a chat template, with special tokens that would be text, and by a tokenizer without offsets."""
+    (tmp_path / "x.jsonl").write_text('{"messages": [], "q": "a", "a": "b"}')
+    chats = {"source": {"name": str(tmp_path / "x.jsonl"), "column": "messages"}}
+    examples = {"source": str(tmp_path / "x.jsonl"), "template": "Q: {q}", "completion": "a", "completion_tokens": 9}
+    for data, line in (
+        (chats, "has no chat template"),
+        ({**examples, "template": "<s>Q: {q}"}, "data.template: <s> is a special token"),
+    ):
+        with pytest.raises(DataError, match=line):
+            check(small_recipe(small_model, data=data), tmp_path / "run")
+    slow = save_base(llama(), tmp_path / "slow")
+    (slow / "tokenizer.json").unlink()
+    (slow / "vocab.json").write_text('{"<unk>": 0, "a@@": 1, "a": 2}')
+    (slow / "merges.txt").write_text("#version: 0.2\n")
+    settings = {"tokenizer_class": "CTRLTokenizer", "eos_token": "a", "unk_token": "<unk>", "chat_template": "{}"}
+    (slow / "tokenizer_config.json").write_text(json.dumps(settings))
+    for data in (chats, examples):
+        with pytest.raises(DataError, match="CTRLTokenizer does not know the characters of a token"):
+            check(small_recipe(slow, data=data), tmp_path / "run")
 
 
 @pytest.mark.parametrize(

@@ -2,6 +2,7 @@
 
 import json
 import re
+from bisect import bisect_left
 from collections import Counter
 from collections.abc import Iterable, Iterator
 from functools import partial
@@ -10,16 +11,22 @@ from typing import Any
 from jinja2 import TemplateError
 
 from pi_lora.data.documents import NamedJson
-from pi_lora.data.tokens import Labelled
+from pi_lora.data.tokens import Labelled, check_offsets, special_tokens_of
 from pi_lora.errors import DataError, first_line
 from pi_lora.types import Json
 
 # Names of ShareGPT's `from` for the roles of chat templates.
 ROLES = {"human": "user", "gpt": "assistant", "observation": "tool"}
+# Some templates write any role, also a misspelled one.
+CHAT_ROLES = ("system", "developer", "user", "assistant", "tool", "function", "ipython")
 # Keys by which OpenAI, axolotl and ms-swift mark a turn as not to be learned, with 0 or false.
 MARKS = ("weight", "train", "training", "loss")
 # What a chat says beside the content of its turns, in JSON, if it is not empty.
-BESIDE_CONTENT = re.compile(r'"(tools|tool_calls|function_call|reasoning_content|thinking)": (?!null|\[\]|"")')
+BESIDE_CONTENT = re.compile(r'"(tools|tool_calls|function_call)": (?!null|\[\]|"")')
+# Names of the reasoning of a turn.
+REASONING = ("reasoning_content", "reasoning", "thinking")
+# What a template raises for a chat that it does not take.
+REFUSALS = (TemplateError, TypeError, ValueError, LookupError, AttributeError)
 MASKED = "turns marked as not to be learned"
 MEDIA = ("image", "images", "videos", "audios")
 NO_CHATS_WARNING = (
@@ -66,16 +73,18 @@ class ChatTemplate:
                 "data.source: the tokenizer of the model has no chat template, which chats need; "
                 "tune a model that has one, or leave chats out"
             )
+        check_offsets(tokenizer)
         self.tokenizer = tokenizer
         self.train_on_all = train_on_all
-        self.special = [] if special_tokens else tokenizer.all_special_tokens
+        self.special = special_tokens_of(tokenizer)
+        self.refused = () if special_tokens else self.special
 
     @property
     def writes_bos(self) -> bool:
         """Whether a chat begins with BOS."""
         try:
             text: str = self.tokenizer.apply_chat_template([{"role": "user", "content": "a"}], tokenize=False)
-        except (TemplateError, TypeError, ValueError):
+        except REFUSALS:
             return False
         return text.startswith(self.tokenizer.bos_token)
 
@@ -102,7 +111,7 @@ class ChatTemplate:
             chat = self._encoded(messages, row)
         except Unusable as reason:
             return f"chats {reason}"
-        except (TemplateError, TypeError, ValueError, LookupError, AttributeError) as error:
+        except REFUSALS as error:
             return f"chats that the chat template refuses ({first_line(error)})"
         if len(chat.ids) > longest:
             return f"chats of over {longest:,} tokens"
@@ -115,20 +124,21 @@ class ChatTemplate:
             raise Unusable("with images, videos or sound")
         if row.get("system"):
             messages = [{"role": "system", "content": row["system"]}, *messages]
-        written = json.dumps({"messages": messages, "tools": row.get("tools")}, ensure_ascii=False)
-        if any(token in written for token in self.special):
+        tools = row.get("tools")
+        if isinstance(tools, str):
+            tools = json.loads(tools.strip() or "[]")
+        written = json.dumps({"messages": messages, "tools": tools}, ensure_ascii=False)
+        if any(token in written for token in self.refused):
             raise Unusable("with special tokens in a message")
         given = json.loads(written, object_hook=_without_none)
         messages = given["messages"]
         tools = given.get("tools") or None
-        if isinstance(tools, str):
-            tools = json.loads(tools)
         options = row.get("chat_template_kwargs") or {}
         render = partial(self.tokenizer.apply_chat_template, tokenize=False, tools=tools, **options)
         for message in messages:
             _normalize(message)
         text = render(messages)
-        for key in BESIDE_CONTENT.findall(written):
+        for key in BESIDE_CONTENT.findall(json.dumps([messages, {"tools": tools}])):
             if key not in self.tokenizer.get_chat_template(tools=tools):
                 raise Unusable(f"with {key}, unknown to the chat template,")
         if "{'" in text and "{'" not in written:
@@ -136,7 +146,7 @@ class ChatTemplate:
         _check_turns(messages, render)
         turns = [(0, len(text))]
         if not self.train_on_all:
-            turns = list(_turns(messages, text, render))
+            turns = list(_turns(messages, text, render, self.special))
         elif any(map(is_masked, messages)):
             raise Unusable("with turns that are not to be learned, under loss: all")
         encoded = self.tokenizer(text, add_special_tokens=False, return_offsets_mapping=True, verbose=False)
@@ -159,6 +169,12 @@ def _normalize(message: Json) -> None:
             raise Unusable(f"with parts of type {min(kinds)}")
         content = "".join(part["text"] for part in content)
     message["content"] = content
+    if message["role"] == "function_call":  # of LLaMA-Factory: the content is a call, or a list of calls
+        calls = json.loads(content)
+        calls = calls if isinstance(calls, list) else [calls]
+        message |= {"role": "assistant", "content": "", "tool_calls": calls}
+    if message["role"] not in CHAT_ROLES:
+        raise Unusable(f"with turns of the {message['role']}, which is no role,")
     for call in message.get("tool_calls", ()):
         function = call.get("function", call)
         if isinstance(function["arguments"], str):
@@ -169,33 +185,70 @@ def _normalize(message: Json) -> None:
 
 
 def _check_turns(messages: list[Json], render: partial[str]) -> None:
-    """Raise Unusable if the template leaves out the content of a turn."""
+    """Raise Unusable if the template leaves out the content of a turn, or the reasoning of the last turn that has one.
+    Many leave out the reasoning of earlier turns.
+    """
     marked = [message | {"content": message["content"] and f"turn {n}."} for n, message in enumerate(messages)]
     text = render(marked)
     for message in marked:
         if message["content"] not in text:
             raise Unusable(f"with turns of the {message['role']}, unknown to the chat template,")
+    numbers = [number for number, message in enumerate(marked) if any(map(message.get, REASONING))]
+    if numbers:
+        *before, turn = marked[: numbers[-1] + 1]
+        reasoning = [key for key in REASONING if turn.get(key)]
+        if "reason." not in render([*before, turn | dict.fromkeys(reasoning, "reason.")]):
+            raise Unusable(f"with {reasoning[0]}, unknown to the chat template,")
 
 
-def _turns(messages: list[Json], text: str, render: partial[str]) -> Iterator[tuple[int, int]]:
+def _turns(
+    messages: list[Json], text: str, render: partial[str], special: tuple[str, ...]
+) -> Iterator[tuple[int, int]]:
     """Yield the start and end of the assistant's turns in the rendered `text`. A turn is the text that follows the
-    prompt when the chat is rendered up to that turn.
+    prompt when the chat is rendered up to that turn. A `special` token after it is part of a turn that ends with none.
     """
     for number, message in enumerate(messages):
         if message["role"] != "assistant" or is_masked(message):
             continue
         until = render(messages[: number + 1])
-        before = until
-        for add_generation_prompt in (True, False):
-            prompt = render(messages[:number], add_generation_prompt=add_generation_prompt)
-            if until.startswith(prompt) and text.startswith(prompt):
-                before = prompt
-                break
-        turn = until.removeprefix(before)
-        start = len(before)
-        # Some templates write more before the last turn than before others, as Qwen 3 an empty <think> block.
-        while turn and not text.startswith(turn, start):
-            turn = turn[1:]
-        if not turn:
+        prompt = render(messages[:number], add_generation_prompt=True)
+        # Some prompts begin what earlier turns do not have, as Qwen 3.5 a <think> block.
+        start = min(_equal_characters(prompt, until), _equal_characters(prompt, text))
+        turn = until[start:]
+        length = _length_in(text[start:], turn) or _length_in(text[start:], _without_end(turn, special))
+        if not length or start < _equal_characters(prompt, render(messages[:number])):
             raise TemplateError("earlier turns change with later ones")
-        yield start, start + len(turn)
+        end = start + length
+        # GLM ends a turn with the token of the next role, gpt-oss with another token than the last turn.
+        if not text[start:end].rstrip().endswith(special):
+            end += next((len(token) for token in special if text.startswith(token, end)), 0)
+        yield start, end
+
+
+def _equal_characters(text: str, other: str) -> int:
+    """Return the number of characters with which two texts begin alike."""
+    lengths = range(1, min(len(text), len(other)) + 1)
+    return bisect_left(lengths, x=True, key=lambda length: not other.startswith(text[:length]))
+
+
+def _length_in(text: str, turn: str) -> int:
+    """Return the length of a turn where it begins a text; 0 if it does not. Some templates write more into the last
+    turn than into others, as Qwen 3 an empty <think> block.
+
+    >>> _length_in("<think></think>Five. And", "<think>So</think>Five."), _length_in("Five.", "Six.")
+    (20, 0)
+    """
+    equal = _equal_characters(text, turn)
+    for cut in range(equal, len(turn)):
+        if text.startswith(turn[cut:], equal):
+            return equal + len(turn) - cut
+    return equal if equal == len(turn) else 0
+
+
+def _without_end(turn: str, special: tuple[str, ...]) -> str:
+    """Return a turn without the special tokens and the white space that end it."""
+    turn = turn.rstrip()
+    for token in special:
+        if turn.endswith(token):
+            return _without_end(turn.removesuffix(token), special)
+    return turn

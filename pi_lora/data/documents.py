@@ -20,11 +20,16 @@ from pi_lora.recipe.data import CHAT_COLUMNS
 from pi_lora.types import Json
 
 PARQUET = ".parquet"
+# As `datasets` saves rows.
+ARROW = ".arrow"
 # The delimiter by suffix.
 DELIMITERS = {".csv": ",", ".tsv": "\t"}
-TABLE_SUFFIXES = (".jsonl", ".ndjson", ".json", PARQUET, *DELIMITERS)
+TABLE_SUFFIXES = (".jsonl", ".ndjson", ".json", PARQUET, ARROW, *DELIMITERS)
 SUFFIXES = (".txt", ".md", ".tex", ".py", ".rst", *TABLE_SUFFIXES)
-KINDS = f"{', '.join(SUFFIXES)}, and all but Parquet with .gz, .bz2, .xz or .zst"
+KINDS = f"{', '.join(SUFFIXES)}, and all but Parquet and Arrow with .gz, .bz2, .xz or .zst"
+# What a folder of rows holds about them, as downloaded from the hub or saved by `datasets`.
+ABOUT_ROWS = ("README.md", "dataset_info.json", "dataset_infos.json", "dataset_dict.json", "state.json")
+SPLIT = re.compile(r"(?<![a-z])(train|validation|valid|val|dev|test)(?![a-z])")
 COMPRESSION = re.compile(r"\.(gz|bz2|xz|zst)$")
 UTF16_MARKS = (codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE)
 
@@ -66,23 +71,28 @@ def looks_local(name: str) -> bool:
 
 
 def files_named(name: str) -> list[Path]:
-    """Return the files that a file, folder or glob names, those of a folder at any depth. Raise DataError if there are
-    none, or none of a kind that is read. A file that is named, without a suffix, is text.
+    """Return the files that a file, folder or glob names, those of a folder at any depth but for hidden ones. Raise
+    DataError if there are none, none of a kind that is read, or rows of several splits in a folder. A file that is
+    named, without a suffix, is text.
     """
     path = Path(name).expanduser()
     kinds = SUFFIXES
-    matches: Iterable[Path] = [path]
+    found = [path]
     if path.is_file():
         kinds = (*SUFFIXES, "")
-    elif path.is_dir():
-        matches = path.rglob("*")
     else:
-        matches = map(Path, glob.iglob(str(path), recursive=True))
-    files = [match for match in sorted(matches) if suffix_of(match.name) in kinds and match.is_file()]
-    if not files and path.exists():
-        raise DataError(f"{name}: holds no readable file ({KINDS}); name other files")
-    if not files:
+        pattern = f"{glob.escape(str(path))}/**" if path.is_dir() else str(path)
+        found = sorted(map(Path, glob.iglob(pattern, recursive=True)))
+    files = [file for file in found if suffix_of(file.name) in kinds and file.is_file()]
+    if path.is_dir() and any(suffix_of(file.name) in TABLE_SUFFIXES for file in files):
+        files = [file for file in files if file.name not in ABOUT_ROWS]
+        splits = {split for file in files for split in SPLIT.findall(str(file.relative_to(path)))}
+        if len(splits) > 1:
+            raise DataError(f"{name}: holds the splits {', '.join(sorted(splits))}; name the folder or files of one")
+    if not found:
         raise DataError(f"{name}: no such file or folder; correct the path")
+    if not files:
+        raise DataError(f"{name}: holds no readable file ({KINDS}); name other files")
     return files
 
 
@@ -105,7 +115,7 @@ def rows_in(file: File, name: str, columns: Sequence[str]) -> Iterator[NamedJson
     row_name = next(names)
     try:
         for row in _rows(file, columns):
-            if not isinstance(row, dict) or None in row:
+            if not isinstance(row, dict):
                 raise ValueError("the row does not have one value for each column")
             # Half of a character, or a byte that is not UTF-8, cannot be encoded.
             json.dumps([row.get(column) for column in columns], ensure_ascii=False, default=str).encode()
@@ -127,17 +137,29 @@ def _rows(file: File, columns: Sequence[str]) -> Iterator[Any]:
         import pyarrow.parquet  # takes a second, and journals import this file
 
         with pyarrow.parquet.ParquetFile(file) as table:
+            _check_names(table.schema_arrow.names, columns)
             # All columns are read of chats, and if one is missing, so that a message can name them.
             has_columns = set(columns) <= set(table.schema_arrow.names).difference(CHAT_COLUMNS)
             columns_read = list(columns) if has_columns else None
             for batch in table.iter_batches(256, columns=columns_read):
                 yield from batch.to_pylist()
         return
+    if suffix == ARROW:
+        import pyarrow
+
+        with pyarrow.OSFile(str(file)) as stream:
+            for batch in pyarrow.ipc.open_stream(stream):
+                yield from batch.to_pylist()
+        return
     # The line ends in a cell of CSV are kept.
     with decoded(_opened(file), newline="" if suffix in DELIMITERS else None) as stream:
         if suffix in DELIMITERS:
             csv.field_size_limit(sys.maxsize)  # a cell may hold a whole report
-            yield from csv.DictReader(stream, delimiter=DELIMITERS[suffix], strict=True)
+            reader = csv.reader(stream, delimiter=DELIMITERS[suffix], strict=True)
+            names = next(reader, [])
+            _check_names(names, columns)
+            for cells in filter(None, reader):
+                yield dict(zip(names, cells, strict=True)) if len(cells) == len(names) else cells
         elif suffix in TABLE_SUFFIXES:
             lines = filter(str.strip, stream)
             first = next(lines, "[]")
@@ -147,6 +169,12 @@ def _rows(file: File, columns: Sequence[str]) -> Iterator[Any]:
                 yield from map(json.loads, itertools.chain([first], lines))
         else:
             yield {"text": stream.read()}
+
+
+def _check_names(names: Sequence[str], columns: Sequence[str]) -> None:
+    for column in columns:
+        if names.count(column) > 1:
+            raise ValueError(f"several columns have the name {column}")
 
 
 def _opened(file: File) -> Any:

@@ -11,7 +11,7 @@ from huggingface_hub import constants
 
 from pi_lora.data.documents import COMPRESSION, NamedJson, looks_local
 from pi_lora.data.sources import BUILTIN_TEXTS, Table, find_table, hash_to_unit
-from pi_lora.data.tokens import in_batches, strip_eos
+from pi_lora.data.tokens import check_offsets, in_batches, special_tokens_of, strip_eos, with_one_bos
 from pi_lora.errors import DataError
 from pi_lora.recipe.data import Data
 from pi_lora.recipe.schema import Recipe
@@ -27,7 +27,7 @@ Summary:"""
 EMPTY = "empty rows left out"
 TOO_LONG = "rows too long for the window left out"
 
-NO_EXAMPLE = "no row has text in every column and a prompt that fits the window; name others, or a longer window"
+NO_EXAMPLE = "no row has a prompt that fits the window and a completion; name others, or a longer window"
 
 # The name of a row, its texts, its prompt, and the token ids of its completion.
 Example = tuple[str, Json, "Prompt", list[int]]
@@ -87,10 +87,12 @@ class Prompter:
     def __init__(self, data: Data, tokenizer: Any, window: int) -> None:
         self.data = data
         self.task = Task(data)
+        self.bos = tokenizer.bos_token_id
         self.eos = tokenizer.eos_token_id
+        check_offsets(tokenizer)
         self.longest = window - data.completion_tokens - 1
         self.tokenizer = partial(tokenizer, split_special_tokens=not data.special_tokens, verbose=False)
-        special = [token for token in tokenizer.all_special_tokens if token in self.task.template]
+        special = [token for token in special_tokens_of(tokenizer) if token in self.task.template]
         if special and not data.special_tokens:
             raise DataError(
                 f"data.template: {special[0]} is a special token, and would be read as text; "
@@ -100,13 +102,13 @@ class Prompter:
     def examples(
         self, table: Table, counts: Counter[str], limit: int | None = None, *, held_out: bool = False
     ) -> Iterator[Example]:
-        """Yield at most `limit` rows of a table that train, or that are `held_out`, and whose prompts fit. Rows with an
-        empty column and rows too long are counted in `counts`; only the latter count for `limit`.
+        """Yield at most `limit` rows of a table that train, or that are `held_out`, and whose prompts fit. Rows
+        without text and rows too long are counted in `counts`; only the latter count for `limit`.
         """
         # Zeros fix the order in which the counts are reported.
         counts.update({EMPTY: 0, TOO_LONG: 0})
         rows = self.rows(table, held_out)
-        full_rows = itertools.islice(_rows_with_text(rows, counts), limit)
+        full_rows = itertools.islice(self._rows_with_text(rows, counts), limit)
         for batch in in_batches(full_rows):
             texts = [row for _, row in batch]
             prompts = self.prompts(texts)
@@ -127,6 +129,18 @@ class Prompter:
             text = "\n".join(row[column] for column in decisive)
             if share is None or (hash_to_unit(text) < share) == held_out:
                 yield name, row
+
+    def _rows_with_text(self, rows: Iterable[NamedJson], counts: Counter[str]) -> Iterator[NamedJson]:
+        """Yield the rows with a completion, a document if there is one, and text in some column of the prompt: the
+        `input` of Alpaca may be empty.
+        """
+        needed = [self.task.completion, self.data.document or self.task.completion]
+        for name, row in rows:
+            prompt_has_text = any(row[column].strip() for column in self.task.prompt_columns)
+            if prompt_has_text and all(row[column].strip() for column in needed):
+                yield name, row
+            else:
+                counts[EMPTY] += 1
 
     def prompts(self, rows: Sequence[Json]) -> list[Prompt]:
         """Return the prompts of rows, with the BOS of the tokenizer. The documents are encoded in parallel."""
@@ -158,7 +172,8 @@ class Prompter:
             column = self.data.document or ""
             end = offsets[kept - 1][1] if kept else 0
             row = {**row, column: row[column][:end]}
-        ids: list[int] = strip_eos(self.tokenizer(self.task.prompt(row))["input_ids"], self.eos)
+        encoded = self.tokenizer(self.task.prompt(row))["input_ids"]
+        ids: list[int] = strip_eos(with_one_bos(encoded, self.bos), self.eos)
         return ids
 
     def completions(self, rows: Sequence[Json]) -> list[list[int]]:
@@ -179,16 +194,9 @@ class Prompter:
             if ids[: len(tail_ids)] != tail_ids:
                 # The prompt and the text merge into one token: the text is tokenized by itself.
                 completion = plain(text)["input_ids"]
+            completion = strip_eos(completion, self.eos)
             completions.append([*completion[: self.data.completion_tokens], self.eos])
         return completions
-
-
-def _rows_with_text(rows: Iterable[NamedJson], counts: Counter[str]) -> Iterator[NamedJson]:
-    for name, row in rows:
-        if all(text.strip() for text in row.values()):
-            yield name, row
-        else:
-            counts[EMPTY] += 1
 
 
 def data_problems(data: Data, ask_hub: bool = False, *, held_out: bool = False) -> list[str]:

@@ -187,7 +187,7 @@ class Stream:
         sequences = tokenized(self.tokenizer, texts, self.data.special_tokens)
         end = self.tokenizer.eos_token_id
         for ids in sequences:
-            if end is not None and end not in ids[-1:]:
+            if end not in ids[-1:]:
                 ids.append(end)
         return sequences
 

@@ -89,7 +89,8 @@ class Table:
             return text
         if len(self.texts) == 1:
             end = int(len(text) * (1 - share))
-            cut = text.rfind("\n", 0, end) + 1 or end
+            # A long last line is cut.
+            cut = text.rfind("\n", end // 2, end) + 1 or end
             return text[cut:] if held_out else text[:cut]
         is_held_out = name in self._files_held_out if self.texts else hash_to_unit(text) < share
         return text if is_held_out == held_out else ""

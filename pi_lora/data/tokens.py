@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterable, Iterator, MutableSequence, Seque
 from functools import partial
 from typing import Any, NamedTuple, TypeVar
 
+from pi_lora.errors import DataError
 from pi_lora.storage import digest_of
 
 Item = TypeVar("Item")
@@ -29,7 +30,7 @@ class Labelled(NamedTuple):
 
 def tokenized(tokenizer: Any, texts: Sequence[str], special_tokens: bool = False) -> list[Tokens]:
     """Return the ids of texts with the BOS and EOS of the tokenizer. With `special_tokens`, special tokens in a
-    text keep their meaning; else they are text.
+    text keep their meaning, and a text may begin with BOS itself; else they are text.
 
     A text of more than `2 * PIECE` characters is tokenized in pieces that end with a line. A token that would span two
     pieces is two tokens, and a tokenizer that puts a space before a text puts one before each piece.
@@ -37,7 +38,8 @@ def tokenized(tokenizer: Any, texts: Sequence[str], special_tokens: bool = False
     encode = partial(tokenizer, split_special_tokens=not special_tokens, verbose=False)
     short = [text for text in texts if len(text) <= 2 * PIECE]
     encoded = iter(encode(short)["input_ids"] if short else [])
-    return [next(encoded) if len(text) <= 2 * PIECE else _in_pieces(encode, text) for text in texts]
+    sequences = [next(encoded) if len(text) <= 2 * PIECE else _in_pieces(encode, text) for text in texts]
+    return [with_one_bos(ids, tokenizer.bos_token_id) for ids in sequences]
 
 
 def token_spans(tokenizer: Any, text: str) -> list[tuple[int, int]]:
@@ -57,11 +59,32 @@ def token_spans(tokenizer: Any, text: str) -> list[tuple[int, int]]:
     return spans
 
 
+def check_offsets(tokenizer: Any) -> None:
+    """Raise DataError if the tokenizer does not know the characters of a token, as those written in Python."""
+    if not tokenizer.is_fast:
+        raise DataError(
+            f"data: {type(tokenizer).__name__} does not know the characters of a token, which chats, examples and the "
+            "gain of tokens need; use raw text, or convert the tokenizer to tokenizer.json"
+        )
+
+
 def added_bos(tokenizer: Any) -> int | None:
     """Return the BOS token that a tokenizer puts before a text; None if it puts none."""
     ids = tokenizer("a")["input_ids"]
     bos: int | None = tokenizer.bos_token_id
     return bos if ids[0] == bos else None
+
+
+def special_tokens_of(tokenizer: Any) -> tuple[str, ...]:
+    """Return the special tokens of a tokenizer. `all_special_tokens` lacks those that its settings do not name, as most
+    of Llama 3.
+    """
+    return tuple(token.content for token in tokenizer.added_tokens_decoder.values() if token.special)
+
+
+def with_one_bos(ids: Any, bos: int | None) -> Any:
+    """Return the tokens of a text without a second BOS: the text may have one, and the tokenizer add one."""
+    return ids[1:] if bos is not None and list(ids[:2]) == [bos, bos] else ids
 
 
 def strip_eos(ids: Any, eos: int | None) -> Any:
@@ -72,7 +95,7 @@ def strip_eos(ids: Any, eos: int | None) -> Any:
 def prompt_ids(tokenizer: Any, text: str) -> Any:
     """Return the tokens of a text with the BOS of the tokenizer, without EOS."""
     ids = tokenizer(text, verbose=False)["input_ids"]
-    return strip_eos(ids, tokenizer.eos_token_id)
+    return strip_eos(with_one_bos(ids, tokenizer.bos_token_id), tokenizer.eos_token_id)
 
 
 def _in_pieces(encode: Callable[..., Any], text: str) -> Tokens:

@@ -6,8 +6,9 @@ from typing import Any
 import torch
 from transformers import GenerationConfig, TextStreamer
 
+from pi_lora.data.chats import REFUSALS
 from pi_lora.data.tokens import prompt_ids
-from pi_lora.errors import DataError
+from pi_lora.errors import DataError, first_line
 from pi_lora.evaluation.forward import pad_rows
 from pi_lora.models.loaded import LoadedModel
 from pi_lora.models.quiet import quiet_loading
@@ -64,7 +65,11 @@ def answer(
     tokenizer = loaded.tokenizer
     if chat_template and tokenizer.chat_template:
         turns = [{"role": "user", "content": prompt}]
-        ids = tokenizer.apply_chat_template(turns, add_generation_prompt=True, return_dict=False)
+        try:
+            ids = tokenizer.apply_chat_template(turns, add_generation_prompt=True, return_dict=False)
+        except REFUSALS as error:
+            refusal = f"the chat template refuses the prompt ({first_line(error)})"
+            raise DataError(f"{loaded.name}: {refusal}; continue the text with --no-chat-template") from None
     else:
         ids = prompt_ids(tokenizer, prompt)
     room = loaded.window - len(ids)

@@ -23,6 +23,7 @@ from lm_eval.evaluator import evaluate
 from lm_eval.models.huggingface import HFLM
 from lm_eval.tasks import TaskManager
 
+from pi_lora.data.documents import suffix_of
 from pi_lora.distributed import all_gather_objects, rank, world_size
 from pi_lora.errors import DataError, first_line
 from pi_lora.evaluation.forward import check_numbers
@@ -184,8 +185,9 @@ def _load_benchmark(name: str, file: str | None) -> dict[str, Any]:
     if name == "race_middle":
         changes = {"dataset_path": "ehovy/race", "dataset_name": "middle", "process_docs": articles}
     if file:
+        kind = suffix_of(file).removeprefix(".")
         changes |= {
-            "dataset_path": Path(file).suffix.removeprefix(".").replace("jsonl", "json"),
+            "dataset_path": "json" if "json" in kind else kind,
             "dataset_name": None,
             "dataset_kwargs": {"data_files": {"test": file}},
             "training_split": None,
@@ -205,13 +207,22 @@ def _load_benchmark(name: str, file: str | None) -> dict[str, Any]:
         ) from error
     for task_name, task in tasks.items():
         if file:
-            # Without this column, lm-eval takes the name of the column for the answer.
-            column = task.config.doc_to_target
-            if task.doc_to_target(next(iter(task.eval_docs))) == column:
-                raise DataError(f"{file}: has no column {column}; convert it to the schema of {task_name} on the hub")
+            _check_answers(task, file, task_name)
         if "acc" not in task.aggregation() or task.config.filter_list:
             raise DataError(f"--tasks: {task_name}: lm-eval gives no accuracy for it; leave it out")
     return tasks
+
+
+def _check_answers(task: Any, file: str, name: str) -> None:
+    """Raise DataError if an example of a file lacks its answer, as in test splits, whose answers are not published."""
+    column = task.config.doc_to_target
+    for number, example in enumerate(task.eval_docs, 1):
+        answer = task.doc_to_target(example)
+        # Without the column, lm-eval takes its name for the answer.
+        if answer == column:
+            raise DataError(f"{file}: has no column {column}; convert it to the schema of {name} on the hub")
+        if not isinstance(answer, str | int) or answer in ("", -1):
+            raise DataError(f"{file}:{number}: has no answer ({answer}); name a file with answers")
 
 
 def articles(questions: Any) -> Any:

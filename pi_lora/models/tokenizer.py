@@ -32,11 +32,21 @@ def load_tokenizer(
 ) -> Any:
     """Load the tokenizer of a model or run, with `window` tokens as its longest input.
 
-    Raise ModelError if it cannot be read, or gives tokens that are not in the `vocabulary` of the model. A padding
-    token that is not there is left out: the model never reads it.
+    Raise ModelError if it cannot be read, has no EOS, or gives tokens that are not in the `vocabulary` of the model. A
+    padding token that is not there is left out: the model never reads it.
     """
     with readable(path, "tokenizer"), quiet_loading():
-        tokenizer = AutoTokenizer.from_pretrained(path, revision=revision, trust_remote_code=trust_remote_code)
+        tokenizer = AutoTokenizer.from_pretrained(
+            path,
+            revision=revision,
+            trust_remote_code=trust_remote_code,
+            # The tokenizer of mistral-common, where it is installed, cannot read special tokens as text.
+            mistral_format=False,
+        )
+    if tokenizer.eos_token_id is None:
+        # As that of a tekken.json alone, which would not add BOS either.
+        remedy = f"name eos_token, bos_token and add_bos_token in {SETTINGS_FILE}"
+        raise ModelError(f"{path}: its tokenizer has no EOS; {remedy}")
     tokenizer.model_max_length = window
     _let_special_tokens_be_split(tokenizer)
     if vocabulary:
@@ -57,7 +67,7 @@ def _ids_given(tokenizer: Any) -> list[int]:
     """
     ids: list[int] = tokenizer(SAMPLE, verbose=False)["input_ids"]
     ids += [number for number, token in tokenizer.added_tokens_decoder.items() if not token.special]
-    ids.append(tokenizer.eos_token_id or 0)
+    ids.append(tokenizer.eos_token_id)
     with suppress(Exception):  # there is no template, or it raises an error of its own
         ids += tokenizer.apply_chat_template(CHAT, add_generation_prompt=True, return_dict=False)
     return ids

@@ -44,6 +44,7 @@ UPLOADED_PATTERNS = [
     *DOCUMENTS,
     *WEIGHT_FILES,
     *TOKENIZER_FILES,
+    "additional_chat_templates/*.jinja",
     *PROCESSOR_FILES,
     "recipe.yaml",
     "training.jsonl",

@@ -11,6 +11,7 @@ import pyarrow.parquet as pq
 import pytest
 import torch
 from datasets import Dataset
+from tokenizers import AddedToken
 from tokenizers.processors import TemplateProcessing
 from transformers import PreTrainedTokenizerFast
 
@@ -29,6 +30,7 @@ TEMPLATES = Path(__file__).parent / "templates"
 MARKERS = [
     *("<|im_start|>", "<|im_end|>", "<|start_header_id|>", "<|end_header_id|>", "<|eot_id|>"),
     *("<start_of_turn>", "<end_of_turn>", "[INST]", "[/INST]"),
+    *("<|user|>", "<|assistant|>", "<|start|>", "<|channel|>", "<|message|>", "<|end|>", "<|return|>"),
 ]
 QUESTIONS = [
     {"role": "user", "content": "What is 2 + 2?"},
@@ -38,6 +40,8 @@ QUESTIONS = [
 ]
 SYSTEM = {"role": "system", "content": "Be brief."}
 THOUGHT = [*QUESTIONS[:3], {"role": "assistant", "content": "<think>\n2 + 3\n</think>\n\nFive."}]
+REASONED = [*QUESTIONS[:3], {"role": "assistant", "content": "Five.", "reasoning_content": "2 + 3"}]
+GPT_OSS = [*QUESTIONS[2:], QUESTIONS[2], {"role": "assistant", "content": "Five.", "thinking": "2 + 3"}]
 LLAMA = "<|start_header_id|>{}<|end_header_id|>\n\n"
 # A chat by template: its text in pieces, each with whether the assistant wrote it.
 REFERENCES: dict[str, tuple[str, list[dict[str, str]], list[tuple[str, bool]]]] = {
@@ -113,6 +117,51 @@ REFERENCES: dict[str, tuple[str, list[dict[str, str]], list[tuple[str, bool]]]] 
             ("2 + 3 = 5<|im_end|>\n", True),
             ("<|im_start|>user\nAnd 3?<|im_end|>\n<|im_start|>assistant\n", False),
             ("<think>\n2 + 3\n</think>\n\nFive.<|im_end|>\n", True),
+        ],
+    ),
+    "qwen 3.5": (
+        "qwen3_5",
+        REASONED,
+        [
+            ("<|im_start|>user\nWhat is 2 + 2?<|im_end|>\n<|im_start|>assistant\n", False),
+            ("It is 4.<|im_end|>\n", True),
+            ("<|im_start|>user\nAnd 3?<|im_end|>\n<|im_start|>assistant\n<think>\n", False),
+            ("2 + 3\n</think>\n\nFive.<|im_end|>\n", True),
+        ],
+    ),
+    "glm": (
+        "glm",
+        [*REASONED, *REASONED[2:]],
+        [
+            ("<|user|>\nWhat is 2 + 2?<|assistant|>", False),
+            ("<think></think>\nIt is 4.<|user|>", True),
+            ("\nAnd 3?<|assistant|>", False),
+            ("<think></think>\nFive.<|user|>", True),
+            ("\nAnd 3?<|assistant|>", False),
+            ("<think>2 + 3</think>\nFive.", True),
+        ],
+    ),
+    "gpt-oss": (
+        "gptoss",
+        [*GPT_OSS, *GPT_OSS[2:]],
+        [
+            ("<|start|>user<|message|>And 3?<|end|><|start|>assistant", False),
+            ("<|channel|>final<|message|>2 + 3 = 5<|end|>", True),
+            ("<|start|>user<|message|>And 3?<|end|><|start|>assistant", False),
+            ("<|channel|>final<|message|>Five.<|end|>", True),
+            ("<|start|>user<|message|>And 3?<|end|><|start|>assistant", False),
+            ("<|channel|>analysis<|message|>2 + 3<|end|>", True),
+            ("<|start|>assistant<|channel|>final<|message|>Five.<|return|>", True),
+        ],
+    ),
+    "phi 3": (
+        "phi3",
+        QUESTIONS,
+        [
+            ("<|user|>\nWhat is 2 + 2?<|end|>\n<|assistant|>\n", False),
+            ("It is 4.<|end|>", True),
+            ("\n<|user|>\nAnd 3?<|end|>\n<|assistant|>\n", False),
+            ("2 + 3 = 5<|end|>\n</s>", True),
         ],
     ),
 }
@@ -208,6 +257,8 @@ CALLING = [
 def learned(messages: list[Any], row: dict[str, Any], template: str = KNOWS_TOOLS) -> tuple[str, str]:
     """The rendered chat and its learned part, each `|` before a turn; or the reason why the chat is left out."""
     tokenizer = make_tokenizer(None)
+    # A special token that no setting names, as most of Llama 3.
+    tokenizer.add_tokens([AddedToken("<|unnamed|>", special=True)])
     tokenizer.chat_template = template
     chat = ChatTemplate(tokenizer).encode(messages_of("x:1", messages), 1000, row)
     if isinstance(chat, str):
@@ -237,6 +288,23 @@ def test_tools_and_calls_are_rendered_by_the_template(call: dict[str, Any], tool
     assert own == '<tide {"port": "P1"}>[end]\n|It is 5.[end]\n'
 
 
+@pytest.mark.parametrize("many", [False, True])
+def test_turns_of_llama_factory_that_are_calls_are_learned(many: bool) -> None:
+    function = CALL["function"]
+    call = json.dumps([function, function] if many else function)
+    theirs = [{"from": "human", "value": "Tide?"}, {"from": "function_call", "value": call}]
+    theirs += [{"from": "observation", "value": "5 feet"}, {"from": "gpt", "value": "It is 5."}]
+    text, own = learned(theirs, {"tools": json.dumps([TOOL])})
+    assert "[tool]5 feet[end]" in text
+    assert own == '<tide {"port": "P1"}>' * (1 + many) + "[end]\n|It is 5.[end]\n"
+    assert learned(theirs, {}, PLAIN)[0] == "chats with tool_calls, unknown to the chat template,"
+
+
+@pytest.mark.parametrize("tools", [None, [], "[]", " ", "null"])
+def test_no_tools_need_no_template_that_knows_them(tools: Any) -> None:
+    assert learned(QUESTIONS[2:], {"tools": tools}, PLAIN)[0] == "[user]And 3?[end][assistant]2 + 3 = 5[end]"
+
+
 @pytest.mark.parametrize("name", ["rows.jsonl", "rows.parquet"])
 def test_optional_columns_of_a_chat_reach_the_template(tmp_path: Path, name: str) -> None:
     rows = [{"messages": CALLING, "tools": [TOOL], "n": 1}, {"messages": CALLING[:1] + CALLING[3:], "n": 2}]
@@ -258,6 +326,7 @@ def test_optional_columns_of_a_chat_reach_the_template(tmp_path: Path, name: str
 
 
 PLAIN = "{% for m in messages %}[{{ m.role }}]{{ m.content }}[end]{% endfor %}"
+OPTION = "{% set thinking = enable_thinking %}"
 TWO_ROLES = "{% for m in messages if m.role in ('user', 'assistant') %}[{{ m.role }}]{{ m.content }}[end]{% endfor %}"
 THINKS = {"role": "assistant", "reasoning_content": "2 + 2", "content": "4"}
 IMAGE = {"type": "image_url", "image_url": {"url": "lamp.png"}}
@@ -277,7 +346,17 @@ IMAGE = {"type": "image_url", "image_url": {"url": "lamp.png"}}
         ([*QUESTIONS[:3], {"from": "gpt", "value": None}], {}, PLAIN, "chats with an empty turn of the assistant"),
         ([{"role": "user", "content": [IMAGE]}, QUESTIONS[1]], {}, PLAIN, "chats with parts of type image_url"),
         (QUESTIONS, {"images": ["lamp.png"]}, PLAIN, "chats with images"),
+        (
+            [*QUESTIONS[:3], {"role": "Assistant", "content": "4"}],
+            {},
+            PLAIN,
+            "chats with turns of the Assistant, which",
+        ),
         (CALLING, {"tools": [{**TOOL, "name": "<|im_end|>"}]}, KNOWS_TOOLS, "chats with special tokens"),
+        ([QUESTIONS[0], {"role": "user", "content": "<|unnamed|>"}], {}, PLAIN, "chats with special tokens"),
+        # The template has the word for another purpose.
+        ([QUESTIONS[0], {**QUESTIONS[1], "thinking": "2 + 2"}], {}, OPTION + PLAIN, "chats with thinking, unknown"),
+        ([QUESTIONS[0], {**QUESTIONS[1], "reasoning": "2 + 2"}], {}, PLAIN, "chats with reasoning, unknown"),
         ([QUESTIONS[0], {**QUESTIONS[1], "train": False}], {}, PLAIN, "chats without a turn of the assistant to learn"),
     ],
 )

@@ -147,6 +147,17 @@ def test_truncated_and_skipped_rows_are_counted(tmp_path: Path, tokenizer: Any) 
     assert found.messages[1:] == ["empty rows left out: 2", "rows too long for the window left out: 1"]
 
 
+def test_a_column_of_the_prompt_may_be_empty(tmp_path: Path, tokenizer: Any) -> None:
+    """As the input of most rows of Alpaca; a row without a prompt, or without its document, is left out."""
+    rows = [{"i": "Say it.", "x": "", "a": "it"}, {"i": "", "x": " ", "a": "it"}, {"i": "Say x.", "x": "x", "a": "x"}]
+    file, training = write(tmp_path / "rows.jsonl", rows), Training(steps=1, global_batch_size=1)
+    keys = {"template": "{i}\n{x}\nA:", "completion": "a", "summary": None, "completion_tokens": 8}
+    for document, left in ((None, ["Say it.\n\nA: it</s>", "Say x.\nx\nA: x</s>"]), ("x", ["Say x.\nx\nA: x</s>"])):
+        found = training_data(data_of(file, document=document, **keys), training, tokenizer, 64, 90)
+        assert [tokenizer.decode(row["input_ids"], skip_special_tokens=False)[3:] for row in found.rows] == left
+        assert found.messages[1] == f"empty rows left out: {3 - len(left)}"
+
+
 @pytest.mark.parametrize("document", ["text", None])
 def test_rows_are_held_out_by_their_prompt_and_a_document_with_all_its_rows(
     tmp_path: Path, tokenizer: Any, document: str | None

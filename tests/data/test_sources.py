@@ -74,6 +74,41 @@ def test_a_folder_gives_the_documents_of_every_file_format(shelf: Path) -> None:
     assert texts(shelf) == ["one", "two", "three", "four", "five", "six", "seven"]
 
 
+def test_a_folder_of_rows_is_read_without_its_card_and_hidden_files(tmp_path: Path) -> None:
+    """As `datasets` saves one, or `hf download` writes it."""
+    folder = tmp_path / "saved"
+    datasets.DatasetDict({"train": datasets.Dataset.from_list([{"text": "one"}, {"text": "two"}])}).save_to_disk(folder)
+    (folder / "README.md").write_text("# Texts")
+    (folder / "._b.jsonl").write_bytes(b"\0\5\x16\7")
+    (folder / ".ipynb_checkpoints").mkdir()
+    write_jsonl(folder / ".ipynb_checkpoints" / "b-checkpoint.jsonl", [{"text": "hidden"}])
+    elsewhere = tmp_path / "elsewhere"
+    elsewhere.mkdir()
+    write_jsonl(elsewhere / "b.jsonl", [{"text": "three"}])
+    (folder / "link").symlink_to(elsewhere)
+    assert texts(folder) == ["three", "one", "two"]
+    assert texts(elsewhere.parent / "*" / "**" / "*.arrow") == ["one", "two"]
+
+
+def test_a_folder_with_rows_of_several_splits_is_refused(tmp_path: Path) -> None:
+    """Rows to test on would train."""
+    for split in ("train", "test"):
+        datasets.Dataset.from_list([{"text": split}]).to_parquet(tmp_path / f"data/{split}-00000-of-00001.parquet")
+    with pytest.raises(DataError, match="holds the splits test, train; name the folder or files of one"):
+        texts(tmp_path)
+    assert texts(tmp_path / "data/train-*") == ["train"]
+    table = pa.Table.from_arrays([pa.array(["a"]), pa.array(["b"])], names=["text", "text"])
+    pq.write_table(table, tmp_path / "twice.parquet")
+    with pytest.raises(DataError, match="several columns have the name text"):
+        texts(tmp_path / "twice.parquet")
+
+
+def test_a_glob_of_other_kinds_is_named(tmp_path: Path) -> None:
+    (tmp_path / "a.pdf").write_bytes(b"%PDF")
+    with pytest.raises(DataError, match=r"\*: holds no readable file"):
+        find_table(Source(name=f"{tmp_path}/*"))
+
+
 ROWS_OF_TABLES = [{"n": "1", "text": "one, é"}, {"n": "2", "text": "two"}]
 LINES = "".join(json.dumps(row, ensure_ascii=False) + "\n" for row in ROWS_OF_TABLES)
 
@@ -188,6 +223,12 @@ def test_the_shuffle_loses_no_row_and_buffers_few(monkeypatch: pytest.MonkeyPatc
         ("broken.parquet", b"PAR1", "cannot be read"),
         ("none.jsonl", b"", "holds no text"),
         ("wide.csv", b"text,n\na,b,c\n", r"csv:1: cannot be read \(the row does not have one value for each column\)"),
+        (
+            "short.csv",
+            b"n,text\n\n1,a\n2\n",
+            r"csv:2: cannot be read \(the row does not have one value for each column",
+        ),
+        ("twice.csv", b"text,text\na,b\n", r"csv:1: cannot be read \(several columns have the name text\)"),
         ("open.csv", b'text,n\n"a,b\n', r"csv:1: cannot be read \(unexpected end of data\)"),
     ],
 )
@@ -411,7 +452,9 @@ def test_rows_are_held_out_by_their_digest(tmp_path: Path) -> None:
 
 def test_a_single_text_without_lines_is_cut_at_the_share(tmp_path: Path) -> None:
     book = tmp_path / "book.txt"
-    for text, trained in (("x" * 1000, 750), ("x" * 749 + "\n" + "x" * 250, 750), ("x" * 750 + "\n" + "x" * 249, 750)):
+    title = "A title\n" + "x" * 992
+    ends = ("x" * 749 + "\n" + "x" * 250, "x" * 750 + "\n" + "x" * 249)
+    for text, trained in (("x" * 1000, 750), (title, 750), (ends[0], 750), (ends[1], 750)):
         book.write_text(text)
         assert parts(Source(name=str(book), hold_out=0.25)) == ([text[:trained]], [text[trained:]])
 

@@ -13,7 +13,7 @@ from pi_lora.data import tokens
 from pi_lora.data.batches import training_data
 from pi_lora.data.examples import Prompter
 from pi_lora.data.sources import STDLIB, find_table
-from pi_lora.data.tokens import pieces, tokenized, tokenizer_identity
+from pi_lora.data.tokens import pieces, prompt_ids, tokenized, tokenizer_identity
 from pi_lora.errors import DataError
 from pi_lora.models.files import BUILTIN_FOLDER
 from pi_lora.models.tokenizer import load_tokenizer, save_tokenizer
@@ -115,3 +115,20 @@ def test_a_template_with_special_tokens_is_refused_with_the_alternative() -> Non
         prompter = Prompter(data.changed(**keys), tokenizer, 1024)
         assert prompter.prompts([row])[0].ids.count(1) == ends
     assert prompter.completions([row])[0].count(1) == 1  # EOS at the end
+
+
+def test_a_text_with_bos_and_eos_gets_no_second_ones(tokenizer: Any) -> None:
+    """Texts in the format of a chat model begin with BOS, and the tokenizer adds one."""
+    begin, end = tokenizer.bos_token_id, tokenizer.eos_token_id
+    texts = ["<s>The lamp burns.", "<s>" + "The lamp burns low.\n" * 60_000]
+    short, long = tokenized(tokenizer, texts, special_tokens=True)
+    assert short[0] == long[0] == begin
+    assert short.count(begin) == long.count(begin) == 1
+    assert list(prompt_ids(tokenizer, texts[0])).count(begin) == 1
+    data = Data.model_validate(
+        {"source": "x.jsonl", "template": "<s>Q: {q} A:", "completion": "a", "special_tokens": True}
+    )
+    prompter = Prompter(data, tokenizer, 1024)
+    row = {"q": "x", "a": "y</s>"}
+    assert prompter.prompts([row])[0].ids.count(begin) == 1
+    assert prompter.completions([row])[0].count(end) == 1

@@ -1,3 +1,4 @@
+import gzip
 import json
 import subprocess
 import sys
@@ -263,6 +264,8 @@ def test_files_of_the_authors_are_converted_to_tasks(tmp_path: Path) -> None:
         ),
         (["--tasks", "race_middle"], "--tasks: race_middle ("),
         (["--tasks", "boolq", "--data", "boolq=answers.jsonl"], "answers.jsonl: has no column label; convert it to"),
+        (["--tasks", "boolq", "--data", "boolq=hidden.jsonl"], "hidden.jsonl:2: has no answer (-1); name a file with"),
+        (["--tasks", "boolq", "--data", "boolq=null.ndjson.gz"], "null.ndjson.gz:2: has no answer (None); name a file"),
     ],
 )
 @pytest.mark.usefixtures("files")
@@ -280,6 +283,10 @@ def test_a_mistake_is_one_line_before_a_model_is_loaded(
     Path("gsm8k.jsonl").write_text(lines([{"question": "What is 1 and 1?", "answer": "Two.\n#### 2"}] * 6))
     # As the authors of BoolQ write it.
     Path("answers.jsonl").write_text(lines([{"question": "is it", "passage": "It is.", "answer": True}]))
+    # As the test split of SuperGLUE has labels.
+    example = {"question": "is it", "passage": "It is."}
+    Path("hidden.jsonl").write_text(lines([{**example, "label": 1}, {**example, "label": -1}]))
+    Path("null.ndjson.gz").write_bytes(gzip.compress(lines([{**example, "label": 1}, example]).encode()))
     monkeypatch.setattr("pi_lora.evaluation.suite.load_model", loaded)
     status, out, err = run_captured(capsys, monkeypatch, "eval", "benchmarks", "builtin:tiny", *arguments)
     assert (status, out) == (2, "")

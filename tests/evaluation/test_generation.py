@@ -109,6 +109,14 @@ def test_the_generate_command_reads_prompt_file_or_stdin(
     assert run_captured(capsys, monkeypatch, *asked, "--prompt", "")[0] == 2
 
 
+def test_a_prompt_that_the_chat_template_refuses_is_a_line(extended: LoadedModel, monkeypatch: Any) -> None:
+    """As a template of a model for images that takes contents of several parts alone."""
+    monkeypatch.setattr(extended.tokenizer, "chat_template", "{{ messages[0].content[0].text.upper() }}")
+    with pytest.raises(DataError, match=r"the chat template refuses the prompt .*; continue the text with --no-chat-t"):
+        pi_lora.generate(extended, "The sea was")
+    assert pi_lora.generate(extended, "The sea was", chat_template=False, tokens=1)
+
+
 def test_generation_continues_the_prompt_without_an_eos_between(extended: LoadedModel) -> None:
     plain, ends = pi_lora.generate(extended, "The sea was", tokens=20), [("<s>", 0), ("</s>", 1)]
     extended.tokenizer.backend_tokenizer.post_processor = TemplateProcessing("<s> $A </s>", special_tokens=ends)

@@ -243,7 +243,7 @@ def test_eval_summarization_and_summarize_print_and_write_summaries(
         ),
         (
             ["eval", "summarization", "builtin:tiny", "--data", "rows.jsonl", "--document", "a", "--summary", "b"],
-            "rows.jsonl: no row has text in every column and a prompt that fits",
+            "rows.jsonl: no row has a prompt that fits the window and a completion",
         ),
         (
             ["eval", "summarization", "builtin:tiny", "--data", "rows.jsonl", "--template", "{a}"],
@@ -251,7 +251,7 @@ def test_eval_summarization_and_summarize_print_and_write_summaries(
         ),
         (
             ["eval", "summarization", "builtin:tiny", "--data", "empty.jsonl", "--document", "a", "--summary", "b"],
-            "empty.jsonl: no row has text in every column",
+            "empty.jsonl: no row has a prompt that fits the window and a completion",
         ),
     ],
     ids=lambda value: " ".join(value)[-50:] if isinstance(value, list) else "",

@@ -9,6 +9,8 @@ from typing import Any
 import pytest
 from tokenizers import AddedToken
 from transformers import AutoTokenizer
+from transformers.integrations.mistral import tokenizer as tokenizer_of_mistral
+from transformers.models.auto import tokenization_auto
 
 from pi_lora.data.chats import ChatTemplate
 from pi_lora.data.examples import Prompter
@@ -86,6 +88,23 @@ def test_special_tokens_that_nothing_writes_may_be_missing(folder: Path) -> None
     tokenizer = resolve_model(str(folder)).tokenizer
     assert len(tokenizer) == 1026
     assert padding_id(tokenizer) == tokenizer.eos_token_id == 1
+
+
+def test_a_tokenizer_without_eos_is_refused(folder: Path) -> None:
+    """Documents and completions end with it, and a tekken.json alone has neither EOS nor BOS."""
+    settings = json.loads((folder / TOKENIZER[1]).read_text())
+    del settings["eos_token"]
+    (folder / TOKENIZER[1]).write_text(json.dumps(settings))
+    with pytest.raises(ModelError, match="its tokenizer has no EOS; name eos_token, bos_token and add_bos_token in"):
+        assert resolve_model(str(folder)).tokenizer
+
+
+def test_the_tokenizer_of_mistral_common_is_not_used(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """vLLM installs that package, and transformers then takes its tokenizer for Mistral's models with a tekken.json."""
+    edit(folder / "config.json", model_type="mistral", architectures=["MistralForCausalLM"])
+    monkeypatch.setitem(tokenization_auto.TOKENIZER_MAPPING_NAMES, "mistral", "MistralCommonBackend")
+    monkeypatch.setattr(tokenizer_of_mistral, "resolve_mistral_format", lambda *_, **__: (True, "tekken.json"))
+    assert load_tokenizer(folder, 64).is_fast
 
 
 def test_texts_longer_than_the_window_are_no_warning() -> None:

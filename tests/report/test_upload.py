@@ -40,6 +40,8 @@ def test_push_uploads_exactly_the_files_of_the_run(
 ) -> None:
     folder = shutil.copytree(request.getfixturevalue(run), tmp_path / "run")
     (folder / "modeling_own.py").write_text("the code of the model")
+    (folder / "additional_chat_templates").mkdir()
+    (folder / "additional_chat_templates" / "tool_use.jinja").write_text("{{ tools }}")
     wanted = contents(folder, small_model)
     (folder / "checkpoint-10").mkdir()
     for name in (
