@@ -101,7 +101,12 @@ def read_rope(config: Config) -> dict[str, Any]:
         raise _refused(config, "has ALiBi, no rotary position embeddings; nothing to interpolate")
     nested = config.get("rope_parameters")
     if isinstance(nested, Mapping) and nested:
-        return deepcopy(dict(nested))  # the config classes of transformers change their arguments in place
+        rope = deepcopy(dict(nested))  # the config classes of transformers change their arguments in place
+        for parameters in (rope, *rope.values()):
+            # The name in transformers 4, which stays as it was when the `rope_type` changes, and which 4 prefers.
+            if isinstance(parameters, dict) and "type" in parameters:
+                parameters.setdefault("rope_type", parameters.pop("type"))
+        return rope
     if config.get("rope_theta") is None:
         raise _refused(config, "has no rotary position embeddings that its config describes; nothing to interpolate")
     scaling = dict(config.get("rope_scaling") or {})
