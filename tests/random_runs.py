@@ -20,9 +20,11 @@ TWICE = Extension(128, 64)
 TOKENIZER = ("tokenizer.json", "tokenizer_config.json")
 
 
-def save_base(config: PreTrainedConfig, folder: Path, dtype: torch.dtype = torch.float32, **options: Any) -> Path:
+def save_base(
+    config: PreTrainedConfig, folder: Path, dtype: torch.dtype = torch.float32, *, seed: int = 0, **options: Any
+) -> Path:
     """A random model with the built-in one's tokenizer; `options` go to `save_pretrained`."""
-    torch.manual_seed(0)
+    torch.manual_seed(seed)
     model = AutoModelForCausalLM.from_config(config, dtype=dtype)
     with torch.no_grad():
         for weight in model.parameters():
