@@ -189,6 +189,9 @@ def test_a_missing_base_is_named(lora_run: Path, small_model: Path, tmp_path: Pa
     with pytest.raises(ModelError, match=f"its base is no longer in {gone}; say where it is with --base MODEL"):
         resolve_model(str(run))
     assert load(str(run), base=str(small_model)).scale == 2
+    (run / "run.json").unlink()  # as an adapter from elsewhere
+    with pytest.raises(ModelError, match=f"its base is no longer in {gone}; say where it is with --base MODEL"):
+        resolve_model(str(run))
 
 
 def test_a_push_after_resolving_does_not_mix_two_commits(
