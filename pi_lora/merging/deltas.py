@@ -190,6 +190,8 @@ def read_adapter(folder: Path, model: PreTrainedModel, originals: Mapping[str, S
         if f"{module}.lora_B" in parts:
             a = parts.pop(f"{module}.lora_A")
             b = parts.pop(f"{module}.lora_B")
+            # PEFT saves the weights of the base too, if the head or the embeddings have an adapter.
+            parts.pop(f"{module}.base_layer", None)
             name = names[f"{module}.weight"]
             parameter = adapted.get(name.removesuffix(".weight"))
             scaling = settings.scaling(parameter or module, a.shape[0] // layout.num_experts(parameter or name))

@@ -99,6 +99,18 @@ def test_a_tied_head_that_diverged_is_untied(settings: dict[str, Any], tmp_path:
     assert "they diverged" in (folder / "README.md").read_text()
 
 
+@KNOWN
+@torch.no_grad()
+@pytest.mark.parametrize("config", [UNTIED, TIED])
+def test_lora_on_the_head_is_merged_beside_the_copies_that_peft_saves(config: Any, tmp_path: Path) -> None:
+    base = save_base(config, tmp_path / "base")
+    run = save_run(base, tmp_path / "run", r=4, target_modules=["q_proj", "lm_head"], with_base_layers=True)
+    assert "base_model.model.lm_head.base_layer.weight" in stored(run)
+    logits = tuned(base, run)(IDS).logits
+    merged = AutoModelForCausalLM.from_pretrained(merge(run, tmp_path / "merged").folder)
+    torch.testing.assert_close(merged(IDS).logits, logits, rtol=1e-5, atol=1e-5)
+
+
 @torch.no_grad()
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_trained_rows_are_rounded_once_and_other_rows_are_those_of_the_base(
