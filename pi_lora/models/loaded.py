@@ -283,7 +283,9 @@ def _check_complete(name: str, report: Mapping[str, Any], left_out: Sequence[str
             names = ", ".join(sorted(keys)[:MAX_NAMES])
             problems.append(f"{verb} {names}")
     if problems:
-        raise ModelError(f"{name}: its weights {', and '.join(problems)}; download all of its files")
+        raise ModelError(
+            f"{name}: its weights {', and '.join(problems)}; download all of its files or correct config.json"
+        )
 
 
 def mismatches(report: Mapping[str, Any]) -> list[str]:

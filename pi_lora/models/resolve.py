@@ -7,7 +7,7 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from pi_lora.errors import ModelError
+from pi_lora.errors import ModelError, ScalingError
 from pi_lora.models.files import (
     ADAPTER_CONFIG_FILE,
     BUILTIN,
@@ -190,6 +190,19 @@ def _completed(config: "PreTrainedConfig", stored: Config) -> Json:
     return language_config({**others, **outer, TEXT_CONFIG: own_entries(config.get_text_config())})
 
 
+def _check_theta(folder: Path, config: Json) -> None:
+    """Raise ScalingError if transformers 5 does not take the theta of a config to which a `rope_scaling` was added: it
+    looks for theta there and at the top level.
+    """
+    theta = (read_config(folder).get("rope_parameters") or {}).get("rope_theta")
+    computed = full_attention_rope(config)["rope_theta"]
+    if theta not in (None, computed):
+        raise ScalingError(
+            f"{folder / CONFIG_FILE}: transformers takes rope_theta {computed:g}, not the {theta:g} in "
+            "rope_parameters, beside rope_scaling; write rope_theta into rope_scaling too"
+        )
+
+
 def _normalized(config: Json, folder: Path) -> Json:
     """Return the config in `folder` with one meaning of `max_position_embeddings`, and all names of the experts."""
     if full_attention_rope(config)["rope_type"] == "linear":
@@ -297,6 +310,7 @@ def _resolve_base(name: str, revision: str | None, permissions: Permissions) -> 
             own["auto_map"] = {key: name_of(kind) for key, kind in code.items()}
         elif language:
             config_class = register(language, config_class)
+    _check_theta(folder, own)
     own = _normalized(own, folder)
     if own.get("tie_word_embeddings") and _stores_another_head(folder):
         own["tie_word_embeddings"] = False
