@@ -191,7 +191,9 @@ def read_adapter(folder: Path, model: PreTrainedModel, originals: Mapping[str, S
         raise ModelError(
             f"{file}: holds no weights or empty ones, as DeepSpeed saves those that it has not gathered; save it again"
         )
-    parts = {key.removeprefix(PEFT_PREFIX).removesuffix(".weight"): tensor for key, tensor in stored.items()}
+    parts = _without_copies(
+        {key.removeprefix(PEFT_PREFIX).removesuffix(".weight"): tensor for key, tensor in stored.items()}
+    )
     _check_mergeable(folder, settings, parts)
     changes: dict[str, Change] = {}
     layout = Layout(model)
@@ -203,8 +205,6 @@ def read_adapter(folder: Path, model: PreTrainedModel, originals: Mapping[str, S
         if f"{module}.lora_B" in parts:
             a = parts.pop(f"{module}.lora_A")
             b = parts.pop(f"{module}.lora_B")
-            # PEFT saves the weights of the base too, if the head or the embeddings have an adapter.
-            parts.pop(f"{module}.base_layer", None)
             name = names[f"{module}.weight"]
             parameter = adapted.get(name.removesuffix(".weight"))
             scaling = settings.scaling(parameter or module, a.shape[0] // layout.num_experts(parameter or name))
@@ -232,6 +232,20 @@ def read_adapter(folder: Path, model: PreTrainedModel, originals: Mapping[str, S
                 whole = vars(replace(rows, shape=original.shape))
                 changes[name] = WithTrainedRows(**whole, original=original, tokens=tokens)
     return changes
+
+
+def _without_copies(parts: Mapping[str, StoredTensor]) -> dict[str, StoredTensor]:
+    """Leave out the copies that PEFT saves of embeddings and head beside what was trained, if one of them has an
+    adapter or the vocabulary was extended.
+    """
+    trained = {}
+    for name, tensor in parts.items():
+        module, _, part = name.rpartition(".")
+        is_base = part == "base_layer" and f"{module}.lora_A" in parts
+        is_copy = part in ("original_module", "modules_to_save") and module in parts
+        if not is_base and not is_copy:
+            trained[name] = tensor
+    return trained
 
 
 def _low_rank_changes(

@@ -252,7 +252,10 @@ def _resolve_adapter(name: str, folder: Path, base: Base) -> ModelSource:
     if not is_extension_of(config, base_config):
         differing.append(f"its own scale {scale_of(base_config):g} does not lead to {scale_of(config):g}")
     if differing:
-        raise ModelError(f"{folder}: was not tuned from {base.name}: {'; '.join(differing)}; name its own base")
+        remedy = "name its own base"
+        if base_entries["vocab_size"] != adapter_entries["vocab_size"]:
+            remedy += ", or resize the embeddings of this one (resize_token_embeddings) and save it"
+        raise ModelError(f"{folder}: was not tuned from {base.name}: {'; '.join(differing)}; {remedy}")
     # Whatever the adapter was trained on.
     for key in STORED_ENTRIES:
         config.pop(key, None)
