@@ -40,6 +40,9 @@ class Interrupted(PiLoraError):
 
 
 def first_line(error: BaseException) -> str:
-    """Return the first line of an error's message, or what kind of error it is."""
+    """Return the first line of an error's message, with the next one after a colon, or what kind of error it is."""
     message = error.args[0] if isinstance(error, KeyError) and error.args else error  # a KeyError's text is a repr
-    return (str(message).strip() or type(error).__name__).splitlines()[0].rstrip(".")
+    first, *others = (str(message).strip() or type(error).__name__).splitlines()
+    if first.endswith(":") and others:
+        first = f"{first} {others[0].strip()}"
+    return first.rstrip(".")

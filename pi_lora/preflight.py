@@ -17,11 +17,11 @@ from pi_lora.errors import ModelError, PiLoraError, RecipeError, first_line
 from pi_lora.hub import hub_errors
 from pi_lora.models.adapter import check_shape, check_targets
 from pi_lora.models.files import BUILTIN
+from pi_lora.models.loaded import check_shapes
 from pi_lora.models.quantized import BITSANDBYTES, check_quantization, quantization_of
 from pi_lora.models.resolve import resolve_for_training
 from pi_lora.models.shape import dense_mlps
 from pi_lora.models.source import Base, ModelSource
-from pi_lora.models.weights import read_weights
 from pi_lora.planning.advice import plan_lines
 from pi_lora.planning.training_plan import TrainingPlan
 from pi_lora.recipe.data import Data
@@ -145,7 +145,7 @@ def _check_encoding(recipe: Recipe, tokenizer: Any) -> None:
 def _check_weights(model: ModelSource, ask_hub: bool) -> None:
     base = model.base
     if base.commit is None or constants.HF_HUB_OFFLINE:
-        read_weights(base.name, base.file)
+        check_shapes(base)
     elif ask_hub:
         with hub_errors(base.name):
             try:

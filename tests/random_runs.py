@@ -20,9 +20,11 @@ TWICE = Extension(128, 64)
 TOKENIZER = ("tokenizer.json", "tokenizer_config.json")
 
 
-def save_base(config: PreTrainedConfig, folder: Path, dtype: torch.dtype = torch.float32, **options: Any) -> Path:
+def save_base(
+    config: PreTrainedConfig, folder: Path, dtype: torch.dtype = torch.float32, *, seed: int = 0, **options: Any
+) -> Path:
     """A random model with the built-in one's tokenizer; `options` go to `save_pretrained`."""
-    torch.manual_seed(0)
+    torch.manual_seed(seed)
     model = AutoModelForCausalLM.from_config(config, dtype=dtype)
     with torch.no_grad():
         for weight in model.parameters():
@@ -42,8 +44,12 @@ def put_on_hub(model: Path, name: str, cache: Path, monkeypatch: pytest.MonkeyPa
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(cache))
 
 
-def save_run(base: Path, folder: Path, extension: Extension = TWICE, **settings: Any) -> Path:
-    """A run that extends `base`, with an adapter of random numbers, as `LoraConfig(**settings)` says."""
+def save_run(
+    base: Path, folder: Path, extension: Extension = TWICE, *, with_base_layers: bool = False, **settings: Any
+) -> Path:
+    """A run that extends `base`, with an adapter of random numbers, as `LoraConfig(**settings)` says. With the base
+    layers of embeddings and head, as PEFT saves them by itself.
+    """
     found = resolve_model(str(base))
     adapted = _adapted(base, LoraConfig(task_type="CAUSAL_LM", **settings))
     torch.manual_seed(1)
@@ -51,7 +57,7 @@ def save_run(base: Path, folder: Path, extension: Extension = TWICE, **settings:
         for weight in adapted.parameters():
             if weight.requires_grad:
                 weight.add_(torch.randn_like(weight) * 0.05)
-    adapted.save_pretrained(folder, save_embedding_layers=False)
+    adapted.save_pretrained(folder, save_embedding_layers=with_base_layers)
     save_config(found.extended(extension).config, folder)
     for name in TOKENIZER:
         shutil.copyfile(BUILTIN_FOLDER / "tiny" / name, folder / name)

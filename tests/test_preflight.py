@@ -104,6 +104,26 @@ def test_an_adapter_that_cannot_be_made_or_merged_is_refused(
         check(small_recipe(base, tuning=tuning), tmp_path / "run")
 
 
+@pytest.mark.parametrize(
+    ("changes", "line"),
+    [
+        ({"num_hidden_layers": 3}, r"lack model\.layers\.2\..*; download all of its files"),
+        ({"num_hidden_layers": 1}, r"have beyond its config model\.layers\.1\."),
+        ({"intermediate_size": 40}, r"have .*down_proj\.weight is \[32, 48\] instead of \[32, 40\]"),
+    ],
+)
+def test_weights_of_another_config_are_refused_before_anything_is_packed(
+    changes: dict[str, int], line: str, small_model: Path, tmp_path: Path
+) -> None:
+    model = Path(shutil.copytree(small_model, tmp_path / "model"))
+    config = json.loads((model / "config.json").read_text())
+    (model / "config.json").write_text(json.dumps({**config, **changes}))
+    with pytest.raises(PiLoraError, match=line):
+        check(small_recipe(model), tmp_path / "run")
+    with pytest.raises(PiLoraError, match=line):
+        api.extend(model, tmp_path / "extended", target=128, scaling="pi")
+
+
 def test_chunks_of_a_model_without_dense_mlps_are_refused(tmp_path: Path) -> None:
     config: Any = architectures.small_config("qwen3_moe")
     config.vocab_size = 1024

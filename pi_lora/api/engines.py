@@ -128,6 +128,7 @@ def extend(
         from pi_lora.evaluation.probe import read_probe
         from pi_lora.evaluation.suite import write_scores
         from pi_lora.models.files import CARD
+        from pi_lora.models.loaded import check_shapes
         from pi_lora.models.quantized import check_quantization
         from pi_lora.models.saving import copy_generation_config, link_weights, save_without_weights, weight_files
         from pi_lora.recipe.factors import read_factors
@@ -152,6 +153,7 @@ def extend(
     scores = probed.scores_by_stage(source.name, target, scaling) if probed else {}
     check_can_make(folder)
     check_quantization(source.base)
+    check_shapes(source.base)
     files = weight_files(source)
     with staged(folder) as staging, ui.progress("linking weights") as linked:
         run = MeasuredRun(staging, untuned=True, base_name=source.base.name)

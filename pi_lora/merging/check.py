@@ -17,7 +17,7 @@ from pi_lora.merging.writing import in_threads
 from pi_lora.models.composite import names_in
 from pi_lora.models.device import device, free_memory
 from pi_lora.models.files import find_file, read_config
-from pi_lora.models.loaded import load_base, load_model, mismatches
+from pi_lora.models.loaded import load_base, load_model, load_on_meta, mismatches
 from pi_lora.models.quiet import quiet_loading
 from pi_lora.models.resolve import resolve_model
 from pi_lora.models.source import ModelSource
@@ -47,15 +47,7 @@ def check_model(source: ModelSource, expected: PreTrainedModel, tensors: Sequenc
     """
     config = read_config(folder)
     state_dict = {tensor.name: torch.empty(tensor.source.shape, device="meta") for tensor in tensors}
-    with quiet_loading():
-        built, report = type(expected).from_pretrained(
-            None,
-            config=config_of(type(expected.config), config),
-            state_dict=state_dict,
-            device_map="meta",
-            output_loading_info=True,
-            ignore_mismatched_sizes=True,
-        )
+    built, report = load_on_meta(type(expected), config_of(type(expected.config), config), state_dict)
     problems = [f"{name} is missing" for name in report["missing_keys"]] + mismatches(report)
     for stored_name, name in names_in(built, state_dict).items():
         if name in built.all_tied_weights_keys:

@@ -21,8 +21,16 @@ PEFT_PREFIX = "base_model.model."
 TRAINED_ROWS = ".token_adapter.trainable_tokens_delta"
 # Initializations that do not change the base; PiSSA, OLoRA, CorDA and LoftQ subtract theirs from it.
 UNCHANGED_BASE_INITIALIZATIONS = (True, False, "gaussian", "orthogonal", "eva")
-# Kinds of LoRA whose update is not a single matrix product, or depends on the input.
-UNMERGEABLE_SETTINGS = ("alora_invocation_tokens", "arrow_config")
+# Kinds of LoRA whose update is not a single matrix product, depends on the input, or is of layers that the base lacks.
+UNMERGEABLE_SETTINGS = (
+    "alora_invocation_tokens",
+    "arrow_config",
+    "kasa_config",
+    "layer_replication",
+    "lora_bias",
+    "monteclora_config",
+    "use_bdlora",
+)
 
 
 @dataclass(frozen=True)
@@ -177,8 +185,15 @@ def read_adapter(folder: Path, model: PreTrainedModel, originals: Mapping[str, S
     Raise ModelError if the adapter is missing, damaged, incomplete, or of a kind that cannot be merged.
     """
     settings = read_adapter_settings(folder)
-    stored = read_header(folder / ADAPTER_WEIGHTS_FILE)
-    parts = {key.removeprefix(PEFT_PREFIX).removesuffix(".weight"): tensor for key, tensor in stored.items()}
+    file = folder / ADAPTER_WEIGHTS_FILE
+    stored = read_header(file)
+    if not min((tensor.size for tensor in stored.values()), default=0):
+        raise ModelError(
+            f"{file}: holds no weights or empty ones, as DeepSpeed saves those that it has not gathered; save it again"
+        )
+    parts = _without_copies(
+        {key.removeprefix(PEFT_PREFIX).removesuffix(".weight"): tensor for key, tensor in stored.items()}
+    )
     _check_mergeable(folder, settings, parts)
     changes: dict[str, Change] = {}
     layout = Layout(model)
@@ -217,6 +232,20 @@ def read_adapter(folder: Path, model: PreTrainedModel, originals: Mapping[str, S
                 whole = vars(replace(rows, shape=original.shape))
                 changes[name] = WithTrainedRows(**whole, original=original, tokens=tokens)
     return changes
+
+
+def _without_copies(parts: Mapping[str, StoredTensor]) -> dict[str, StoredTensor]:
+    """Leave out the copies that PEFT saves of embeddings and head beside what was trained, if one of them has an
+    adapter or the vocabulary was extended.
+    """
+    trained = {}
+    for name, tensor in parts.items():
+        module, _, part = name.rpartition(".")
+        is_base = part == "base_layer" and f"{module}.lora_A" in parts
+        is_copy = part in ("original_module", "modules_to_save") and module in parts
+        if not is_base and not is_copy:
+            trained[name] = tensor
+    return trained
 
 
 def _low_rank_changes(

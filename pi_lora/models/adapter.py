@@ -217,6 +217,7 @@ def load_adapter(model: PreTrainedModel, folder: Path, *, dropout: float = 0.0, 
     Raise ModelError if the adapter is damaged or does not fit.
     """
     files.read_adapter_settings(folder)  # raises for other kinds than LoRA
+    read_header(folder / files.ADAPTER_WEIGHTS_FILE)  # raises for pickled weights, which PEFT would read
     try:
         with without_known_warnings():
             warnings.filterwarnings("error", "Found missing adapter keys")

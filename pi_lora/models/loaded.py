@@ -21,9 +21,10 @@ from pi_lora.models.device import (
 )
 from pi_lora.models.quantized import DEQUANTIZED_ON_LOADING, quantization_of
 from pi_lora.models.quiet import quiet_loading
-from pi_lora.models.source import ModelSource
-from pi_lora.models.weights import check_finite
+from pi_lora.models.source import Base, ModelSource
+from pi_lora.models.weights import check_finite, read_weights
 from pi_lora.scaling.config import depends_on_length
+from pi_lora.scaling.verify import config_of
 
 # Where the weights of a base go. `device`: the accelerator if there is one. `quantized`: the same, as NF4 with double
 # quantization (QLoRA, Dettmers et al. 2023). `host`: host memory, from which FSDP spreads the weights over GPUs.
@@ -234,6 +235,36 @@ def empty_module(config: PreTrainedConfig, dtype: torch.dtype, kernel: str | Non
     return model.eval()
 
 
+def check_shapes(base: Base) -> None:
+    """Raise ModelError if the files of a base hold other weights than its config describes, by their headers alone.
+    Quantized weights have other names and shapes in the files.
+    """
+    stored = read_weights(base.name, base.file)
+    if quantization_of(base.config):
+        return
+    shapes = {name: torch.empty(tensor.shape, device="meta") for name, tensor in stored.items()}
+    module, report = load_on_meta(type(base.meta_model), config_of(type(base.meta_model.config), base.config), shapes)
+    _check_complete(base.name, report, other_parts(module))
+
+
+def load_on_meta(
+    kind: type[PreTrainedModel], config: PreTrainedConfig, shapes: dict[str, torch.Tensor]
+) -> tuple[PreTrainedModel, Mapping[str, Any]]:
+    """Return the module of a config with weights of these `shapes` on the meta device, and the report of transformers
+    on missing and mismatched weights.
+    """
+    with quiet_loading():
+        module, report = kind.from_pretrained(
+            None,
+            config=config,
+            state_dict=shapes,
+            device_map="meta",
+            output_loading_info=True,
+            ignore_mismatched_sizes=True,
+        )
+    return module, report
+
+
 def _check_complete(name: str, report: Mapping[str, Any], left_out: Sequence[str]) -> None:
     """Raise ModelError if the weights are not exactly those that the config describes, and those of parts that are
     left out.
@@ -252,7 +283,9 @@ def _check_complete(name: str, report: Mapping[str, Any], left_out: Sequence[str
             names = ", ".join(sorted(keys)[:MAX_NAMES])
             problems.append(f"{verb} {names}")
     if problems:
-        raise ModelError(f"{name}: its weights {', and '.join(problems)}; download all of its files")
+        raise ModelError(
+            f"{name}: its weights {', and '.join(problems)}; download all of its files or correct config.json"
+        )
 
 
 def mismatches(report: Mapping[str, Any]) -> list[str]:

@@ -31,7 +31,10 @@ NESTED_BLOCK = 256
 def quantization_of(config: Config) -> str | None:
     """Return the kind of quantization of the weights of a model."""
     settings: Mapping[str, Any] = config.get("quantization_config") or {}
-    kind: str | None = settings.get("quant_method")
+    if not settings:
+        return None
+    # transformers before 4.31 left the kind out, and had one.
+    kind: str = settings.get("quant_method") or BITSANDBYTES
     return kind
 
 

@@ -7,7 +7,7 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from pi_lora.errors import ModelError
+from pi_lora.errors import ModelError, ScalingError
 from pi_lora.models.files import (
     ADAPTER_CONFIG_FILE,
     BUILTIN,
@@ -15,6 +15,7 @@ from pi_lora.models.files import (
     CONFIG_FILE,
     SETTINGS_FILE,
     find_file,
+    is_local,
     model_folder,
     read_adapter_settings,
     read_config,
@@ -26,6 +27,7 @@ from pi_lora.recipe.files import RECIPE_FILE
 from pi_lora.recipe.schema import Recipe
 from pi_lora.run import Run, check_finished, staging_path
 from pi_lora.scaling.config import (
+    COMPOSITE,
     OUTER_ENTRIES,
     STORED_ENTRIES,
     TEXT_CONFIG,
@@ -37,6 +39,7 @@ from pi_lora.scaling.config import (
     method_of,
     normalize_max_positions,
     scale_of,
+    whole_config,
     with_legacy_rope_keys,
 )
 from pi_lora.scaling.extension import Extension
@@ -160,8 +163,9 @@ def base_of_adapter(
         # As recorded by the training: a relative path means another folder from elsewhere, and branches move.
         resolved = _resolve_base(recorded.path or name, recorded.commit or revision, permissions)
         return replace(resolved, name=name)
-    if recorded and recorded.path and not Path(name).exists():
-        raise ModelError(f"{folder}: its base is no longer in {recorded.path}; say where it is with --base MODEL")
+    place = recorded.path if recorded and recorded.path else name
+    if is_local(place) and not name.startswith(BUILTIN) and not Path(name).expanduser().exists():
+        raise ModelError(f"{folder}: its base is no longer in {place}; say where it is with --base MODEL")
     return _resolve_base(name, commit or revision, permissions)
 
 
@@ -174,11 +178,41 @@ def own_entries(config: "PreTrainedConfig") -> Json:
     return {key: value for key, value in entries if key not in common or common[key] != value}
 
 
-def _own_composite(config: "PreTrainedConfig", stored: Json) -> Json:
-    """Return the config of the language model of a composite. All other parts are kept as they are `stored`."""
-    outer = {key: entry for key, entry in own_entries(config).items() if key in OUTER_ENTRIES}
+def _completed(config: "PreTrainedConfig", stored: Config) -> Json:
+    """Return the config of a language model as transformers completes what is `stored`; other parts of a composite are
+    kept as they are stored.
+    """
+    own = own_entries(config)
+    if TEXT_CONFIG not in own:
+        return own
+    outer = {key: entry for key, entry in own.items() if key in OUTER_ENTRIES}
     others = {key: entry for key, entry in stored.items() if key not in OUTER_ENTRIES}
     return language_config({**others, **outer, TEXT_CONFIG: own_entries(config.get_text_config())})
+
+
+def _check_theta(folder: Path, config: Json) -> None:
+    """Raise ScalingError if transformers 5 does not take the theta of a config to which a `rope_scaling` was added: it
+    looks for theta there and at the top level.
+    """
+    theta = (read_config(folder).get("rope_parameters") or {}).get("rope_theta")
+    computed = full_attention_rope(config)["rope_theta"]
+    if theta not in (None, computed):
+        raise ScalingError(
+            f"{folder / CONFIG_FILE}: transformers takes rope_theta {computed:g}, not the {theta:g} in "
+            "rope_parameters, beside rope_scaling; write rope_theta into rope_scaling too"
+        )
+
+
+def _normalized(config: Json, folder: Path) -> Json:
+    """Return the config in `folder` with one meaning of `max_position_embeddings`, and all names of the experts."""
+    if full_attention_rope(config)["rope_type"] == "linear":
+        settings_file = find_file(folder, SETTINGS_FILE)
+        settings = read_json(settings_file, Json, "download it again") if settings_file else {}
+        config = normalize_max_positions(config, settings.get("model_max_length"))
+    if "num_local_experts" in config:
+        # The name by which transformers 4 reads Qwen 3's, and TRL 1.16 all.
+        config["num_experts"] = config["num_local_experts"]
+    return config
 
 
 def shipped_folder(name: str) -> Path:
@@ -205,7 +239,7 @@ def _shipped_base(name: str, revision: str) -> Base | None:
 
 def _resolve_adapter(name: str, folder: Path, base: Base) -> ModelSource:
     """Return an adapter under the config that it was tuned under; raise ModelError if base and config disagree."""
-    config = read_config(folder)
+    config = _config_of_adapter(folder, base)
     base_config = with_legacy_rope_keys(base.config)
     base_entries = _common_entries(base_config)
     adapter_entries = _common_entries(config)
@@ -218,13 +252,38 @@ def _resolve_adapter(name: str, folder: Path, base: Base) -> ModelSource:
     if not is_extension_of(config, base_config):
         differing.append(f"its own scale {scale_of(base_config):g} does not lead to {scale_of(config):g}")
     if differing:
-        raise ModelError(f"{folder}: was not tuned from {base.name}: {'; '.join(differing)}; name its own base")
+        remedy = "name its own base"
+        if base_entries["vocab_size"] != adapter_entries["vocab_size"]:
+            remedy += ", or resize the embeddings of this one (resize_token_embeddings) and save it"
+        raise ModelError(f"{folder}: was not tuned from {base.name}: {'; '.join(differing)}; {remedy}")
     # Whatever the adapter was trained on.
     for key in STORED_ENTRIES:
         config.pop(key, None)
         if key in base.config:
             config[key] = base.config[key]
     return ModelSource(name, base, config, adapter=folder)
+
+
+def _config_of_adapter(folder: Path, base: Base) -> Json:
+    """Return the config that an adapter was tuned under, completed as that of its base: other tools write what their
+    version of transformers does, and users copy the file of the base.
+    """
+    from pi_lora.models.quiet import quiet_loading
+    from pi_lora.scaling.verify import config_of
+
+    assert base.config_class, "shipped configs are for plans"
+    stored = read_config(folder)
+    model_type = stored.get("model_type")
+    # As of all plain models, and of composites whose config of transformers 4 has no part for the language model.
+    of_whole = model_type == base.config_class.model_type
+    if COMPOSITE in base.config and COMPOSITE not in stored and not of_whole:
+        # Of an adapter of the language model alone.
+        stored[COMPOSITE] = base.config[COMPOSITE]
+    with readable(folder, CONFIG_FILE), quiet_loading():
+        config = _completed(config_of(base.config_class, stored), whole_config(stored))
+    if model_type and not of_whole:
+        config["model_type"] = model_type
+    return with_legacy_rope_keys(_normalized(config, folder))
 
 
 def _common_entries(config: Config) -> Json:
@@ -244,9 +303,7 @@ def _resolve_base(name: str, revision: str | None, permissions: Permissions) -> 
     path = path_for_code(name, folder, commit) if trust else str(folder)
     with readable(name, CONFIG_FILE), quiet_loading():
         config = AutoConfig.from_pretrained(path, revision=commit, trust_remote_code=trust)
-        own = own_entries(config)
-        if TEXT_CONFIG in own:
-            own = _own_composite(config, read_json(folder / CONFIG_FILE, Json, "download it again"))
+        own = _completed(config, read_json(folder / CONFIG_FILE, Json, "download it again"))
         config_class = type(config)
         language = language_class(config)
         auto_map = own.pop("auto_map", {})
@@ -256,13 +313,8 @@ def _resolve_base(name: str, revision: str | None, permissions: Permissions) -> 
             own["auto_map"] = {key: name_of(kind) for key, kind in code.items()}
         elif language:
             config_class = register(language, config_class)
-    if full_attention_rope(own)["rope_type"] == "linear":
-        settings_file = find_file(folder, SETTINGS_FILE)
-        settings = read_json(settings_file, Json, "download it again") if settings_file else {}
-        own = normalize_max_positions(own, settings.get("model_max_length"))
-    if "num_local_experts" in own:
-        # The name by which transformers 4 reads Qwen 3's, and TRL 1.16 all.
-        own["num_experts"] = own["num_local_experts"]
+    _check_theta(folder, own)
+    own = _normalized(own, folder)
     if own.get("tie_word_embeddings") and _stores_another_head(folder):
         own["tie_word_embeddings"] = False
     return Base(

@@ -69,7 +69,7 @@ def weight_files(source: ModelSource) -> list[Path]:
     tensors = read_weights(source.base.name, source.base.file)
     files = list({tensor.path for tensor in tensors.values()})
     index = source.base.file(SAFE_WEIGHTS_INDEX_NAME)
-    if index:
+    if index and files[0].name != SAFE_WEIGHTS_NAME:
         files.append(index)
     return files
 

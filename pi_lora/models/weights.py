@@ -21,6 +21,7 @@ from safetensors import SafetensorError, safe_open
 from transformers.utils import SAFE_WEIGHTS_INDEX_NAME, SAFE_WEIGHTS_NAME
 
 from pi_lora.errors import ModelError, first_line
+from pi_lora.models.files import find_file
 from pi_lora.storage import read_json, write_json
 
 # The numbers in a block: 2 MB in float32 stay in the cache of a processor.
@@ -164,7 +165,8 @@ def read_weights(model: str, find: Callable[[str], Path | None]) -> dict[str, St
     tensor that the index places there.
     """
     index = find(SAFE_WEIGHTS_INDEX_NAME)
-    single_file = None if index else find(SAFE_WEIGHTS_NAME)
+    # As in transformers, a single file counts before an index that was left beside it. The hub is not asked for one.
+    single_file = find_file(index.parent, SAFE_WEIGHTS_NAME) if index else find(SAFE_WEIGHTS_NAME)
     if single_file:
         return read_header(single_file)
     if index is None:

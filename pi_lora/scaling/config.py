@@ -52,6 +52,7 @@ GPT_NEOX_IN_4 = {"rope_theta": "rotary_emb_base", "partial_rotary_factor": "rota
 WINDOW_DECLARED = {"gemma3_text", "gemma3n_text"}
 LOCAL_ATTENTION = {SLIDING_ATTENTION, "chunked_attention"}
 MULTIPLIES_WINDOW = {"linear", "dynamic", "yarn", "proportional"}
+WITH_FACTOR = {*MULTIPLIES_WINDOW, "llama3"}
 # Models whose configs accept only `longrope`, a list of divisors of the frequencies. Equal divisors are PI. In
 # transformers 4 they accept no key but the two lists.
 LONGROPE_ONLY = {"phi3", "phi4_multimodal"}
@@ -101,7 +102,12 @@ def read_rope(config: Config) -> dict[str, Any]:
         raise _refused(config, "has ALiBi, no rotary position embeddings; nothing to interpolate")
     nested = config.get("rope_parameters")
     if isinstance(nested, Mapping) and nested:
-        return deepcopy(dict(nested))  # the config classes of transformers change their arguments in place
+        rope = deepcopy(dict(nested))  # the config classes of transformers change their arguments in place
+        for parameters in (rope, *rope.values()):
+            # The name in transformers 4, which stays as it was when the `rope_type` changes, and which 4 prefers.
+            if isinstance(parameters, dict) and "type" in parameters:
+                parameters.setdefault("rope_type", parameters.pop("type"))
+        return rope
     if config.get("rope_theta") is None:
         raise _refused(config, "has no rotary position embeddings that its config describes; nothing to interpolate")
     scaling = dict(config.get("rope_scaling") or {})
@@ -126,7 +132,12 @@ def full_attention_rope(config: Config) -> dict[str, Any]:
             named = ", ".join(sorted(layer_type for layer_type, parameters in rope.items() if parameters))
             raise _refused(config, f"has ropes for {named}, none for {FULL_ATTENTION}; give a model that has one")
         rope = rope[FULL_ATTENTION]
-    return {"rope_type": "default", **rope}
+    full = {"rope_type": "default", **rope}
+    numbers = ["rope_theta", "factor"] if full["rope_type"] in WITH_FACTOR else ["rope_theta"]
+    for key in numbers:
+        if not isinstance(full.get(key, 1.0), int | float):
+            raise _refused(config, f"{key}: {full[key]!r} in its config is not a number; correct config.json")
+    return full
 
 
 def with_full_rope(config: Config, rope: Config) -> dict[str, Any]:
@@ -201,7 +212,7 @@ def window_of(config: Config) -> int:
     >>> window_of({"model_type": "gemma3_text", "max_position_embeddings": 131072, **rope})
     131072
     """
-    if config.get("max_position_embeddings") is None:
+    if not config.get("max_position_embeddings"):
         raise _refused(config, "its config has no max_position_embeddings, the context window; add it to config.json")
     rope = full_attention_rope(config)
     window = int(config["max_position_embeddings"])

@@ -6,13 +6,16 @@ The answers of the server to long prompts are compared with those computed here.
 import json
 import os
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from contextlib import suppress
+from http.client import HTTPException
 from math import inf, isfinite
 from statistics import fmean
+from typing import Any
 from urllib.error import HTTPError
 from urllib.request import Request, urlopen
 
 from pydantic import BaseModel
+from pydantic.dataclasses import dataclass
 from rich.table import Table
 
 from pi_lora.errors import PiLoraError
@@ -32,6 +35,8 @@ GREEDY = {
 # Requests for log probabilities, and for none. mlx-lm takes true alone; a llama-cpp-python that was started without
 # `--logits_all true` refuses all but the last.
 LOGPROBS_REQUESTS: tuple[Json, ...] = ({"logprobs": 1}, {"logprobs": True}, {})
+# What reading an answer raises that is not in the form of the OpenAI API.
+MALFORMED = (AttributeError, LookupError, TypeError, ValueError)
 # Verdicts beside the readings.
 CUT, REFUSED, DIFFERENT, UNCLEAR = "cut", "refused", "different", "unclear"
 # Below this distance in nats between the first and the second choice, rounding decides which one a server takes.
@@ -63,13 +68,12 @@ class Server:
     def __init__(self, url: str, name: str | None = None) -> None:
         with_scheme = url if "://" in url else f"http://{url}"
         self.url = with_scheme.rstrip("/").removesuffix("/v1")
-        try:
-            models = self._call("/v1/models").get("data") or []
-        except (HTTPError, ValueError):  # mlx-lm without a cache of the hub lists none
-            models = []
         self.name = name
-        if not name and len(models) == 1:
-            self.name = models[0]["id"]
+        # mlx-lm without a cache of the hub lists none.
+        with suppress(HTTPError, *MALFORMED):
+            listed = [model["id"] for model in self._call("/v1/models")["data"]]
+            if not name and len(listed) == 1:
+                self.name = listed[0]
 
     def complete(self, prompt: str) -> Completion | str:
         """Return the greedy continuation of a prompt by `MAX_NEW_TOKENS` tokens, or the message of a refusal."""
@@ -77,29 +81,32 @@ class Server:
         if self.name:
             body["model"] = self.name
         for logprobs in LOGPROBS_REQUESTS:
+            content = None
             try:
                 content = self._call("/v1/completions", body | logprobs)
                 return _completion(content)
             except HTTPError as error:
-                refusal = error.read().decode(errors="replace")
+                refusal = error.read().decode(errors="replace") or str(error)
+            except MALFORMED as error:  # LM Studio answers an error with status 200, a proxy with a page
+                refusal = f"it does not answer as the API of completions does: {content or error}"
         return refusal[:300]
 
-    def _call(self, path: str, body: Json | None = None) -> Json:
+    def _call(self, path: str, body: Json | None = None) -> Any:
         api_key = os.environ.get("OPENAI_API_KEY")
         headers = {"Content-Type": "application/json"}
         if api_key:
             headers["Authorization"] = f"Bearer {api_key}"
         data = json.dumps(body).encode() if body else None
-        request = Request(self.url + path, data, headers)
         try:
+            request = Request(self.url + path, data, headers)
             with urlopen(request, timeout=TIMEOUT_SECONDS) as response:
-                content: Json = json.load(response)
-                return content
+                answer = response.read()
         except HTTPError:
             raise
-        except OSError as error:
+        except (OSError, HTTPException, ValueError) as error:  # ValueError: not a URL
             reason = getattr(error, "reason", error)
             raise PiLoraError(f"{self.url}: cannot be reached ({reason}); start the server or fix the URL") from None
+        return json.loads(answer)
 
 
 def _completion(content: Json) -> Completion:

@@ -6,11 +6,12 @@ import shutil
 import stat
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 from safetensors.torch import save_file
-from transformers import AutoModelForCausalLM
+from transformers import AutoConfig, AutoModelForCausalLM
 
 from conftest import extend, small_recipe, train
 from pi_lora.api import load, merge
@@ -179,3 +180,26 @@ def test_an_adapter_made_elsewhere_needs_a_config_and_a_base(small_model: Path, 
     with torch.no_grad():
         torch.testing.assert_close(ours(IDS).logits, expected(IDS).logits, rtol=1e-4, atol=1e-4)
     assert "positions are divided by 2" in (merged / "README.md").read_text()
+
+
+@pytest.mark.parametrize("kind", ["llama", "gpt_neox", "falcon"])
+def test_the_config_of_an_adapter_may_be_that_of_an_old_base(kind: str, tmp_path: Path) -> None:
+    """As on the hub: without what transformers completes, and in the names of its version 4."""
+    sizes = {"vocab_size": 1024, "hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2}
+    entries: dict[str, Any] = {"max_position_embeddings": 64, "model_type": kind, "torch_dtype": "float32"}
+    targets = ["query_key_value"]
+    if kind == "falcon":
+        entries |= {**sizes, "alibi": False}
+    elif kind == "gpt_neox":
+        entries |= {**sizes, "intermediate_size": 48, "rotary_pct": 0.25, "rotary_emb_base": 500}
+    else:
+        entries |= {**sizes, "intermediate_size": 48}
+        targets = ["q_proj"]
+    base = save_base(AutoConfig.for_model(**entries), tmp_path / "base")
+    run = save_run(base, tmp_path / "run", Extension(128, scaling="direct"), r=4, target_modules=targets)
+    for folder in (base, run):
+        (folder / "config.json").write_text(json.dumps(entries))
+    merged = merge(run, tmp_path / "merged").folder
+    ours = AutoModelForCausalLM.from_pretrained(merged)
+    with torch.no_grad():
+        torch.testing.assert_close(ours(IDS).logits, tuned(base, run)(IDS).logits, rtol=1e-4, atol=1e-4)

@@ -101,6 +101,18 @@ DAMAGE: dict[str, tuple[Callable[[Path], object], str]] = {
         lambda at: edit_json(at / "run" / "adapter_config.json", peft_type="LOHA"),
         r"adapter_config\.json: peft_type LOHA: only LoRA adapters can be loaded and merged; PEFT writes",
     ),
+    "adapter of replicated layers": (
+        lambda at: edit_json(at / "run" / "adapter_config.json", layer_replication=[[0, 1], [0, 1]]),
+        r"layer_replication: cannot be merged",
+    ),
+    "adapter without weights": (
+        lambda at: edit(at / "run" / ADAPTER, dict.clear),
+        r"adapter_model\.safetensors: holds no weights or empty ones, as DeepSpeed",
+    ),
+    "adapter of empty weights": (
+        lambda at: edit(at / "run" / ADAPTER, lambda each: each.update({name: each[name][:0] for name in each})),
+        r"adapter_model\.safetensors: holds no weights or empty ones, as DeepSpeed",
+    ),
     "adapter with another update than B A": (
         lambda at: edit_json(at / "run" / "adapter_config.json", arrow_config={"top_k": 1}, init_lora_weights="pissa"),
         r"arrow_config, init_lora_weights pissa: cannot be merged",

@@ -99,6 +99,44 @@ def test_a_tied_head_that_diverged_is_untied(settings: dict[str, Any], tmp_path:
     assert "they diverged" in (folder / "README.md").read_text()
 
 
+@KNOWN
+@torch.no_grad()
+@pytest.mark.parametrize("config", [UNTIED, TIED])
+def test_lora_on_the_head_is_merged_beside_the_copies_that_peft_saves(config: Any, tmp_path: Path) -> None:
+    base = save_base(config, tmp_path / "base")
+    run = save_run(base, tmp_path / "run", r=4, target_modules=["q_proj", "lm_head"], with_base_layers=True)
+    assert "base_model.model.lm_head.base_layer.weight" in stored(run)
+    logits = tuned(base, run)(IDS).logits
+    merged = AutoModelForCausalLM.from_pretrained(merge(run, tmp_path / "merged").folder)
+    torch.testing.assert_close(merged(IDS).logits, logits, rtol=1e-5, atol=1e-5)
+
+
+@KNOWN
+@torch.no_grad()
+@pytest.mark.parametrize("modules", [None, ["embed_tokens", "lm_head"]])
+def test_an_extended_vocabulary_is_merged_into_a_base_with_as_many_embeddings(
+    modules: list[str] | None, tmp_path: Path
+) -> None:
+    """PEFT notices the resizing and saves embeddings and head, trained ones three times."""
+    base = save_base(UNTIED, tmp_path / "base")
+    resized = AutoModelForCausalLM.from_pretrained(base)
+    resized.resize_token_embeddings(1026)
+    resized.save_pretrained(tmp_path / "resized")
+    run = save_run(
+        tmp_path / "resized",
+        tmp_path / "run",
+        with_base_layers=True,
+        r=4,
+        target_modules=["q_proj"],
+        modules_to_save=modules,
+    )
+    with pytest.raises(ModelError, match=r"vocab_size 1024 instead of 1026; .* \(resize_token_embeddings\) and"):
+        merge(run, tmp_path / "merged", base=base)
+    logits = tuned(tmp_path / "resized", run)(IDS).logits
+    merged = merge(run, tmp_path / "merged").folder
+    torch.testing.assert_close(AutoModelForCausalLM.from_pretrained(merged)(IDS).logits, logits, rtol=1e-5, atol=1e-5)
+
+
 @torch.no_grad()
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_trained_rows_are_rounded_once_and_other_rows_are_those_of_the_base(

@@ -1,12 +1,13 @@
 """What a base stores survives: a head under a config that ties it. The written config is that of the weights."""
 
 import json
+import shutil
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from safetensors.torch import save_file
+from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, FalconConfig, PreTrainedConfig
 
 from conftest import extend, small_recipe, train
@@ -98,6 +99,23 @@ def test_another_head_on_the_hub_is_kept_once_it_is_in_the_cache(
 ) -> None:
     put_on_hub(base, "owner/base", tmp_path / "hub", monkeypatch)
     assert resolve_model("owner/base").config["tie_word_embeddings"] is False
+
+
+def test_a_single_file_counts_before_an_index_that_was_left_beside_it(base: Path, tmp_path: Path) -> None:
+    """As in transformers: new weights were saved into a folder with older shards."""
+    save_base(llama(), tmp_path / "older", max_shard_size="40KB", seed=1)
+    older = [*(tmp_path / "older").glob("model-*"), tmp_path / "older" / "model.safetensors.index.json"]
+    for file in older:
+        shutil.copyfile(file, base / file.name)
+    expected = load_file(base / "model.safetensors")
+    run = save_run(base, tmp_path / "run", r=4, target_modules=["q_proj"])
+    merged = merge(run, tmp_path / "merged").folder
+    assert torch.equal(stored(merged)[EMBEDDINGS], expected[EMBEDDINGS])
+    extended = extend(resolve_model(str(base), Extension(128)), tmp_path / "extended")
+    assert {path.name for path in extended.glob("*.safetensors*")} == {"model.safetensors"}
+    for file in older[:-1]:
+        (base / file.name).unlink()
+    merge(run, tmp_path / "again")
 
 
 NF4 = {"quant_method": "bitsandbytes", "load_in_4bit": True}

@@ -133,6 +133,16 @@ def test_an_adapter_that_lacks_a_tensor_is_refused(lora_run: Path, small_model: 
         load_adapter(plain(small_model), folder)
 
 
+def test_a_pickled_adapter_is_refused(lora_run: Path, small_model: Path, tmp_path: Path) -> None:
+    """PEFT would read it."""
+    folder = Path(shutil.copytree(lora_run, tmp_path / "pickled"))
+    file = folder / "adapter_model.safetensors"
+    torch.save(load_file(file), folder / "adapter_model.bin")
+    file.unlink()
+    with pytest.raises(ModelError, match=r"adapter_model\.safetensors: missing, damaged or not safetensors"):
+        load_adapter(plain(small_model), folder)
+
+
 @pytest.mark.filterwarnings("ignore:.*gradient_checkpointing` is deprecated:FutureWarning")
 @torch.no_grad()
 def test_other_loaders_that_drop_the_scaling_fail_or_warn(lora_run: Path, small_model: Path, tmp_path: Path) -> None:

@@ -18,6 +18,7 @@ from pi_lora.models.adapter import prepare_for_tuning
 from pi_lora.models.loaded import load_base
 from pi_lora.models.resolve import resolve_model
 from pi_lora.models.weights import check_finite
+from pi_lora.preflight import check
 from pi_lora.recipe.schema import Tuning
 from random_runs import save_base
 from small_configs import SIZES
@@ -110,12 +111,18 @@ def test_small_updates_of_qlora_are_not_rounded_away(small_model: Path, tmp_path
 
 @pytest.mark.parametrize("options", [{"load_in_4bit": True, "bnb_4bit_quant_type": "nf4"}, {"load_in_8bit": True}])
 def test_a_base_that_bitsandbytes_quantized_is_tuned_and_measured(options: dict[str, Any], tmp_path: Path) -> None:
-    """Without double quantization, the scales of a 4-bit weight have no mean."""
+    """Without double quantization, the scales of a 4-bit weight have no mean. Old configs of 8 bits name no kind."""
     plain = save_base(LlamaConfig(**{**SIZES, "hidden_size": 128}, tie_word_embeddings=True), tmp_path / "plain")
     model = AutoModelForCausalLM.from_pretrained(plain, quantization_config=BitsAndBytesConfig(**options))
     base = Path(shutil.copytree(plain, tmp_path / "base"))
     model.save_pretrained(base)
+    if "load_in_8bit" in options:
+        config = json.loads((base / "config.json").read_text())
+        del config["quantization_config"]["quant_method"]
+        (base / "config.json").write_text(json.dumps(config))
     assert load(str(base)).window == 64
+    with pytest.raises(ModelError, match="has weights quantized by bitsandbytes, which"):
+        check(small_recipe(base, tuning={"method": "full"}), tmp_path / "run")
     assert load(str(train(small_recipe(base), tmp_path / "run"))).window == 128
 
 

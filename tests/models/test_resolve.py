@@ -2,6 +2,7 @@ import json
 import math
 import shutil
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -10,7 +11,7 @@ from transformers import AutoModelForCausalLM
 
 from architectures import small_config
 from pi_lora.api import load, merge
-from pi_lora.errors import ModelError
+from pi_lora.errors import ModelError, PiLoraError
 from pi_lora.models.files import read_adapter_settings, read_config, save_config
 from pi_lora.models.loaded import load_base
 from pi_lora.models.resolve import resolve_model
@@ -154,6 +155,29 @@ def test_a_name_without_a_model_is_refused(tmp_path: Path) -> None:
             load(name)
 
 
+@pytest.mark.parametrize(
+    ("changes", "line"),
+    [
+        (
+            {"rope_scaling": {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 64}},
+            r"config\.json: transformers takes rope_theta 10000, not the 500 in rope_parameters, beside rope_scaling;",
+        ),
+        ({"max_position_embeddings": "64"}, r"\(Validation error .*: TypeError: .* expected int, got str .*\); give"),
+    ],
+)
+def test_a_config_that_was_edited_wrongly_is_one_line(
+    changes: dict[str, Any], line: str, small_model: Path, tmp_path: Path
+) -> None:
+    """To a file of transformers 5 the `rope_scaling` of a model card was added: transformers loses the theta."""
+    folder = Path(shutil.copytree(small_model, tmp_path / "edited"))
+    config = json.loads((folder / "config.json").read_text())
+    for key in ("rope_theta", "rope_scaling"):
+        config.pop(key, None)
+    (folder / "config.json").write_text(json.dumps({**config, **changes}))
+    with pytest.raises(PiLoraError, match=line):
+        resolve_model(str(folder))
+
+
 def test_pickled_weights_are_refused(small_model: Path, tmp_path: Path) -> None:
     folder = tmp_path / "pickled"
     shutil.copytree(small_model, folder)
@@ -189,6 +213,9 @@ def test_a_missing_base_is_named(lora_run: Path, small_model: Path, tmp_path: Pa
     with pytest.raises(ModelError, match=f"its base is no longer in {gone}; say where it is with --base MODEL"):
         resolve_model(str(run))
     assert load(str(run), base=str(small_model)).scale == 2
+    (run / "run.json").unlink()  # as an adapter from elsewhere
+    with pytest.raises(ModelError, match=f"its base is no longer in {gone}; say where it is with --base MODEL"):
+        resolve_model(str(run))
 
 
 def test_a_push_after_resolving_does_not_mix_two_commits(

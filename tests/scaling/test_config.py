@@ -183,6 +183,18 @@ def test_sections_for_time_height_and_width_stay_for_every_reader(method: Method
     assert extended["rope_scaling"]["mrope_section"] == extended["rope_parameters"]["mrope_section"] == [4, 2, 2]
 
 
+@pytest.mark.parametrize("base", [LLAMA_5, GEMMA])
+@pytest.mark.parametrize("name", ["default", "mrope"])
+def test_the_name_of_a_rope_in_transformers_4_changes_with_it(base: dict[str, Any], name: str) -> None:
+    """Qwen2-VL has `"type": "mrope"`, which transformers 5 keeps beside the `rope_type`, and which 4 prefers."""
+    nested = deepcopy(base["rope_parameters"])
+    nested.get("full_attention", nested)["type"] = name
+    extended = extend_config({**base, "rope_parameters": nested}, Extension(16384, 8192, "yarn"))
+    assert extended["rope_scaling"]["type"] == extended["rope_scaling"]["rope_type"] == "yarn"
+    rope = extended["rope_parameters"]
+    assert "type" not in rope.get("full_attention", rope)
+
+
 def test_divisors_that_divide_nothing_are_refused_as_such() -> None:
     base = {**LLAMA_5, "hidden_size": 64, "num_attention_heads": 4, "max_position_embeddings": 131072}
     with pytest.raises(ScalingError, match="scaling: drop: divides no frequency of this model; choose another"):
@@ -238,6 +250,15 @@ def test_a_target_beyond_every_attention_span_is_refused(target: int) -> None:
     else:
         with pytest.raises(ScalingError, match=f"target: {target}: every layer of this model attends to at most 4096"):
             extend_config(base, Extension(target, 2048))
+
+
+@pytest.mark.parametrize("scaling", [{"factor": "4.0"}, {"factor": None}, {"factor": 4.0, "rope_theta": "1e4"}])
+@pytest.mark.parametrize("kind", ["linear", "yarn"])
+def test_a_rope_without_numbers_is_refused_in_a_line(kind: str, scaling: dict[str, Any]) -> None:
+    rope = {"rope_type": kind, "rope_theta": 1e4, "original_max_position_embeddings": 2048, **scaling}
+    key = "rope_theta" if scaling.get("rope_theta") else "factor"
+    with pytest.raises(ScalingError, match=f"^model of type llama: {key}: .* is not a number; correct config.json$"):
+        extend_config({**LLAMA_5, "rope_parameters": rope}, Extension(16384, scaling="yarn"))
 
 
 def test_a_config_without_a_window_is_refused() -> None:

@@ -487,6 +487,56 @@ def test_a_refusal_of_the_server_is_one_line(
     assert "refused" in capsys.readouterr().out
 
 
+@pytest.mark.parametrize(
+    "answer",
+    [
+        {"error": "Unexpected endpoint or method. (POST /v1/completions)"},
+        {"choices": []},
+        {"choices": None},
+        {"choices": [{"message": {"role": "assistant", "content": "25473"}}]},
+        {"choices": [{"text": None}]},
+        {"choices": [{"text": "25473", "logprobs": [{"logprob": -1.0}]}]},
+        ["no object"],
+        "<html>Sign in</html>",
+    ],
+)
+def test_an_answer_in_another_form_is_a_refusal(answer: Any, computer: Computer, serve: Serve) -> None:
+    """LM Studio answers errors with status 200, and proxies with a page; some servers have the API of chats alone."""
+
+    class Other(Engine):
+        def complete(self, body: Json) -> tuple[int, Json]:
+            return 200, answer
+
+    refusal = Server(serve(Other(computer))).complete("The code")
+    assert isinstance(refusal, str)
+    assert refusal.startswith("it does not answer as the API of completions does: ")
+
+
+@pytest.mark.parametrize("listed", [{"data": None}, [{"id": "served"}], {"data": [{"name": "served"}]}, "<html>"])
+def test_a_list_of_models_in_another_form_names_none(listed: Any, computer: Computer, serve: Serve) -> None:
+    engine = Engine(computer)
+    url = serve(engine)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Server, "_call", lambda *_: listed)
+        server = Server(url)
+    assert isinstance(server.complete("The code"), Completion)
+    assert "model" not in engine.asked[0]
+
+
+def test_a_missing_log_probability_is_left_out_as_all_are(computer: Computer, reference: Path, serve: Serve) -> None:
+    class Partial(Engine):
+        def complete(self, body: Json) -> tuple[int, Json]:
+            status, content = super().complete(body)
+            for choice in content["choices"]:
+                if "logprobs" in choice:
+                    choice["logprobs"]["token_logprobs"][0] = None
+            return status, content
+
+    status, rows = verdicts(serve(Partial(computer)), "--reference", str(reference))
+    assert (status, {row["verdict"] for row in rows}) == (1, {"unclear"})
+    assert "log probabilities are missing" in rows[0]["detail"]
+
+
 @pytest.mark.parametrize("text", [" ship", " ship\ufffd", " ship is"])
 def test_an_answer_that_ends_inside_a_character_is_compared_to_there(text: str) -> None:
     computed = Answer(text=" ship\ufffd", ends=[5, 5], logprobs=[-1.0] * 2, margins=[9.0] * 2)
@@ -552,4 +602,6 @@ def test_mistakes_in_check_server_are_one_line(
     command = ["pi-lora", "check-server"]
     said = mistake([*command, "127.0.0.1:9", str(untrained)], capsys)
     assert said.startswith("http://127.0.0.1:9: cannot be reached ([Errno 111] Connection refused); start the server")
+    for url in ("http://local host:8000", "http://localhost:abc", "http://[::1"):
+        assert "cannot be reached (" in mistake([*command, url, str(untrained)], capsys)
     assert "URL MODEL, URL --reference FILE, or" in mistake([*command, "http://127.0.0.1:9"], capsys)
