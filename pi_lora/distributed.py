@@ -166,10 +166,11 @@ def launch_arguments(
 
 
 def launch(command: Sequence[str]) -> int:
-    """Run `accelerate launch COMMAND` and return the exit status. After a signal of `STOP_SIGNALS` the workers finish
-    their step and write a checkpoint. A second Ctrl-C kills them.
+    """Run `accelerate launch COMMAND` without the user's config of accelerate, which may be for other trainings, and
+    return the exit status. After a signal of `STOP_SIGNALS` the workers finish their step and write a checkpoint. A
+    second Ctrl-C kills them.
     """
-    from accelerate.commands.launch import launch_command, launch_command_parser
+    from accelerate.commands.launch import launch_command_parser, multi_gpu_launcher
     from accelerate.utils import patch_environment
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 
@@ -183,7 +184,7 @@ def launch(command: Sequence[str]) -> int:
         arguments.log_dir = folder
         try:
             with handle_signals(_pass_on_to_workers) as received:
-                launch_command(arguments)
+                multi_gpu_launcher(arguments)
             return 0
         except ChildFailedError as failed:
             failures = failed.failures

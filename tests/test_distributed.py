@@ -11,6 +11,7 @@ import subprocess
 import sys
 import time
 from pathlib import Path
+from typing import Any
 
 import psutil
 import pytest
@@ -331,13 +332,13 @@ def test_a_launch_ends_as_the_process_that_failed_first(
     """
     failed = []
 
-    def launch_command(arguments: object) -> None:
+    def multi_gpu_launcher(arguments: object) -> None:
         failed.append(os.environ[FAILED_ENV])
         if exit_codes:
             failures = {rank: ProcessFailure(rank, 1, code, "") for rank, code in exit_codes.items()}
             raise ChildFailedError("pi_lora", failures)
 
-    monkeypatch.setattr("accelerate.commands.launch.launch_command", launch_command)
+    monkeypatch.setattr("accelerate.commands.launch.multi_gpu_launcher", multi_gpu_launcher)
     monkeypatch.setattr(logging.root.manager, "disable", 0)  # restored after the test
     handlers = [signal.getsignal(number) for number in STOP_SIGNALS]
     assert launch(launch_arguments(recipe_for("m", {"cpu_processes": 4}), ["train", "r.yaml"])) == status
@@ -345,3 +346,20 @@ def test_a_launch_ends_as_the_process_that_failed_first(
     assert [signal.getsignal(number) for number in STOP_SIGNALS] == handlers
     assert FAILED_ENV not in os.environ
     assert not Path(failed[0]).parent.exists()
+
+
+def test_a_launch_does_not_read_the_users_config_of_accelerate(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """`accelerate config` leaves one in the cache, which offloads the weights of sharded trainings, for example."""
+    left = tmp_path / "default_config.yaml"
+    left.write_text(
+        "{compute_environment: LOCAL_MACHINE, distributed_type: FSDP, fsdp_config: {fsdp_offload_params: true}, "
+        "debug: true, main_process_ip: 10.0.0.9, num_machines: 1, num_processes: 1, use_cpu: false}"
+    )
+    launched: list[Any] = []
+    for module in ("launch", "config.config_args"):
+        monkeypatch.setattr(f"accelerate.commands.{module}.default_config_file", str(left))
+    monkeypatch.setattr("accelerate.commands.launch.multi_gpu_launcher", launched.append)
+    monkeypatch.setattr(logging.root.manager, "disable", 0)
+    assert launch(launch_arguments(recipe_for("m", {"gpus": 2}), ["train", "r.yaml"])) == 0
+    [arguments] = launched
+    assert (arguments.fsdp_offload_params, arguments.debug, arguments.main_process_ip) == ("false", False, None)
