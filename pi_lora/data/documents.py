@@ -91,7 +91,7 @@ def fingerprint(files: Iterable[Path]) -> str:
     digest = hashlib.sha256()
     for file in files:
         state = file.stat()
-        digest.update(f"{file.resolve()}\0{state.st_size}\0{state.st_mtime_ns}\n".encode())
+        digest.update(f"{file.resolve()}\0{state.st_size}\0{state.st_mtime_ns}\n".encode(errors="surrogateescape"))
     return digest.hexdigest()
 
 
