@@ -159,7 +159,7 @@ def _opened(file: File) -> Any:
     import pyarrow
 
     compressions = {".gz": "gzip", ".bz2": "bz2", ".zst": "zstd"}
-    return pyarrow.input_stream(file, compression=compressions.get(suffix))
+    return pyarrow.input_stream(file.open("rb"), compression=compressions.get(suffix))
 
 
 def decoded(stream: Any, newline: str | None = None) -> io.TextIOWrapper:
