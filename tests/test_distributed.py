@@ -22,11 +22,13 @@ from conftest import run_captured, small_recipe, train
 from pi_lora.__main__ import QUIET
 from pi_lora.distributed import (
     FAILED_ENV,
+    SET_BY_CLUSTERS,
     STOP_SIGNALS,
     check_launched,
     is_launched,
     is_main_process,
     is_to_report,
+    join_processes,
     launch,
     launch_arguments,
     world_size,
@@ -107,6 +109,23 @@ def test_a_launcher_with_another_number_of_processes_is_refused(monkeypatch: pyt
 def test_rank_variables_of_a_cluster_are_not_taken_for_a_launcher(monkeypatch: pytest.MonkeyPatch) -> None:
     """Kubeflow sets these for each pod, in which the launcher is to be started."""
     for name, value in {"WORLD_SIZE": "2", "RANK": "1", "MASTER_ADDR": "10.0.0.1", "MASTER_PORT": "23456"}.items():
+        monkeypatch.setenv(name, value)
+    assert not is_launched()
+    assert (world_size(), is_main_process()) == (1, True)
+
+
+@pytest.mark.parametrize("name", SET_BY_CLUSTERS)
+def test_a_process_that_nobody_launched_has_no_variables_of_a_launcher(
+    name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Slurm and mpirun set them for every task of a job."""
+    monkeypatch.setenv(name, "2")
+    join_processes(cpu=True)
+    assert name not in os.environ
+
+
+def test_a_launched_process_that_is_alone_needs_no_group(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name, value in {"WORLD_SIZE": "1", "RANK": "0", "LOCAL_RANK": "0"}.items():
         monkeypatch.setenv(name, value)
     assert not is_launched()
     assert (world_size(), is_main_process()) == (1, True)
@@ -362,4 +381,4 @@ def test_a_launch_does_not_read_the_users_config_of_accelerate(tmp_path: Path, m
     monkeypatch.setattr(logging.root.manager, "disable", 0)
     assert launch(launch_arguments(recipe_for("m", {"gpus": 2}), ["train", "r.yaml"])) == 0
     [arguments] = launched
-    assert (arguments.fsdp_offload_params, arguments.debug, arguments.main_process_ip) == ("false", False, None)
+    assert (arguments.fsdp_offload_params, arguments.debug, arguments.main_process_ip) == ("false", None, None)
