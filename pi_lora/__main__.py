@@ -3,6 +3,7 @@
 import gc
 import os
 import signal
+import sys
 import types
 
 # What libraries read when they are imported: no progress bars and notes in a file or pipe.
@@ -22,8 +23,20 @@ def leave_at_once(number: int, frame: types.FrameType | None) -> None:
     os._exit(130)
 
 
+def open_closed_streams() -> None:
+    """Open what the caller closed (`>&-`) on the null device. The next file would get the descriptor otherwise, and all
+    that is printed.
+    """
+    while (descriptor := os.open(os.devnull, os.O_RDWR)) < 3:
+        os.set_inheritable(descriptor, True)  # noqa: FBT003
+    os.close(descriptor)
+    sys.stdout = sys.stdout or os.fdopen(1, "w")
+    sys.stderr = sys.stderr or os.fdopen(2, "w")
+
+
 def main() -> None:
     """Run the command line."""
+    open_closed_streams()
     if signal.getsignal(signal.SIGINT) is signal.default_int_handler:
         signal.signal(signal.SIGINT, leave_at_once)
     if not os.isatty(2):

@@ -29,6 +29,8 @@ T = TypeVar("T")
 # another machine. The launcher notices a process that dies.
 PROCESS_TIMEOUT = timedelta(days=7)
 _patient_group: "dist.ProcessGroup | None" = None
+# The variables of Kubeflow, Slurm, Open MPI and MVAPICH by which accelerate knows that there are other processes.
+SET_BY_CLUSTERS = ("WORLD_SIZE", "LOCAL_RANK", "PMI_SIZE", "OMPI_COMM_WORLD_SIZE", "MV2_COMM_WORLD_SIZE")
 
 
 def join_processes(cpu: bool) -> None:
@@ -40,8 +42,9 @@ def join_processes(cpu: bool) -> None:
     from accelerate import PartialState
 
     if not is_launched():
-        # Clusters set it for a pod: on a CPU, accelerate 1.15 would wait for so many processes.
-        os.environ.pop("WORLD_SIZE", None)
+        # Clusters set them for a pod or a job: accelerate 1.15 would wait for so many processes.
+        for name in SET_BY_CLUSTERS:
+            os.environ.pop(name, None)
     # Threads of torch's process group that outlive the interpreter abort the process (torch 2.13 with gloo).
     atexit.register(PartialState(cpu=cpu).destroy_process_group)
     if world_size() > 1 and _patient_group is None:
@@ -103,9 +106,9 @@ STOP_SIGNALS = [number for number in (HANG_UP, signal.SIGINT, signal.SIGTERM) if
 
 def is_launched() -> bool:
     """Whether torchrun or accelerate started this process as one of several. WORLD_SIZE and RANK alone do not show it:
-    clusters set them for a pod, before processes are launched there.
+    clusters set them for a pod, before processes are launched there. A single process has nobody to meet.
     """
-    return {"WORLD_SIZE", "RANK", "LOCAL_RANK"} <= os.environ.keys()
+    return {"WORLD_SIZE", "RANK", "LOCAL_RANK"} <= os.environ.keys() and os.environ["WORLD_SIZE"] != "1"
 
 
 def rank() -> int:
@@ -166,10 +169,11 @@ def launch_arguments(
 
 
 def launch(command: Sequence[str]) -> int:
-    """Run `accelerate launch COMMAND` and return the exit status. After a signal of `STOP_SIGNALS` the workers finish
-    their step and write a checkpoint. A second Ctrl-C kills them.
+    """Run `accelerate launch COMMAND` without the user's config of accelerate, which may be for other trainings, and
+    return the exit status. After a signal of `STOP_SIGNALS` the workers finish their step and write a checkpoint. A
+    second Ctrl-C kills them.
     """
-    from accelerate.commands.launch import launch_command, launch_command_parser
+    from accelerate.commands.launch import launch_command_parser, multi_gpu_launcher
     from accelerate.utils import patch_environment
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 
@@ -183,7 +187,7 @@ def launch(command: Sequence[str]) -> int:
         arguments.log_dir = folder
         try:
             with handle_signals(_pass_on_to_workers) as received:
-                launch_command(arguments)
+                multi_gpu_launcher(arguments)
             return 0
         except ChildFailedError as failed:
             failures = failed.failures

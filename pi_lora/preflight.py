@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from huggingface_hub import HfApi, constants
 from huggingface_hub.errors import NotASafetensorsRepoError, SafetensorsParsingError
+from transformers import get_scheduler
 
 from pi_lora.data.chats import ChatTemplate
 from pi_lora.data.examples import Prompter, amount_problems, data_problems
@@ -25,7 +26,7 @@ from pi_lora.models.source import Base, ModelSource
 from pi_lora.planning.advice import plan_lines
 from pi_lora.planning.training_plan import TrainingPlan
 from pi_lora.recipe.data import Data
-from pi_lora.recipe.schema import Recipe
+from pi_lora.recipe.schema import Recipe, Training
 from pi_lora.run import Run, check_output, staging_path
 from pi_lora.types import NO_PERMISSIONS, Permissions
 
@@ -202,5 +203,19 @@ def _machine_problems(recipe: Recipe) -> Iterator[str]:
     if paged and recipe.shards > 1:
         # bitsandbytes 0.50 does not take the local part of a sharded tensor (DTensor).
         yield "training.optimizer: paged_adamw_8bit cannot train weights that are sharded over GPUs; use adamw"
+    for tracker in recipe.training.tracking:
+        if importlib.util.find_spec(tracker) is None:
+            yield f"training.tracking: {tracker}: needs the package {tracker}; pip install {tracker}"
+    yield from _schedule_problems(recipe.training)
     if recipe.tuning.method == "qlora" and importlib.util.find_spec("bitsandbytes") is None:
         yield "tuning.method: qlora: needs the package bitsandbytes; pip install 'pi-lora[qlora]'"
+
+
+def _schedule_problems(training: Training) -> Iterator[str]:
+    """Yield what transformers says of options that its schedule lacks, does not know or does not allow."""
+    optimizer = torch.optim.SGD([torch.zeros(1)], training.learning_rate)
+    options = training.schedule_options
+    try:
+        get_scheduler(training.schedule, optimizer, training.warmup_steps, training.steps, options)
+    except (TypeError, ValueError) as error:
+        yield f"training.schedule_options: {first_line(error)}; correct the options of {training.schedule}"

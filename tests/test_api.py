@@ -9,6 +9,7 @@ from safetensors.torch import load_file, save_file
 
 import pi_lora
 from conftest import run_captured, small_recipe
+from pi_lora import api
 from pi_lora.errors import Interrupted, PiLoraError, RecipeError
 from pi_lora.evaluation.measurement import as_json
 from pi_lora.recipe.files import dump_recipe
@@ -69,6 +70,14 @@ def test_train_refuses_a_recipe_for_several_processes(tmp_path: Path) -> None:
     two = ("hardware.gpus=2", "training.per_device_batch_size=1")
     with pytest.raises(RecipeError, match=r"^hardware: asks for 2 processes; start them with pi-lora train "):
         pi_lora.train("demo", *two, output=tmp_path / "run")
+
+
+def test_a_rank_beyond_the_machines_is_refused_before_data_is_packed(tmp_path: Path) -> None:
+    """Counted from 1, the last machine would wait for another one."""
+    two = ("hardware.machines=2", "training.per_device_batch_size=1")
+    job = api.resolve_training("demo", *two, output=tmp_path / "run")
+    with pytest.raises(RecipeError, match=r"^--machine-rank: 2: hardware.machines is 2, and ranks begin at 0"):
+        api.launch_arguments(job, ["train", "demo"], rank=2, address="10.0.0.1")
 
 
 def test_models_and_files_may_be_paths_runs_or_in_the_home_folder(

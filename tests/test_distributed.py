@@ -11,6 +11,7 @@ import subprocess
 import sys
 import time
 from pathlib import Path
+from typing import Any
 
 import psutil
 import pytest
@@ -21,11 +22,13 @@ from conftest import run_captured, small_recipe, train
 from pi_lora.__main__ import QUIET
 from pi_lora.distributed import (
     FAILED_ENV,
+    SET_BY_CLUSTERS,
     STOP_SIGNALS,
     check_launched,
     is_launched,
     is_main_process,
     is_to_report,
+    join_processes,
     launch,
     launch_arguments,
     world_size,
@@ -106,6 +109,23 @@ def test_a_launcher_with_another_number_of_processes_is_refused(monkeypatch: pyt
 def test_rank_variables_of_a_cluster_are_not_taken_for_a_launcher(monkeypatch: pytest.MonkeyPatch) -> None:
     """Kubeflow sets these for each pod, in which the launcher is to be started."""
     for name, value in {"WORLD_SIZE": "2", "RANK": "1", "MASTER_ADDR": "10.0.0.1", "MASTER_PORT": "23456"}.items():
+        monkeypatch.setenv(name, value)
+    assert not is_launched()
+    assert (world_size(), is_main_process()) == (1, True)
+
+
+@pytest.mark.parametrize("name", SET_BY_CLUSTERS)
+def test_a_process_that_nobody_launched_has_no_variables_of_a_launcher(
+    name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Slurm and mpirun set them for every task of a job."""
+    monkeypatch.setenv(name, "2")
+    join_processes(cpu=True)
+    assert name not in os.environ
+
+
+def test_a_launched_process_that_is_alone_needs_no_group(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name, value in {"WORLD_SIZE": "1", "RANK": "0", "LOCAL_RANK": "0"}.items():
         monkeypatch.setenv(name, value)
     assert not is_launched()
     assert (world_size(), is_main_process()) == (1, True)
@@ -331,13 +351,13 @@ def test_a_launch_ends_as_the_process_that_failed_first(
     """
     failed = []
 
-    def launch_command(arguments: object) -> None:
+    def multi_gpu_launcher(arguments: object) -> None:
         failed.append(os.environ[FAILED_ENV])
         if exit_codes:
             failures = {rank: ProcessFailure(rank, 1, code, "") for rank, code in exit_codes.items()}
             raise ChildFailedError("pi_lora", failures)
 
-    monkeypatch.setattr("accelerate.commands.launch.launch_command", launch_command)
+    monkeypatch.setattr("accelerate.commands.launch.multi_gpu_launcher", multi_gpu_launcher)
     monkeypatch.setattr(logging.root.manager, "disable", 0)  # restored after the test
     handlers = [signal.getsignal(number) for number in STOP_SIGNALS]
     assert launch(launch_arguments(recipe_for("m", {"cpu_processes": 4}), ["train", "r.yaml"])) == status
@@ -345,3 +365,20 @@ def test_a_launch_ends_as_the_process_that_failed_first(
     assert [signal.getsignal(number) for number in STOP_SIGNALS] == handlers
     assert FAILED_ENV not in os.environ
     assert not Path(failed[0]).parent.exists()
+
+
+def test_a_launch_does_not_read_the_users_config_of_accelerate(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """`accelerate config` leaves one in the cache, which offloads the weights of sharded trainings, for example."""
+    left = tmp_path / "default_config.yaml"
+    left.write_text(
+        "{compute_environment: LOCAL_MACHINE, distributed_type: FSDP, fsdp_config: {fsdp_offload_params: true}, "
+        "debug: true, main_process_ip: 10.0.0.9, num_machines: 1, num_processes: 1, use_cpu: false}"
+    )
+    launched: list[Any] = []
+    for module in ("launch", "config.config_args"):
+        monkeypatch.setattr(f"accelerate.commands.{module}.default_config_file", str(left))
+    monkeypatch.setattr("accelerate.commands.launch.multi_gpu_launcher", launched.append)
+    monkeypatch.setattr(logging.root.manager, "disable", 0)
+    assert launch(launch_arguments(recipe_for("m", {"gpus": 2}), ["train", "r.yaml"])) == 0
+    [arguments] = launched
+    assert (arguments.fsdp_offload_params, arguments.debug, arguments.main_process_ip) == ("false", None, None)

@@ -276,6 +276,21 @@ def test_an_output_where_no_folder_can_be_made_is_refused_first(small_model: Pat
             ["tuning.method: qlora: needs the package bitsandbytes; pip install 'pi-lora[qlora]'"],
         ),
         (
+            {"training": {"tracking": ["wandb"], "schedule": "cosine_with_min_lr"}},
+            [
+                "training.tracking: wandb: needs the package wandb; pip install wandb",
+                "training.schedule_options: One of min_lr or min_lr_rate should be set through the "
+                "`lr_scheduler_kwargs`; correct the options of cosine_with_min_lr",
+            ],
+        ),
+        (
+            {"training": {"schedule": "linear", "schedule_options": {"min_lr": 1e-6}}},
+            [
+                "training.schedule_options: get_linear_schedule_with_warmup() got an unexpected keyword argument "
+                "'min_lr'; correct the options of linear"
+            ],
+        ),
+        (
             {"evaluation": {"perplexity": {}}},
             ["evaluation.perplexity.data: is missing; name a text that the model is not tuned on"],
         ),
@@ -285,10 +300,11 @@ def test_an_output_where_no_folder_can_be_made_is_refused_first(small_model: Pat
 def test_what_a_recipe_lacks_here_is_a_line_before_anything_is_loaded(
     changes: dict[str, Any], lines: list[str], small_model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """On a machine without a GPU and without bitsandbytes."""
+    """On a machine without a GPU, bitsandbytes and wandb."""
     found = importlib.util.find_spec
+    lacking = ("bitsandbytes", "wandb")
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 0)
-    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None if name == "bitsandbytes" else found(name))
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None if name in lacking else found(name))
     check(small_recipe(small_model), tmp_path / "run")
     with pytest.raises(RecipeError) as raised:
         check(small_recipe(small_model, **changes), tmp_path / "run")

@@ -170,10 +170,13 @@ def launch_arguments(
         port: The port on machine 0.
 
     Raises:
-        RecipeError: Several machines need an `address`.
+        RecipeError: Several machines need an `address`, or there is no machine of this rank.
     """
     from pi_lora.distributed import is_launched, launch_arguments
 
+    machines = job.recipe.hardware.machines
+    if rank >= machines:
+        raise RecipeError([f"--machine-rank: {rank}: hardware.machines is {machines}, and ranks begin at 0; lower it"])
     if is_launched() or job.recipe.hardware.processes == 1:
         return None
     return launch_arguments(job.recipe, command, rank, address, port)

@@ -101,7 +101,7 @@ def fingerprint(files: Iterable[Path]) -> str:
     digest = hashlib.sha256()
     for file in files:
         state = file.stat()
-        digest.update(f"{file.resolve()}\0{state.st_size}\0{state.st_mtime_ns}\n".encode())
+        digest.update(f"{file.resolve()}\0{state.st_size}\0{state.st_mtime_ns}\n".encode(errors="surrogateescape"))
     return digest.hexdigest()
 
 
@@ -187,7 +187,7 @@ def _opened(file: File) -> Any:
     import pyarrow
 
     compressions = {".gz": "gzip", ".bz2": "bz2", ".zst": "zstd"}
-    return pyarrow.input_stream(file, compression=compressions.get(suffix))
+    return pyarrow.input_stream(file.open("rb"), compression=compressions.get(suffix))
 
 
 def decoded(stream: Any, newline: str | None = None) -> io.TextIOWrapper:

@@ -105,7 +105,7 @@ class Table:
 
 def hash_to_unit(text: str) -> float:
     """Return a number in [0, 1) that follows from `text` alone, the same under every Python."""
-    digest = hashlib.sha256(text.encode()).digest()
+    digest = hashlib.sha256(text.encode(errors="surrogateescape")).digest()
     return int.from_bytes(digest[:8], "big") / 2**64
 
 

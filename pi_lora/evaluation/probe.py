@@ -198,13 +198,14 @@ def probe(
             targets=results,
         )
         if is_main_process():
+            if json:
+                write_json(json, probed.as_json())
             for result in results:
                 before = kept_probe(base.base, result.target)
                 if before is None or not before.holds_more_than(result):
                     kept = probed.model_copy(update={"targets": [result]})
-                    write_json(_kept_file(base.name, result.target), kept.as_json())
-            if json:
-                write_json(json, probed.as_json())
+                    with suppress(OSError):  # a cache that cannot be written loses no result
+                        write_json(_kept_file(base.name, result.target), kept.as_json())
     return probed
 
 
@@ -355,9 +356,9 @@ def kept_probe(base: Base, target: int) -> TargetResult | None:
     file = _kept_file(base.name, target)
     if not file.is_file():
         return None
-    probed = read_probe(file)
-    result = probed.at(target)
-    with suppress(ModelError):  # the weights are not here
+    with suppress(ModelError):  # the file is damaged, or the weights are not here
+        probed = read_probe(file)
+        result = probed.at(target)
         if probed.weights == base.weights_digest and result.best not in FOR_COMPARISON:
             return result
     return None

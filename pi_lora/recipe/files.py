@@ -25,11 +25,25 @@ KeyPath = tuple[str | int, ...]
 
 
 class _Loader(yaml.SafeLoader):
-    """SafeLoader that reads `2e-5` as a number (YAML 1.2)."""
+    """SafeLoader with the numbers of YAML 1.2: `2e-5` is one, `0100` is a hundred, `16:00` and dates are text."""
 
 
+_Loader.yaml_implicit_resolvers = {
+    first: [(tag, pattern) for tag, pattern in resolvers if not tag.endswith((":int", ":timestamp"))]
+    for first, resolvers in yaml.SafeLoader.yaml_implicit_resolvers.items()
+}
+_whole = re.compile(r"^[-+]?\d+(_\d+)*$")
 _exponent = re.compile(r"^[-+]?(\d+(\.\d*)?|\.\d+)[eE][-+]?\d+$")
+_Loader.add_implicit_resolver("tag:yaml.org,2002:int", _whole, list("-+0123456789"))
 _Loader.add_implicit_resolver("tag:yaml.org,2002:float", _exponent, list("-+0123456789."))
+_Loader.add_constructor("tag:yaml.org,2002:int", lambda _, node: int(node.value))
+
+
+class _Dumper(yaml.SafeDumper):
+    """SafeDumper that quotes what `_Loader` would read as a number, such as a commit `12e4567`."""
+
+
+_Dumper.yaml_implicit_resolvers = _Loader.yaml_implicit_resolvers
 
 
 def _text(_loader: _Loader, node: yaml.ScalarNode) -> str:
@@ -87,7 +101,7 @@ def _origins_by_key(recipe: Recipe, origins: Mapping[KeyPath, str]) -> dict[str,
 
 def dump_recipe(recipe: Recipe) -> str:
     """Return the recipe as YAML with every value. `load_recipe` of this YAML returns an equal recipe."""
-    text: str = yaml.safe_dump(recipe.model_dump(mode="json"), sort_keys=False, allow_unicode=True)
+    text: str = yaml.dump(recipe.model_dump(mode="json"), Dumper=_Dumper, sort_keys=False, allow_unicode=True)
     return text
 
 
@@ -176,14 +190,20 @@ def _merge(base: Mapping[str, Any], over: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _parsed_override(override: str) -> tuple[tuple[str, ...], Any]:
-    """Return the names and the value of `section.key=value`."""
+    """Return the names and the value of `section.key=value`: YAML, or a text such as `*.txt` or `books #2`."""
     key, equals, text = override.partition("=")
     if not equals or not key:
         raise RecipeError([f"{override}: not an override; write key=value, as in training.steps=100"])
+    is_plain = not text.lstrip().startswith(("[", "{", "'", '"'))
     try:
-        return tuple(key.split(".")), yaml.load(text, _Loader)
+        value = yaml.load(text, _Loader)
     except yaml.YAMLError:
-        raise RecipeError([f"{override}: the value is not YAML; quote it"]) from None
+        if not is_plain:
+            raise RecipeError([f"{override}: the value is not YAML; quote it"]) from None
+        value = text
+    if is_plain and isinstance(value, str):
+        value = text.strip()
+    return tuple(key.split(".")), value
 
 
 def _problem(path: Path, error: Any, origins: Mapping[KeyPath, str]) -> str:

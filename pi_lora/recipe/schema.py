@@ -140,6 +140,11 @@ class Training(Section):
     seed: Seed = 0
     """Seed of the adapter's initial values, dropout and the order of sequences."""
 
+    def conflicts(self) -> Iterator[str]:
+        """Yield that a constant schedule has no options."""
+        if self.schedule == "constant" and self.schedule_options:
+            yield "schedule_options: have no effect under schedule: constant; name another schedule, or leave them out"
+
     def checkpointed_layers(self, layers: int) -> int:
         """Return how many of `layers` are recomputed in the backward pass. Every n-th layer includes the first."""
         every = self.activation_checkpointing

@@ -94,6 +94,10 @@ class Setting:
     target: int
 
     def __post_init__(self) -> None:
+        if self.head_dim % 2:
+            raise ScalingError(f"--head-dim: {self.head_dim}: rotary dimensions are in pairs; give an even number")
+        if self.theta <= 1:
+            raise ScalingError(f"--theta: {self.theta:g}: frequencies fall only with a base above 1; give more")
         if self.target <= self.original:
             raise ScalingError(f"--target: {self.target} is not longer than the window of {self.original}; give more")
 

@@ -28,6 +28,14 @@ from pi_lora.recipe.schema import Recipe
 from pi_lora.run import CHECKPOINTS, Run
 from pi_lora.training.loss import compute_loss_in_place
 
+# Settings of `accelerate launch` that a shell may have for other trainings: the recipe decides.
+OF_OTHERS = {
+    "accelerate_mixed_precision": "no",
+    "accelerate_dynamo_backend": "no",
+    "accelerate_use_deepspeed": "false",
+    "accelerate_use_megatron_lm": "false",
+}
+
 
 def trainer_arguments(recipe: Recipe, run: Run, name: str, *, balances_experts: bool = False) -> SFTConfig:
     """Return TRL's arguments; rows are token ids already.
@@ -133,7 +141,8 @@ class Trainer(SFTTrainer):
         self.loss_in_place = device().type == "cpu" and not (balances_experts or recipe.sharded)
         _change_modules(tuned, recipe, loss_in_place=self.loss_in_place)
         # The events of TensorBoard go into the run; by default they are removed with the checkpoints.
-        with patch_environment(tensorboard_logging_dir=run.path / "tensorboard"), adapters.kept_values(tuned):
+        logs = run.path / "tensorboard"
+        with patch_environment(tensorboard_logging_dir=logs, **OF_OTHERS), adapters.kept_values(tuned):
             super().__init__(
                 model=tuned,
                 args=trainer_arguments(recipe, run, model.name, balances_experts=balances_experts),

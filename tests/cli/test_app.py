@@ -69,6 +69,13 @@ def test_ctrl_c_during_startup_is_one_line(tmp_path: Path, delay: float) -> None
     assert errors.startswith("interrupted; nothing was written") or "interrupted after step" in errors
 
 
+@pytest.mark.parametrize("streams", [">&-", "<&- >&- 2>&-"])
+def test_a_command_runs_with_streams_that_its_caller_closed(streams: str) -> None:
+    command = ["sh", "-c", f'exec "$0" -m pi_lora recipes {streams}', sys.executable]
+    completed = subprocess.run(command, capture_output=True, check=False)
+    assert (completed.returncode, completed.stderr) == (0, b"")
+
+
 @pytest.mark.parametrize(
     ("arguments", "line"),
     [

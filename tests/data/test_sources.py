@@ -7,6 +7,7 @@ import gzip
 import hashlib
 import json
 import lzma
+import os
 from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
@@ -168,6 +169,15 @@ def test_globs_single_files_and_the_home_folder_are_sources(shelf: Path, monkeyp
     assert texts("~/shelf/d.parquet") == ["five", "six"]
     (shelf / "notes").write_text("a named file may have any suffix")
     assert texts("./shelf/notes") == ["a named file may have any suffix"]
+
+
+def test_names_that_are_not_utf_8_are_names_of_files(tmp_path: Path) -> None:
+    """As archives of old systems have them: here in Latin-1."""
+    for name in (b"caf\xe9.txt", b"th\xe9.txt"):
+        Path(os.fsdecode(os.path.join(os.fsencode(tmp_path), name))).write_text(os.fsdecode(name[:2]))
+    table = find_table(Source(name=str(tmp_path), hold_out=0.5))
+    training, held_out = ([document.text for document in table.documents(held_out=part)] for part in (False, True))
+    assert sorted(training + held_out) == ["ca", "th"]
 
 
 def test_the_seeded_order_is_a_shuffle_of_files_and_rows(tmp_path: Path) -> None:

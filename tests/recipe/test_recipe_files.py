@@ -39,6 +39,20 @@ def test_a_rate_in_scientific_notation_is_a_number(tmp_path: Path) -> None:
     assert load_recipe(path, ["training.learning_rate=1E-3"]).recipe.training.learning_rate == 1e-3
 
 
+def test_numbers_with_zeros_and_colons_are_not_those_of_yaml_1_1(tmp_path: Path) -> None:
+    """There `0100` is 64, `16:00` is 960, and `2024-02-30` an error."""
+    recipe = load_recipe(write(tmp_path, GOOD + "training: {steps: 0100, seed: 1_000}\npaper: 16:00\n")).recipe
+    assert (recipe.training.steps, recipe.training.seed, recipe.paper) == (100, 1000, "16:00")
+    assert load_recipe(write(tmp_path, GOOD + "paper: 2024-02-30\n")).recipe.paper == "2024-02-30"
+
+
+@pytest.mark.parametrize("revision", ["12e4567", "0899123", "1_0", "16:00", "2024-01-01", "0x1", "1e5"])
+def test_a_commit_that_looks_like_a_number_stays_text_in_the_recipe_of_a_run(tmp_path: Path, revision: str) -> None:
+    path = write(tmp_path, GOOD.replace("builtin:tiny", f"a/b, revision: '{revision}'"))
+    recipe = load_recipe(path).recipe
+    assert load_recipe(write(tmp_path, dump_recipe(recipe))).recipe == recipe
+
+
 def test_an_emoji_of_json_is_one_character(tmp_path: Path) -> None:
     """JSON, which is YAML, escapes its two halves one by one; Python's overrides are JSON."""
     path = write(tmp_path, GOOD.replace("builtin:stdlib", r'"\ud83e\udd8b.txt"'))
@@ -59,14 +73,14 @@ def test_all_mistakes_are_reported_together_with_their_lines(tmp_path: Path) -> 
         "  learning_rat: 1\n"
         "  steps: many\n"
         "  seed: true\n"
-        "paper: 2023-06-27\n",
+        "paper: 2023\n",
     )
     assert problems(path) == [
         "recipe.yaml:3: data.source.0.wieght: unknown key; did you mean weight?",
         "recipe.yaml:6: training.steps: input should be a valid integer, not many",
         "recipe.yaml:7: training.seed: input should be a valid integer, not true",
         "recipe.yaml:5: training.learning_rat: unknown key; did you mean learning_rate?",
-        "recipe.yaml:8: paper: input should be a valid string",
+        "recipe.yaml:8: paper: input should be a valid string, not 2023",
     ]
 
 
@@ -99,6 +113,22 @@ def test_overrides_replace_values_of_the_file_and_are_named(tmp_path: Path) -> N
 @pytest.mark.parametrize("override", ["scaling", "=pi", "scaling.pi=1", "model.name=["])
 def test_a_bad_override_is_one_line(tmp_path: Path, override: str) -> None:
     assert len(problems(write(tmp_path, GOOD + "scaling: pi\n"), override)) == 1
+
+
+@pytest.mark.parametrize(
+    ("value", "name"),
+    [
+        ("*.txt", "*.txt"),
+        ("**/*.jsonl", "**/*.jsonl"),
+        ("books #2", "books #2"),
+        ("@home: old", "@home: old"),
+        (" books ", "books"),
+        ("'no'", "no"),
+    ],
+)
+def test_a_text_of_an_override_is_taken_whole(tmp_path: Path, value: str, name: str) -> None:
+    recipe = load_recipe(write(tmp_path, GOOD), [f"data.source={value}"]).recipe
+    assert [source.name for source in recipe.data.source] == [name]
 
 
 def test_a_section_mistyped_in_an_override_is_reported_as_the_override(tmp_path: Path) -> None:

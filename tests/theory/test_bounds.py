@@ -4,12 +4,14 @@ import math
 import subprocess
 import sys
 from functools import partial
+from typing import Any
 
 import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from pi_lora.errors import ScalingError
 from pi_lora.theory import bounds
 from pi_lora.theory.bounds import fit_noise
 
@@ -95,6 +97,15 @@ def test_a_fit_is_small_inside_its_window_and_explodes_beyond() -> None:
         assert abs(score(inside)).max() < 1.5
         assert abs(score(between)).max() < 1.5
         assert abs(score(beyond)).max() > 8000
+
+
+@pytest.mark.parametrize(
+    ("setting", "option"),
+    [((3, 1e4, 16, 32), "--head-dim"), ((8, 1.0, 16, 32), "--theta"), ((8, 1e4, 32, 32), "--target")],
+)
+def test_a_setting_without_frequencies_or_extension_is_refused(setting: tuple[Any, ...], option: str) -> None:
+    with pytest.raises(ScalingError, match=f"^{option}: "):
+        bounds.Setting(*setting)
 
 
 def test_bounds_need_no_torch() -> None:

@@ -174,6 +174,20 @@ def test_learning_rates_warm_up_from_a_tenth(
     assert rates == pytest.approx([0.1, 0.325, 0.55, 0.775, *after], abs=1e-4)
 
 
+@pytest.mark.parametrize("setting", ["MIXED_PRECISION=bf16", "DYNAMO_BACKEND=EAGER", "USE_DEEPSPEED=true"])
+def test_settings_of_accelerate_for_other_trainings_do_not_matter(
+    small_model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, setting: str
+) -> None:
+    """Of the environment, they would change the precision, compile the model, or ask for packages."""
+    training = {**small_recipe(small_model).training.model_dump(), "steps": 1, "precision": "float32"}
+    recipe = small_recipe(small_model, training=training)
+    [expected] = log_of(train(recipe, tmp_path / "before"))
+    name, _, value = setting.partition("=")
+    monkeypatch.setenv(f"ACCELERATE_{name}", value)
+    [line] = log_of(train(recipe, tmp_path / "run"))
+    assert (line["loss"], line["gradient_norm"]) == (expected["loss"], expected["gradient_norm"])
+
+
 def test_messages_of_libraries_are_logged_with_each_run(
     tmp_path: Path, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
