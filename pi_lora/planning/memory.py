@@ -44,8 +44,8 @@ ADAMW_8BIT = 2 * (1 + 4 / 256)
 # The chunked loss of TRL 1.16 works on tiles of the logits (trl/kernels/chunked_logprob.py, trl/trainer/utils.py).
 LOSS_TILE_TOKENS = 4096
 LOSS_TILE_VOCABULARY = 32768
-# The loss on a CPU (training/loss.py): tokens whose logits it has at a time, and logits that become float32 at a time, in
-# five tensors of 2 MiB, which stay in the caches.
+# The loss on a CPU (training/loss.py): tokens whose logits it has at a time, and logits that become float32 at a time,
+# in five tensors of 2 MiB, which stay in the caches.
 LOSS_TOKENS = 1024
 FLOAT_LOGITS = 2**19
 # With offloading, saved inputs on the device beside that of the layer that computes: transformers 5.23 copies them on
