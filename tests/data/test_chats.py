@@ -447,6 +447,17 @@ def test_packed_chats_begin_with_one_bos(tmp_path: Path, template: str) -> None:
         assert not row["loss_mask"][0]
 
 
+def test_a_template_that_wants_a_system_turn_gives_no_second_bos(tmp_path: Path) -> None:
+    tokenizer = make_tokenizer("llama3")
+    refusal = "{% if messages[0].role != 'system' %}{{ raise_exception('no system turn') }}{% endif %}"
+    tokenizer.chat_template = refusal + tokenizer.chat_template
+    bos = tokenizer.bos_token_id
+    tokenizer.backend_tokenizer.post_processor = TemplateProcessing(single="<s> $A", special_tokens=[("<s>", bos)])
+    source = write_chats(tmp_path / "chats.jsonl", [[SYSTEM, *question(number)] for number in range(9)])
+    found = training_data(data_of(source), Training(steps=1, global_batch_size=1), tokenizer, 64, 128)
+    assert found.rows[0]["input_ids"].tolist()[:2].count(bos) == 1
+
+
 @pytest.mark.parametrize("positions", ["contiguous", "pose"])
 def test_short_chats_stay_short_in_a_mixture_with_text_and_long_chats(
     tmp_path: Path, tokenizer: Any, positions: str
