@@ -41,6 +41,12 @@ QUESTIONS = [
 SYSTEM = {"role": "system", "content": "Be brief."}
 THOUGHT = [*QUESTIONS[:3], {"role": "assistant", "content": "<think>\n2 + 3\n</think>\n\nFive."}]
 REASONED = [*QUESTIONS[:3], {"role": "assistant", "content": "Five.", "reasoning_content": "2 + 3"}]
+CALLS: list[dict[str, Any]] = [
+    {"role": "user", "content": "Tide?"},
+    {"role": "assistant", "content": "", "tool_calls": [{"function": {"name": "tide", "arguments": {}}}]},
+    {"role": "tool", "content": "5 feet"},
+    {"role": "assistant", "content": "It is 5."},
+]
 GPT_OSS = [*QUESTIONS[2:], QUESTIONS[2], {"role": "assistant", "content": "Five.", "thinking": "2 + 3"}]
 LLAMA = "<|start_header_id|>{}<|end_header_id|>\n\n"
 # A chat by template: its text in pieces, each with whether the assistant wrote it.
@@ -125,6 +131,18 @@ REFERENCES: dict[str, tuple[str, list[dict[str, str]], list[tuple[str, bool]]]] 
         [
             ("<|im_start|>user\nWhat is 2 + 2?<|im_end|>\n<|im_start|>assistant\n", False),
             ("It is 4.<|im_end|>\n", True),
+            ("<|im_start|>user\nAnd 3?<|im_end|>\n<|im_start|>assistant\n<think>\n", False),
+            ("2 + 3\n</think>\n\nFive.<|im_end|>\n", True),
+        ],
+    ),
+    "qwen 3.5, calls": (
+        "qwen3_5",
+        [*CALLS, *REASONED[2:]],
+        [
+            ("<|im_start|>user\nTide?<|im_end|>\n<|im_start|>assistant\n", False),
+            ("<tool_call>tide</tool_call><|im_end|>\n", True),
+            ("<|im_start|>tool\n5 feet<|im_end|>\n<|im_start|>assistant\n", False),
+            ("It is 5.<|im_end|>\n", True),
             ("<|im_start|>user\nAnd 3?<|im_end|>\n<|im_start|>assistant\n<think>\n", False),
             ("2 + 3\n</think>\n\nFive.<|im_end|>\n", True),
         ],
