@@ -12,11 +12,14 @@ import architectures
 from conftest import plan_of, small_recipe
 from hub import Hub
 from pi_lora import api
+from pi_lora.data.tokens import token_spans
 from pi_lora.errors import DataError, ModelError, PiLoraError, RecipeError, RunExistsError
+from pi_lora.models.resolve import resolve_model
 from pi_lora.planning.gpus import find_gpu
 from pi_lora.planning.training_plan import TrainingPlan
 from pi_lora.preflight import check, check_data, plan_or_refuse
 from pi_lora.run import staging_path
+from pi_lora.serving.reference import reference_of
 from random_runs import save_base
 from small_configs import llama
 
@@ -80,8 +83,12 @@ def test_data_that_the_tokenizer_cannot_encode_is_refused(small_model: Path, tmp
     settings = {"tokenizer_class": "CTRLTokenizer", "eos_token": "a", "unk_token": "<unk>", "chat_template": "{}"}
     (slow / "tokenizer_config.json").write_text(json.dumps(settings))
     for data in (chats, examples):
-        with pytest.raises(DataError, match="CTRLTokenizer does not know the characters of a token"):
+        with pytest.raises(DataError, match=r"^CTRLTokenizer: does not know the characters of its tokens, which"):
             check(small_recipe(slow, data=data), tmp_path / "run")
+    source = resolve_model(str(slow))
+    for use in (reference_of, lambda model: token_spans(model.tokenizer, "a")):
+        with pytest.raises(DataError, match=r"^CTRLTokenizer: does not know"):
+            use(source)
 
 
 @pytest.mark.parametrize(

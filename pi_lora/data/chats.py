@@ -210,19 +210,36 @@ def _turns(
     for number, message in enumerate(messages):
         if message["role"] != "assistant" or is_masked(message):
             continue
-        until = render(messages[: number + 1])
-        prompt = render(messages[:number], add_generation_prompt=True)
-        # Some prompts begin what earlier turns do not have, as Qwen 3.5 a <think> block.
-        start = min(_equal_characters(prompt, until), _equal_characters(prompt, text))
+        rest = _after_content(messages, number, render)
+        until = _after_content(messages[: number + 1], number, render)
+        prompt = _after_content(messages[:number], number, partial(render, add_generation_prompt=True))
+        start = min(_equal_characters(prompt, until), _equal_characters(prompt, rest))
+        # Some prompts begin what earlier turns do not have, as Qwen 3.5 <think>, which begins like <tool_call>.
+        while 0 < start < len(prompt) and not prompt[:start].endswith(("\n", " ", *special)):
+            start -= 1
         turn = until[start:]
-        length = _length_in(text[start:], turn) or _length_in(text[start:], _without_end(turn, special))
-        if not length or start < _equal_characters(prompt, render(messages[:number])):
+        length = _length_in(rest[start:], turn) or _length_in(rest[start:], _without_end(turn, special))
+        if not length:
             raise TemplateError("earlier turns change with later ones")
-        end = start + length
+        first = len(text) - len(rest) + start
+        end = first + length
         # GLM ends a turn with the token of the next role, gpt-oss with another token than the last turn.
-        if not text[start:end].rstrip().endswith(special):
+        if not text[first:end].rstrip().endswith(special):
             end += next((len(token) for token in special if text.startswith(token, end)), 0)
-        yield start, end
+        yield first, end
+
+
+def _after_content(messages: list[Json], number: int, render: partial[str]) -> str:
+    """Return what follows the content of the turn before turn `number` in rendered messages. The text before it may
+    change with later turns: some templates leave out the reasoning of all turns before the last question.
+    """
+    text = render(messages)
+    if not number:
+        return text
+    turn = messages[number - 1]
+    changed = [*messages[: number - 1], turn | {"content": turn["content"] + "#"}, *messages[number:]]
+    length = _equal_characters(text[::-1], render(changed)[::-1])
+    return text[len(text) - length :]
 
 
 def _equal_characters(text: str, other: str) -> int:

@@ -252,7 +252,8 @@ class Stream:
             before = [Labelled([self.bos], [False])]
         room = self.length - len(before)
         for chats in packed(self._chats(room), room):
-            yield [*before, *chats]
+            begins_with_bos = chats[0].ids[0] == self.bos
+            yield chats if begins_with_bos else [*before, *chats]
 
     def _chats(self, longest: int) -> Iterator[Labelled]:
         """Yield the chats of at most `longest` tokens."""

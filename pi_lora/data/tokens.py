@@ -44,8 +44,9 @@ def tokenized(tokenizer: Any, texts: Sequence[str], special_tokens: bool = False
 
 def token_spans(tokenizer: Any, text: str) -> list[tuple[int, int]]:
     """Return for each token that `tokenized` gives of a text the first character and the one after the last; equal ones
-    for BOS. Only fast tokenizers know them.
+    for BOS. Raise DataError if the tokenizer does not know them.
     """
+    check_offsets(tokenizer)
     encode = partial(tokenizer, split_special_tokens=True, return_offsets_mapping=True, verbose=False)
     if len(text) <= 2 * PIECE:
         spans: list[tuple[int, int]] = encode(text)["offset_mapping"]
@@ -60,11 +61,11 @@ def token_spans(tokenizer: Any, text: str) -> list[tuple[int, int]]:
 
 
 def check_offsets(tokenizer: Any) -> None:
-    """Raise DataError if the tokenizer does not know the characters of a token, as those written in Python."""
+    """Raise DataError if the tokenizer does not know the characters of its tokens, as those written in Python."""
     if not tokenizer.is_fast:
         raise DataError(
-            f"data: {type(tokenizer).__name__} does not know the characters of a token, which chats, examples and the "
-            "gain of tokens need; use raw text, or convert the tokenizer to tokenizer.json"
+            f"{type(tokenizer).__name__}: does not know the characters of its tokens, which chats, examples, eval "
+            "context and check-server need; convert it to tokenizer.json"
         )
 
 

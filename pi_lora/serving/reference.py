@@ -14,6 +14,7 @@ import torch
 from pydantic import BaseModel
 
 from pi_lora.data.recall import sentences
+from pi_lora.data.tokens import check_offsets
 from pi_lora.errors import DataError
 from pi_lora.evaluation.forward import keeps_all_tokens
 from pi_lora.models.loaded import LoadedModel, load_model
@@ -107,6 +108,7 @@ class Reference(BaseModel):
 
 def reference_of(model: ModelSource, text: str = "") -> Reference:
     """Return the prompts for a model, without answers. The codes stand in `text`, or in made-up sentences."""
+    check_offsets(model.tokenizer)
     filler = text or sentences(random.Random(0), model.window)
     encoded = model.tokenizer(filler, return_offsets_mapping=True, verbose=False)
     starts = [start for start, _ in encoded["offset_mapping"]]

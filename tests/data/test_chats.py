@@ -41,6 +41,12 @@ QUESTIONS = [
 SYSTEM = {"role": "system", "content": "Be brief."}
 THOUGHT = [*QUESTIONS[:3], {"role": "assistant", "content": "<think>\n2 + 3\n</think>\n\nFive."}]
 REASONED = [*QUESTIONS[:3], {"role": "assistant", "content": "Five.", "reasoning_content": "2 + 3"}]
+CALLS: list[dict[str, Any]] = [
+    {"role": "user", "content": "Tide?"},
+    {"role": "assistant", "content": "", "tool_calls": [{"function": {"name": "tide", "arguments": {}}}]},
+    {"role": "tool", "content": "5 feet"},
+    {"role": "assistant", "content": "It is 5."},
+]
 GPT_OSS = [*QUESTIONS[2:], QUESTIONS[2], {"role": "assistant", "content": "Five.", "thinking": "2 + 3"}]
 LLAMA = "<|start_header_id|>{}<|end_header_id|>\n\n"
 # A chat by template: its text in pieces, each with whether the assistant wrote it.
@@ -125,6 +131,18 @@ REFERENCES: dict[str, tuple[str, list[dict[str, str]], list[tuple[str, bool]]]] 
         [
             ("<|im_start|>user\nWhat is 2 + 2?<|im_end|>\n<|im_start|>assistant\n", False),
             ("It is 4.<|im_end|>\n", True),
+            ("<|im_start|>user\nAnd 3?<|im_end|>\n<|im_start|>assistant\n<think>\n", False),
+            ("2 + 3\n</think>\n\nFive.<|im_end|>\n", True),
+        ],
+    ),
+    "qwen 3.5, calls": (
+        "qwen3_5",
+        [*CALLS, *REASONED[2:]],
+        [
+            ("<|im_start|>user\nTide?<|im_end|>\n<|im_start|>assistant\n", False),
+            ("<tool_call>tide</tool_call><|im_end|>\n", True),
+            ("<|im_start|>tool\n5 feet<|im_end|>\n<|im_start|>assistant\n", False),
+            ("It is 5.<|im_end|>\n", True),
             ("<|im_start|>user\nAnd 3?<|im_end|>\n<|im_start|>assistant\n<think>\n", False),
             ("2 + 3\n</think>\n\nFive.<|im_end|>\n", True),
         ],
@@ -445,6 +463,17 @@ def test_packed_chats_begin_with_one_bos(tmp_path: Path, template: str) -> None:
         first, second, *_ = row["input_ids"].tolist()
         assert first == bos != second
         assert not row["loss_mask"][0]
+
+
+def test_a_template_that_wants_a_system_turn_gives_no_second_bos(tmp_path: Path) -> None:
+    tokenizer = make_tokenizer("llama3")
+    refusal = "{% if messages[0].role != 'system' %}{{ raise_exception('no system turn') }}{% endif %}"
+    tokenizer.chat_template = refusal + tokenizer.chat_template
+    bos = tokenizer.bos_token_id
+    tokenizer.backend_tokenizer.post_processor = TemplateProcessing(single="<s> $A", special_tokens=[("<s>", bos)])
+    source = write_chats(tmp_path / "chats.jsonl", [[SYSTEM, *question(number)] for number in range(9)])
+    found = training_data(data_of(source), Training(steps=1, global_batch_size=1), tokenizer, 64, 128)
+    assert found.rows[0]["input_ids"].tolist()[:2].count(bos) == 1
 
 
 @pytest.mark.parametrize("positions", ["contiguous", "pose"])
