@@ -314,6 +314,8 @@ def match_tensors(
     stored = _by_name_in(model, base)
     stored_before = _by_name_in(model, before or {})
     tied_sources = {name: stored[twin] for name, twin in tied.items() if twin in stored}
+    # Some files hold a tied weight under the name of the head alone.
+    tied_sources |= {twin: stored[name] for name, twin in tied.items() if name in stored}
     sources = {**tied_sources, **stored}
     changes = read_adapter(run, model, stored_before or sources)
     _stack_experts(changes, stored, Layout(model))

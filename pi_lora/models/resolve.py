@@ -40,6 +40,7 @@ from pi_lora.scaling.config import (
     normalize_max_positions,
     scale_of,
     whole_config,
+    window_of,
     with_legacy_rope_keys,
 )
 from pi_lora.scaling.extension import Extension
@@ -183,11 +184,14 @@ def _completed(config: "PreTrainedConfig", stored: Config) -> Json:
     kept as they are stored.
     """
     own = own_entries(config)
-    if TEXT_CONFIG not in own:
-        return own
-    outer = {key: entry for key, entry in own.items() if key in OUTER_ENTRIES}
-    others = {key: entry for key, entry in stored.items() if key not in OUTER_ENTRIES}
-    return language_config({**others, **outer, TEXT_CONFIG: own_entries(config.get_text_config())})
+    if TEXT_CONFIG in own:
+        outer = {key: entry for key, entry in own.items() if key in OUTER_ENTRIES}
+        others = {key: entry for key, entry in stored.items() if key not in OUTER_ENTRIES}
+        own = language_config({**others, **outer, TEXT_CONFIG: own_entries(config.get_text_config())})
+    if "num_local_experts" in own:
+        # The name by which transformers 4 reads Qwen 3's, and TRL 1.16 all.
+        own["num_experts"] = own["num_local_experts"]
+    return own
 
 
 def _check_theta(folder: Path, config: Json) -> None:
@@ -201,18 +205,6 @@ def _check_theta(folder: Path, config: Json) -> None:
             f"{folder / CONFIG_FILE}: transformers takes rope_theta {computed:g}, not the {theta:g} in "
             "rope_parameters, beside rope_scaling; write rope_theta into rope_scaling too"
         )
-
-
-def _normalized(config: Json, folder: Path) -> Json:
-    """Return the config in `folder` with one meaning of `max_position_embeddings`, and all names of the experts."""
-    if full_attention_rope(config)["rope_type"] == "linear":
-        settings_file = find_file(folder, SETTINGS_FILE)
-        settings = read_json(settings_file, Json, "download it again") if settings_file else {}
-        config = normalize_max_positions(config, settings.get("model_max_length"))
-    if "num_local_experts" in config:
-        # The name by which transformers 4 reads Qwen 3's, and TRL 1.16 all.
-        config["num_experts"] = config["num_local_experts"]
-    return config
 
 
 def shipped_folder(name: str) -> Path:
@@ -283,7 +275,11 @@ def _config_of_adapter(folder: Path, base: Base) -> Json:
         config = _completed(config_of(base.config_class, stored), whole_config(stored))
     if model_type and not of_whole:
         config["model_type"] = model_type
-    return with_legacy_rope_keys(_normalized(config, folder))
+    is_unextended = full_attention_rope(config) == full_attention_rope(base.config)
+    if is_unextended and config.get("max_position_embeddings") == window_of(base.config):
+        # Of a base that declares its extended window, see `normalize_max_positions`.
+        config["max_position_embeddings"] = base.config["max_position_embeddings"]
+    return with_legacy_rope_keys(config)
 
 
 def _common_entries(config: Config) -> Json:
@@ -314,7 +310,10 @@ def _resolve_base(name: str, revision: str | None, permissions: Permissions) -> 
         elif language:
             config_class = register(language, config_class)
     _check_theta(folder, own)
-    own = _normalized(own, folder)
+    if full_attention_rope(own)["rope_type"] == "linear":
+        settings_file = find_file(folder, SETTINGS_FILE)
+        settings = read_json(settings_file, Json, "download it again") if settings_file else {}
+        own = normalize_max_positions(own, settings.get("model_max_length"))
     if own.get("tie_word_embeddings") and _stores_another_head(folder):
         own["tie_word_embeddings"] = False
     return Base(

@@ -203,3 +203,19 @@ def test_the_config_of_an_adapter_may_be_that_of_an_old_base(kind: str, tmp_path
     ours = AutoModelForCausalLM.from_pretrained(merged)
     with torch.no_grad():
         torch.testing.assert_close(ours(IDS).logits, tuned(base, run)(IDS).logits, rtol=1e-4, atol=1e-4)
+
+
+def test_an_adapter_of_a_base_that_declares_its_extended_window_keeps_the_window(tmp_path: Path) -> None:
+    """As DeepSeek-Coder: its tokenizer reads the same number of tokens as `max_position_embeddings` says."""
+    base = save_base(llama(max_position_embeddings=256), tmp_path / "base")
+    run = save_run(base, tmp_path / "run", Extension(1024), r=4, target_modules=["q_proj"])
+    config = json.loads((base / "config.json").read_text())
+    del config["rope_parameters"]
+    config |= {"rope_theta": 500.0, "rope_scaling": {"type": "linear", "factor": 4.0}}
+    tokenizer = json.loads((base / "tokenizer_config.json").read_text())
+    for folder in (base, run):
+        (folder / "config.json").write_text(json.dumps(config))
+        (folder / "tokenizer_config.json").write_text(json.dumps({**tokenizer, "model_max_length": 256}))
+    assert resolve_model(str(base)).window == resolve_model(str(run)).window == 256
+    merged = resolve_model(str(merge(run, tmp_path / "merged").folder))
+    assert (merged.window, merged.scale) == (256, 4)

@@ -83,6 +83,16 @@ def test_a_stored_head_that_equals_the_embeddings_stays_tied(tmp_path: Path) -> 
     assert json.loads((merged / "config.json").read_text())["tie_word_embeddings"] is True
 
 
+def test_tied_embeddings_may_be_stored_as_the_head_alone(tmp_path: Path) -> None:
+    base = save_base(llama(tie_word_embeddings=True), tmp_path / "base")
+    expected = stored(base)
+    weights = {HEAD if name == EMBEDDINGS else name: tensor for name, tensor in expected.items()}
+    save_file(weights, base / "model.safetensors", {"format": "pt"})
+    merged = merge(save_run(base, tmp_path / "run", r=4, target_modules=["q_proj"]), tmp_path / "merged").folder
+    assert HEAD not in stored(merged)
+    assert torch.equal(stored(merged)[EMBEDDINGS], expected[EMBEDDINGS])
+
+
 def test_another_head_under_other_names_is_merged_or_refused(tmp_path: Path) -> None:
     sizes = {key: value for key, value in SIZES.items() if key != "intermediate_size"}
     base = with_own_head(tmp_path / "base", FalconConfig(**sizes, tie_word_embeddings=False))
