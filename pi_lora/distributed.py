@@ -178,6 +178,9 @@ def launch(command: Sequence[str]) -> int:
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 
     arguments = launch_command_parser().parse_args(command)
+    # Kubeflow sets arguments of torch's launcher for a pod: with PET_NNODES=2 it would wait for another machine.
+    for name in [name for name in os.environ if name.startswith("PET_")]:
+        del os.environ[name]
     # torch's own handlers of the other signals would kill the workers in the middle of a step.
     arguments.signals_to_handle = "SIGQUIT"
     failures: dict[int, Any] = {}
