@@ -10,6 +10,7 @@ import select
 import signal
 import sys
 import tempfile
+import threading
 from collections.abc import Callable, Iterator, Sequence
 from datetime import timedelta
 from pathlib import Path
@@ -245,7 +246,8 @@ def _leave_lost_terminals() -> None:
 @contextlib.contextmanager
 def handle_signals(handler: Callable[[list[int]], None]) -> Iterator[list[int]]:
     """Call `handler` at every signal of `STOP_SIGNALS`, with the list of the signals received so far, the newest last.
-    Yield this list. Signals that are ignored, as under nohup, stay ignored.
+    Yield this list. Signals that are ignored, as under nohup, stay ignored, and those of a program that trains in a
+    thread, as web interfaces do, are its own.
     """
     received: list[int] = []
 
@@ -256,8 +258,9 @@ def handle_signals(handler: Callable[[list[int]], None]) -> Iterator[list[int]]:
         handler(received)
 
     handlers_before = {}
+    in_main_thread = threading.current_thread() is threading.main_thread()
     for number in STOP_SIGNALS:
-        if signal.getsignal(number) is not signal.SIG_IGN:
+        if in_main_thread and signal.getsignal(number) is not signal.SIG_IGN:
             handlers_before[number] = signal.signal(number, handle)
     try:
         yield received
