@@ -10,6 +10,7 @@ import select
 import signal
 import sys
 import tempfile
+import threading
 from collections.abc import Callable, Iterator, Sequence
 from datetime import timedelta
 from pathlib import Path
@@ -178,6 +179,9 @@ def launch(command: Sequence[str]) -> int:
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 
     arguments = launch_command_parser().parse_args(command)
+    # Kubeflow sets arguments of torch's launcher for a pod: with PET_NNODES=2 it would wait for another machine.
+    for name in [name for name in os.environ if name.startswith("PET_")]:
+        del os.environ[name]
     # torch's own handlers of the other signals would kill the workers in the middle of a step.
     arguments.signals_to_handle = "SIGQUIT"
     failures: dict[int, Any] = {}
@@ -242,7 +246,8 @@ def _leave_lost_terminals() -> None:
 @contextlib.contextmanager
 def handle_signals(handler: Callable[[list[int]], None]) -> Iterator[list[int]]:
     """Call `handler` at every signal of `STOP_SIGNALS`, with the list of the signals received so far, the newest last.
-    Yield this list. Signals that are ignored, as under nohup, stay ignored.
+    Yield this list. Signals that are ignored, as under nohup, stay ignored, and those of a program that trains in a
+    thread, as web interfaces do, are its own.
     """
     received: list[int] = []
 
@@ -253,8 +258,9 @@ def handle_signals(handler: Callable[[list[int]], None]) -> Iterator[list[int]]:
         handler(received)
 
     handlers_before = {}
+    in_main_thread = threading.current_thread() is threading.main_thread()
     for number in STOP_SIGNALS:
-        if signal.getsignal(number) is not signal.SIG_IGN:
+        if in_main_thread and signal.getsignal(number) is not signal.SIG_IGN:
             handlers_before[number] = signal.signal(number, handle)
     try:
         yield received

@@ -31,6 +31,7 @@ CHECKPOINTS, COMPLETE = "checkpoints", "complete"
 BASE, STEP_0, TUNED = "base", "step 0", "tuned"
 # The name of a file of scores: the measurement, and an earlier stage.
 SCORES_NAME = re.compile(r"(.+?)(?:-(base|step-\d+))?")
+CHECKPOINT_NAME = re.compile(r"checkpoint-\d+")
 # Keys that a resumed run may change: they affect speed, memory, the machine and the log, not what is computed.
 RESUMABLE_CHANGES = (
     "hardware.",
@@ -146,8 +147,11 @@ class Run:
 
     @property
     def checkpoints(self) -> list[Path]:
-        """All checkpoints, the newest first, complete or not."""
-        return sorted((self.path / CHECKPOINTS).glob("checkpoint-*"), key=_step, reverse=True)
+        """All checkpoints, the newest first, complete or not. A copy that a user made there is none."""
+        folders = [
+            path for path in (self.path / CHECKPOINTS).glob("checkpoint-*") if CHECKPOINT_NAME.fullmatch(path.name)
+        ]
+        return sorted(folders, key=_step, reverse=True)
 
     @property
     def last_checkpoint(self) -> Path | None:

@@ -80,6 +80,15 @@ def test_a_rank_beyond_the_machines_is_refused_before_data_is_packed(tmp_path: P
         api.launch_arguments(job, ["train", "demo"], rank=2, address="10.0.0.1")
 
 
+@pytest.mark.parametrize("target", [-5, 0, "far"])
+def test_a_target_that_is_no_number_of_tokens_is_one_line(target: int, tmp_path: Path) -> None:
+    refused = pytest.raises(PiLoraError, match=r"^target: input should be [^\n]+$")
+    with refused:
+        pi_lora.new("builtin:tiny", target, output=tmp_path / "new.yaml")
+    with refused:
+        pi_lora.extend("builtin:tiny", tmp_path / "extended", target=target, scaling="pi")
+
+
 def test_models_and_files_may_be_paths_runs_or_in_the_home_folder(
     small_model: Path, lora_run: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

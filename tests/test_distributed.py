@@ -367,14 +367,17 @@ def test_a_launch_ends_as_the_process_that_failed_first(
     assert not Path(failed[0]).parent.exists()
 
 
-def test_a_launch_does_not_read_the_users_config_of_accelerate(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """`accelerate config` leaves one in the cache, which offloads the weights of sharded trainings, for example."""
+def test_a_launch_does_not_read_settings_for_other_launches(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """`accelerate config` leaves a file in the cache, which may offload the weights of sharded trainings; Kubeflow sets
+    arguments of torch's launcher for a pod.
+    """
     left = tmp_path / "default_config.yaml"
     left.write_text(
         "{compute_environment: LOCAL_MACHINE, distributed_type: FSDP, fsdp_config: {fsdp_offload_params: true}, "
         "debug: true, main_process_ip: 10.0.0.9, num_machines: 1, num_processes: 1, use_cpu: false}"
     )
     launched: list[Any] = []
+    monkeypatch.setenv("PET_NNODES", "2")
     for module in ("launch", "config.config_args"):
         monkeypatch.setattr(f"accelerate.commands.{module}.default_config_file", str(left))
     monkeypatch.setattr("accelerate.commands.launch.multi_gpu_launcher", launched.append)
@@ -382,3 +385,4 @@ def test_a_launch_does_not_read_the_users_config_of_accelerate(tmp_path: Path, m
     assert launch(launch_arguments(recipe_for("m", {"gpus": 2}), ["train", "r.yaml"])) == 0
     [arguments] = launched
     assert (arguments.fsdp_offload_params, arguments.debug, arguments.main_process_ip) == ("false", None, None)
+    assert "PET_NNODES" not in os.environ

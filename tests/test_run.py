@@ -4,6 +4,7 @@ is never left where a later run removes it. A damaged checkpoint is noticed on r
 
 import json
 import os
+import shutil
 import subprocess
 from collections.abc import Callable
 from pathlib import Path
@@ -139,6 +140,13 @@ def interrupted(staging: Path) -> list[Path]:
         (checkpoint / "shards" / "0").write_bytes(os.urandom(100))
         Run(staging).mark_complete(checkpoint)
     return [staging / "checkpoints" / f"checkpoint-{step}" for step in (4, 2)]
+
+
+def test_copies_of_checkpoints_are_no_checkpoints(tmp_path: Path) -> None:
+    found = interrupted(tmp_path)
+    shutil.copytree(found[0], tmp_path / "checkpoints" / "checkpoint-4-backup")
+    assert Run(tmp_path).checkpoints == found
+    assert Run(tmp_path).checkpoint_to_resume() == found[0]
 
 
 @pytest.mark.parametrize("damage", [half, Path.unlink])

@@ -6,7 +6,7 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING, Literal
 
-from pi_lora.api.inputs import AnyModel, FilePath, dtype_of, name_of, optional_path, path_of, resolve, ui_of
+from pi_lora.api.inputs import AnyModel, FilePath, dtype_of, name_of, optional_path, path_of, resolve, tokens_of, ui_of
 from pi_lora.errors import ModelError, PiLoraError
 from pi_lora.types import LIBRARIES, NO_PERMISSIONS, UI, Permissions, Progress
 
@@ -147,7 +147,7 @@ def extend(
             raise ModelError("--factors: differ from those that --probe measured; leave out one of the two")
         given = of_probe
     divisors = given.model_dump() if given else {}
-    extension = Extension(target, original, scaling, **divisors)
+    extension = Extension(tokens_of(target), original, scaling, **divisors)
     source = resolve(model, extension=extension, permissions=permissions)
     folder = path_of(output)
     scores = probed.scores_by_stage(source.name, target, scaling) if probed else {}

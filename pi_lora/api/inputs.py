@@ -171,6 +171,13 @@ def section_of(kind: type[SectionT], values: Mapping[str, Any]) -> SectionT:
         raise PiLoraError(first_problem(error)) from None
 
 
+def tokens_of(target: int | str) -> int:
+    """Return a target window in tokens, as of `16k`; raise PiLoraError if it is no number of tokens."""
+    from pi_lora.recipe.schema import Context
+
+    return section_of(Context, {"target": target}).target
+
+
 def as_words(overrides: Sequence[Override]) -> Iterator[str]:
     """Yield overrides as on the command line; JSON is YAML.
 

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from pi_lora.api.inputs import AnyModel, FilePath, Override, as_words, name_of, optional_path, path_of, ui_of
+from pi_lora.api.inputs import AnyModel, FilePath, Override, as_words, name_of, optional_path, path_of, tokens_of, ui_of
 from pi_lora.errors import RecipeError
 from pi_lora.types import LIBRARIES, NO_PERMISSIONS, UI, Permissions, Progress
 
@@ -295,6 +295,7 @@ def new(
     ui = ui_of(progress)
     given = [data] if isinstance(data, str | Path) else data
     texts = [name_of(text) for text in given]
+    target = tokens_of(target)
     with ui.working("reading model and text"):
         from pi_lora.data.sources import STDLIB
         from pi_lora.evaluation.probe import kept_probe, read_probe

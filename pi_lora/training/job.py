@@ -94,7 +94,8 @@ class TrainingJob:
             Interrupted: A signal came, after a checkpoint was written.
         """
         join_processes(cpu=devices.device().type == "cpu")
-        with stop_after_step() as signals, adapters.without_known_warnings():
+        # A notebook may have turned gradients off.
+        with stop_after_step() as signals, adapters.without_known_warnings(), torch.enable_grad():
             stop = StopOnSignal(signals)
             tuned = None
             with self.create_run(data) as run, redirect_library_logs(run.path):

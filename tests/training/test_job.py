@@ -4,6 +4,7 @@ import logging
 import os
 import shutil
 import signal
+import threading
 import warnings
 from pathlib import Path
 from typing import Any
@@ -279,3 +280,18 @@ def test_a_notebook_goes_on_as_before_after_a_training(ends: str, small_model: P
     assert process_state() == before
     with pytest.raises(KeyboardInterrupt):
         signal.raise_signal(signal.SIGINT)
+
+
+def test_a_thread_of_a_program_without_gradients_trains(small_model: Path, tmp_path: Path) -> None:
+    """Web interfaces call functions in threads, in which Python sets no signals; notebooks may turn gradients off."""
+    recipe = small_recipe(small_model)
+    losses = [line["loss"] for line in log_of(train(recipe, tmp_path / "before"))]
+
+    def run() -> None:
+        with torch.no_grad():
+            train(recipe, tmp_path / "run")
+
+    thread = threading.Thread(target=run)
+    thread.start()
+    thread.join()
+    assert [line["loss"] for line in log_of(tmp_path / "run")] == losses
