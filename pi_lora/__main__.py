@@ -24,14 +24,16 @@ def leave_at_once(number: int, frame: types.FrameType | None) -> None:
 
 
 def open_closed_streams() -> None:
-    """Open what the caller closed (`>&-`) on the null device. The next file would get the descriptor otherwise, and all
-    that is printed.
+    """Start again with the null device in place of streams that the caller closed (`>&-`): the next file would get the
+    descriptor otherwise, and all that is printed.
     """
+    were_closed = False
     while (descriptor := os.open(os.devnull, os.O_RDWR)) < 3:
         os.set_inheritable(descriptor, True)  # noqa: FBT003
+        were_closed = True
     os.close(descriptor)
-    sys.stdout = sys.stdout or os.fdopen(1, "w")
-    sys.stderr = sys.stderr or os.fdopen(2, "w")
+    if were_closed:
+        os.execv(sys.executable, sys.orig_argv)
 
 
 def main() -> None:
