@@ -23,7 +23,7 @@ from pi_lora.models.resolve import resolve_model
 from pi_lora.models.source import ModelSource
 from pi_lora.models.weights import StoredTensor, read_weights, spans
 from pi_lora.scaling.config import window_of
-from pi_lora.scaling.verify import config_of, rotary_frequencies
+from pi_lora.scaling.verify import rotary_frequencies
 from pi_lora.types import Progress
 
 # A bound on the relative error of sums that are made in float32.
@@ -47,7 +47,7 @@ def check_model(source: ModelSource, expected: PreTrainedModel, tensors: Sequenc
     """
     config = read_config(folder)
     state_dict = {tensor.name: torch.empty(tensor.source.shape, device="meta") for tensor in tensors}
-    built, report = load_on_meta(type(expected), config_of(type(expected.config), config), state_dict)
+    built, report = load_on_meta(expected, config, state_dict)
     problems = [f"{name} is missing" for name in report["missing_keys"]] + mismatches(report)
     for stored_name, name in names_in(built, state_dict).items():
         if name in built.all_tied_weights_keys:

@@ -23,7 +23,7 @@ from pi_lora.models.quantized import DEQUANTIZED_ON_LOADING, quantization_of
 from pi_lora.models.quiet import quiet_loading
 from pi_lora.models.source import Base, ModelSource
 from pi_lora.models.weights import check_finite, read_weights
-from pi_lora.scaling.config import depends_on_length
+from pi_lora.scaling.config import Config, depends_on_length
 from pi_lora.scaling.verify import config_of
 
 # Where the weights of a base go. `device`: the accelerator if there is one. `quantized`: the same, as NF4 with double
@@ -243,20 +243,20 @@ def check_shapes(base: Base) -> None:
     if quantization_of(base.config):
         return
     shapes = {name: torch.empty(tensor.shape, device="meta") for name, tensor in stored.items()}
-    module, report = load_on_meta(type(base.meta_model), config_of(type(base.meta_model.config), base.config), shapes)
+    module, report = load_on_meta(base.meta_model, base.config, shapes)
     _check_complete(base.name, report, other_parts(module))
 
 
 def load_on_meta(
-    kind: type[PreTrainedModel], config: PreTrainedConfig, shapes: dict[str, torch.Tensor]
+    model: PreTrainedModel, config: Config, shapes: dict[str, torch.Tensor]
 ) -> tuple[PreTrainedModel, Mapping[str, Any]]:
-    """Return the module of a config with weights of these `shapes` on the meta device, and the report of transformers
-    on missing and mismatched weights.
+    """Return a module of the class of `model` under a config, with weights of these `shapes` on the meta device, and
+    the report of transformers on missing and mismatched weights.
     """
     with quiet_loading():
-        module, report = kind.from_pretrained(
+        module, report = type(model).from_pretrained(
             None,
-            config=config,
+            config=config_of(type(model.config), config),
             state_dict=shapes,
             device_map="meta",
             output_loading_info=True,

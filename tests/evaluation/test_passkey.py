@@ -86,7 +86,7 @@ def test_slow_and_fast_tokenizers_place_the_key_alike() -> None:
     fast = load("builtin:tiny").tokenizer
 
     class Slow:
-        is_fast, eos_token_id = False, fast.eos_token_id
+        is_fast, bos_token_id, eos_token_id = False, fast.bos_token_id, fast.eos_token_id
 
         def __call__(self, text: str, **options: bool) -> dict[str, list[int]]:
             return {"input_ids": fast(text, **options)["input_ids"]}
@@ -263,7 +263,7 @@ def test_a_prompt_is_never_longer_than_the_target() -> None:
     """Of a tokenizer that splits the beginning of a line into more tokens, as some do."""
 
     class Words:
-        is_fast, eos_token_id = False, None
+        is_fast, bos_token_id, eos_token_id = False, None, None
 
         def __call__(self, text: str, **options: bool) -> dict[str, list[int]]:
             return {"input_ids": list(range(len(text.split()) + 5 * text.count("\n")))}

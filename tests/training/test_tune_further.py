@@ -133,7 +133,7 @@ def test_merged_weights_are_tuned_with_any_shape(
         ({"context": {"target": 129}}, "129 is longer than the window of .*, 128 tokens"),
         (
             {"scaling": "pi", "context": {"target": 256}},
-            "its own scaling; .*in a recipe: scaling: keep.*, or merge it first",
+            "is extended already; .*in a recipe: scaling: keep.*, or merge it first",
         ),
         (
             {"model": {"name": "builtin:tiny"}, "context": {"target": 512}},
