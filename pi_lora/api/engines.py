@@ -158,7 +158,7 @@ def extend(
     with staged(folder) as staging, ui.progress("linking weights") as linked:
         run = MeasuredRun(staging, untuned=True, base_name=source.base.name)
         save_without_weights(source, source.config, staging)
-        copy_generation_config(source.base, staging)
+        copy_generation_config(source, staging)
         for stage, measured in scores.items():
             for each in measured:
                 write_scores([each], run.scores_file(each.measurement, stage))

@@ -57,7 +57,7 @@ class Merge:
     def write_small_files(self, folder: Path) -> None:
         """Write config and tokenizer; raise ModelError if that config does not make the model of the run."""
         save_without_weights(self.source, self.config, folder)
-        copy_generation_config(self.source.base, folder)
+        copy_generation_config(self.source, folder)
         check_model(self.source, self.expected, self.tensors, folder)
 
     def write_weights(self, folder: Path, check: Check, progress: Progress) -> None:

@@ -2,19 +2,22 @@
 
 import os
 import shutil
+from contextlib import suppress
 from pathlib import Path
 
 from safetensors.torch import save_file
 from transformers.dynamic_module_utils import custom_object_save
 from transformers.utils import GENERATION_CONFIG_NAME, SAFE_WEIGHTS_INDEX_NAME, SAFE_WEIGHTS_NAME
 
+from pi_lora.errors import ModelError
 from pi_lora.models.composite import names_in
 from pi_lora.models.files import save_config
 from pi_lora.models.source import Base, ModelSource
 from pi_lora.models.tokenizer import save_tokenizer
 from pi_lora.models.weights import COMPUTED, StoredTensor, read_header, read_weights, write_index
-from pi_lora.scaling.config import Config
-from pi_lora.types import Progress
+from pi_lora.scaling.config import Config, window_of
+from pi_lora.storage import read_json, write_json
+from pi_lora.types import Json, Progress
 
 OTHER_WEIGHTS_FILE = "model-other-parts.safetensors"
 FIRST_OF_SEVERAL = "model-00001-of-00001.safetensors"
@@ -33,11 +36,19 @@ def save_without_weights(source: ModelSource, config: Config, folder: Path) -> N
         shutil.copyfile(file, folder / name)
 
 
-def copy_generation_config(base: Base, folder: Path) -> None:
-    """Write the generation config of the base, which transformers would not save if it is invalid, as it is."""
-    generation_config = base.file(GENERATION_CONFIG_NAME)
-    if generation_config:
-        shutil.copyfile(generation_config, folder / GENERATION_CONFIG_NAME)
+def copy_generation_config(source: ModelSource, folder: Path) -> None:
+    """Write the generation config of the base, which transformers would not save if it is invalid, as it is. If texts
+    may be as long as the window of the base, as for Llama 2, they may be as long as the new one.
+    """
+    generation_config = source.base.file(GENERATION_CONFIG_NAME)
+    if generation_config is None:
+        return
+    copy = folder / GENERATION_CONFIG_NAME
+    shutil.copyfile(generation_config, copy)
+    with suppress(ModelError):  # the file is damaged
+        settings = read_json(copy, Json, "download it again")
+        if settings.get("max_length") == window_of(source.base.config):
+            write_json(copy, settings | {"max_length": source.window})
 
 
 def save_other_weights(base: Base, folder: Path) -> None:

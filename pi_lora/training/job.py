@@ -285,7 +285,7 @@ def complete(recipe: Recipe, source: ModelSource, run: Run) -> None:
     if recipe.tuning.method == "full":
         # An adapter's base is stored in a dtype of its own.
         config = {**config, "dtype": "float32"}
-        copy_generation_config(source.base, run.path)
+        copy_generation_config(source, run.path)
         save_other_weights(source.base, run.path)
     elif source.needs_own_config:
         adapters.mark_adapter_extended(run.path)

@@ -121,6 +121,16 @@ def test_the_generation_config_of_the_base_is_kept_as_it_is(
     assert load(str(run)).module.generation_config.eos_token_id == [1, 7]
 
 
+def test_generated_texts_may_fill_the_new_window(small_model: Path, tmp_path: Path) -> None:
+    """Llama 2 limits them to its own window, beyond which transformers refuses prompts; other limits stay."""
+    base = Path(shutil.copytree(small_model, tmp_path / "base"))
+    name = "generation_config.json"
+    for given, expected in (({"max_length": 64}, {"max_length": 128}), ({"max_length": 32}, {"max_length": 32})):
+        (base / name).write_text(json.dumps(given))
+        run = train(small_recipe(base, tuning={"method": "full"}), tmp_path / str(given["max_length"]))
+        assert json.loads((run / name).read_text()) == expected
+
+
 def test_pose_trains_short_sequences_for_the_long_window(small_model: Path, tmp_path: Path) -> None:
     data = {"source": "builtin:stdlib", "positions": "pose"}
     run = train(small_recipe(small_model, data=data), tmp_path / "skip")
