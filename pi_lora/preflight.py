@@ -27,7 +27,8 @@ from pi_lora.planning.advice import plan_lines
 from pi_lora.planning.training_plan import TrainingPlan
 from pi_lora.recipe.data import Data
 from pi_lora.recipe.schema import Recipe, Training
-from pi_lora.run import Run, check_output, staging_path
+from pi_lora.run import Run
+from pi_lora.staging import check_output, staging_path
 from pi_lora.types import NO_PERMISSIONS, Permissions
 
 

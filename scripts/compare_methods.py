@@ -24,8 +24,8 @@ from pi_lora.evaluation.measurement import Session
 from pi_lora.evaluation.passkey import Passkey
 from pi_lora.evaluation.perplexity import Perplexity
 from pi_lora.recipe.evaluation import PasskeyOptions, PerplexityOptions
-from pi_lora.run import staging_path
 from pi_lora.scaling.extension import Extension
+from pi_lora.staging import staging_path
 from pi_lora.storage import write_json
 
 ROOT = Path(__file__).parent.parent

@@ -29,7 +29,7 @@ from pi_lora.evaluation.suite import MEASUREMENTS, read_scores
 from pi_lora.models.device import has_fast_bfloat16
 from pi_lora.recipe.files import load_recipe
 from pi_lora.report.scores import markdown_table
-from pi_lora.run import staging_path
+from pi_lora.staging import staging_path
 
 ROOT = Path(__file__).parent.parent
 DEMO = Path("demo")

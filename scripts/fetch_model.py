@@ -27,7 +27,7 @@ from arguments import parser_of
 from pi_lora.models.files import save_config
 from pi_lora.models.resolve import own_entries
 from pi_lora.models.tokenizer import save_tokenizer
-from pi_lora.run import staged
+from pi_lora.staging import staged
 
 FOLDER = Path(__file__).parent.parent / "models"
 

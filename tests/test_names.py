@@ -167,7 +167,7 @@ def test_a_made_up_name_is_found_missing(text: str) -> None:
     "text",
     [
         *"pi_lora/run.py scaling/ run.py config.json tests/scaling/test_NAME.py find_table Table".split(),
-        *"scaling.config.window_of run.staged Recipe.scaling training.learning_rate transformers.nothing".split(),
+        *"scaling.config.window_of staging.staged Recipe.scaling training.learning_rate transformers.nothing".split(),
         *("make test", "read(columns, seed)", "training.precision: auto", "pi-lora eval NAME MODEL", "window - S"),
     ],
 )

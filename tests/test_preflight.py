@@ -18,8 +18,8 @@ from pi_lora.models.resolve import resolve_model
 from pi_lora.planning.gpus import find_gpu
 from pi_lora.planning.training_plan import TrainingPlan
 from pi_lora.preflight import check, check_data, plan_or_refuse
-from pi_lora.run import staging_path
 from pi_lora.serving.reference import reference_of
+from pi_lora.staging import staging_path
 from random_runs import save_base
 from small_configs import llama
 

@@ -17,7 +17,8 @@ from conftest import small_recipe
 from pi_lora.errors import ModelError, RunExistsError
 from pi_lora.preflight import check
 from pi_lora.recipe.files import dump_recipe
-from pi_lora.run import Run, check_output, staged, staging_path
+from pi_lora.run import Run
+from pi_lora.staging import check_output, staged, staging_path
 
 
 def test_an_output_that_is_a_link_is_made_at_its_target(tmp_path: Path) -> None:
@@ -86,7 +87,7 @@ def test_an_output_is_locked_to_one_process(tmp_path: Path, small_model: Path) -
 BEGIN = """
 import sys, time
 from pathlib import Path
-from pi_lora.run import staged
+from pi_lora.staging import staged
 
 with staged(Path(sys.argv[1])) as staging:
     (staging / "half").touch()

@@ -58,9 +58,9 @@ def merge(
         from pi_lora.models.files import CARD
         from pi_lora.report.card import card_of
         from pi_lora.report.scores import MeasuredRun
-        from pi_lora.run import check_output, staged
         from pi_lora.serving.commands import serving_lines
         from pi_lora.serving.reference import REFERENCE_FILE
+        from pi_lora.staging import check_output, staged
         from pi_lora.storage import write_json, write_whole
 
     if check not in CHECKS:
@@ -130,13 +130,13 @@ def extend(
         from pi_lora.models.files import CARD
         from pi_lora.models.loaded import check_shapes
         from pi_lora.models.quantized import check_quantization
-        from pi_lora.models.saving import copy_generation_config, link_weights, save_without_weights, weight_files
+        from pi_lora.models.saving import link_weights, save_without_weights, weight_files, write_generation_config
         from pi_lora.recipe.factors import read_factors
         from pi_lora.report.card import card_of
         from pi_lora.report.scores import MeasuredRun
-        from pi_lora.run import staged
         from pi_lora.scaling.extension import Extension
         from pi_lora.serving.commands import serving_lines
+        from pi_lora.staging import staged
         from pi_lora.storage import check_can_make, write_whole
 
     probed = read_probe(path_of(probe)) if probe else None
@@ -147,7 +147,8 @@ def extend(
             raise ModelError("--factors: differ from those that --probe measured; leave out one of the two")
         given = of_probe
     divisors = given.model_dump() if given else {}
-    extension = Extension(tokens_of(target), original, scaling, **divisors)
+    target = tokens_of(target)
+    extension = Extension(target, original, scaling, **divisors)
     source = resolve(model, extension=extension, permissions=permissions)
     folder = path_of(output)
     scores = probed.scores_by_stage(source.name, target, scaling) if probed else {}
@@ -158,7 +159,7 @@ def extend(
     with staged(folder) as staging, ui.progress("linking weights") as linked:
         run = MeasuredRun(staging, untuned=True, base_name=source.base.name)
         save_without_weights(source, source.config, staging)
-        copy_generation_config(source, staging)
+        write_generation_config(source, staging)
         for stage, measured in scores.items():
             for each in measured:
                 write_scores([each], run.scores_file(each.measurement, stage))

@@ -88,7 +88,7 @@ def resolve_training(
         PiLoraError: All mistakes that show before weights are read, at once.
     """
     from pi_lora.distributed import check_launched, enable_expandable_segments, is_launched
-    from pi_lora.run import resolve_run
+    from pi_lora.staging import resolve_run
 
     ui = ui_of(progress)
     resolved, output = resolve_run(path_of(recipe), as_words(overrides), optional_path(output), resume)

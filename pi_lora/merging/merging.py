@@ -14,7 +14,7 @@ from pi_lora.models.files import public_name
 from pi_lora.models.quantized import check_quantization, dequantized
 from pi_lora.models.quiet import quiet_loading
 from pi_lora.models.resolve import base_of_adapter, require_adapter
-from pi_lora.models.saving import copy_generation_config, save_without_weights
+from pi_lora.models.saving import save_without_weights, write_generation_config
 from pi_lora.models.source import ModelSource
 from pi_lora.models.weights import read_weights
 from pi_lora.scaling.config import ORIGINAL_WINDOW, Config, with_legacy_rope_keys
@@ -57,7 +57,7 @@ class Merge:
     def write_small_files(self, folder: Path) -> None:
         """Write config and tokenizer; raise ModelError if that config does not make the model of the run."""
         save_without_weights(self.source, self.config, folder)
-        copy_generation_config(self.source, folder)
+        write_generation_config(self.source, folder)
         check_model(self.source, self.expected, self.tensors, folder)
 
     def write_weights(self, folder: Path, check: Check, progress: Progress) -> None:

@@ -25,7 +25,7 @@ from pi_lora.models.shape import Shape
 from pi_lora.models.source import Base, ModelSource
 from pi_lora.recipe.files import RECIPE_FILE
 from pi_lora.recipe.schema import Recipe
-from pi_lora.run import Run, check_finished, staging_path
+from pi_lora.run import Run
 from pi_lora.scaling.config import (
     COMPOSITE,
     OUTER_ENTRIES,
@@ -44,6 +44,7 @@ from pi_lora.scaling.config import (
     with_legacy_rope_keys,
 )
 from pi_lora.scaling.extension import Extension
+from pi_lora.staging import check_finished, staging_path
 from pi_lora.storage import read_json
 from pi_lora.types import NO_PERMISSIONS, Json, Permissions
 
@@ -164,9 +165,9 @@ def base_of_adapter(
         # As recorded by the training: a relative path means another folder from elsewhere, and branches move.
         resolved = _resolve_base(recorded.path or name, recorded.commit or revision, permissions)
         return replace(resolved, name=name)
-    place = recorded.path if recorded and recorded.path else name
-    if is_local(place) and not name.startswith(BUILTIN) and not Path(name).expanduser().exists():
-        raise ModelError(f"{folder}: its base is no longer in {place}; say where it is with --base MODEL")
+    base_path = recorded.path if recorded and recorded.path else name
+    if is_local(base_path) and not name.startswith(BUILTIN) and not Path(name).expanduser().exists():
+        raise ModelError(f"{folder}: its base is no longer in {base_path}; say where it is with --base MODEL")
     return _resolve_base(name, commit or revision, permissions)
 
 

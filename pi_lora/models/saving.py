@@ -36,7 +36,7 @@ def save_without_weights(source: ModelSource, config: Config, folder: Path) -> N
         shutil.copyfile(file, folder / name)
 
 
-def copy_generation_config(source: ModelSource, folder: Path) -> None:
+def write_generation_config(source: ModelSource, folder: Path) -> None:
     """Write the generation config of the base, which transformers would not save if it is invalid, as it is. If texts
     may be as long as the window of the base, as for Llama 2, they may be as long as the new one.
     """

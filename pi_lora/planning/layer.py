@@ -134,17 +134,16 @@ def layer_bytes(
     # Tensors of bfloat16 per tensor of attention, which keeps q and the output, k and v.
     width = 2 if arithmetic == "float32" else 1
     heads = 2 * width
-    # Norms of q and k, and a third and fourth norm of hidden states (Gemma), keep their input in float32.
+    # Norms of q and k, and a third and fourth norm of hidden states (Gemma), keep their input in float32. Where they
+    # train they also keep the normalized values, and where not, their backward makes as much.
     more_norms = max(0, shape.norms - 2)
     norms = 2 * more_norms
+    heads_normalized = 0
     if shape.head_normed:
         heads += 2
-    # Their backward adds as much and less; where they train, they keep it: the normalized values.
+        heads_normalized = 2 if more_norms else 1
+    normalized = _bytes(shape, 2 * more_norms, heads=heads_normalized)
     like_gemma3 = shape.head_normed and more_norms > 0
-    heads_in_backward = 0
-    if shape.head_normed:
-        heads_in_backward = 2 if more_norms else 1
-    of_more_norms = _bytes(shape, 2 * more_norms, heads=heads_in_backward)
     if tuning.with_norms and not full:
         # The normalized values of norms that train with LoRA; Gemma's are float32.
         norms += 4 if arithmetic in WIDE_STREAM or like_gemma3 else 2
@@ -171,9 +170,9 @@ def layer_bytes(
     # The gradients of q, k and v; the k and v of all devices, and their gradients (torch's all-gather rotation).
     gathered = width * (shape.queries + (2 + 4 * context_parallel) * shape.keys) * BFLOAT16
     attention_peak = _bytes(shape, hidden) + gathered
-    peak = max(peak, attention_peak) + common + of_more_norms
+    peak = max(peak, attention_peak) + common + normalized
     if full or tuning.with_norms:
-        kept += of_more_norms
+        kept += normalized
     return kept + common, peak
 
 

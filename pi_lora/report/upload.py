@@ -14,7 +14,7 @@ from pi_lora.models.saving import OTHER_WEIGHTS_FILE
 from pi_lora.recipe.files import RECIPE_FILE, dump_recipe, load_recipe
 from pi_lora.report.card import refresh_scores
 from pi_lora.report.scores import MeasuredRun
-from pi_lora.run import check_finished
+from pi_lora.staging import check_finished
 from pi_lora.types import Progress, silent
 
 # JSON files that name bases, runs and data, which may be files and folders of this machine.

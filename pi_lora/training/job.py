@@ -31,13 +31,14 @@ from pi_lora.models import adapter as adapters
 from pi_lora.models import device as devices
 from pi_lora.models.loaded import LoadedModel, Placement, load_base, load_model
 from pi_lora.models.resolve import resolve_model
-from pi_lora.models.saving import copy_generation_config, save_other_weights, save_without_weights
+from pi_lora.models.saving import save_other_weights, save_without_weights, write_generation_config
 from pi_lora.models.source import ModelSource
 from pi_lora.planning.gpus import device_here
 from pi_lora.planning.training_plan import TrainingPlan, hours_in_words, plan_training
 from pi_lora.recipe.files import RECIPE_FILE, dump_recipe
 from pi_lora.recipe.schema import Recipe
-from pi_lora.run import CHECKPOINTS, COMPLETE, Run, resume_command, staged, staging_path
+from pi_lora.run import CHECKPOINTS, COMPLETE, Run
+from pi_lora.staging import resume_command, staged, staging_path
 from pi_lora.storage import write_whole
 from pi_lora.training.callbacks import (
     CheckpointMarker,
@@ -285,7 +286,7 @@ def complete(recipe: Recipe, source: ModelSource, run: Run) -> None:
     if recipe.tuning.method == "full":
         # An adapter's base is stored in a dtype of its own.
         config = {**config, "dtype": "float32"}
-        copy_generation_config(source, run.path)
+        write_generation_config(source, run.path)
         save_other_weights(source.base, run.path)
     elif source.needs_own_config:
         adapters.mark_adapter_extended(run.path)

@@ -29,7 +29,7 @@ from pi_lora.run import CHECKPOINTS, Run
 from pi_lora.training.loss import compute_loss_in_place
 
 # Settings of `accelerate launch` that a shell may have for other trainings: the recipe decides.
-OF_OTHERS = {
+ACCELERATE_DEFAULTS = {
     "accelerate_mixed_precision": "no",
     "accelerate_dynamo_backend": "no",
     "accelerate_use_deepspeed": "false",
@@ -142,7 +142,7 @@ class Trainer(SFTTrainer):
         _change_modules(tuned, recipe, loss_in_place=self.loss_in_place)
         # The events of TensorBoard go into the run; by default they are removed with the checkpoints.
         logs = run.path / "tensorboard"
-        with patch_environment(tensorboard_logging_dir=logs, **OF_OTHERS), adapters.kept_values(tuned):
+        with patch_environment(tensorboard_logging_dir=logs, **ACCELERATE_DEFAULTS), adapters.kept_values(tuned):
             super().__init__(
                 model=tuned,
                 args=trainer_arguments(recipe, run, model.name, balances_experts=balances_experts),

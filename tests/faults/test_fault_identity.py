@@ -14,7 +14,8 @@ from pi_lora.api import load, merge
 from pi_lora.errors import Interrupted, ModelError, RecipeError
 from pi_lora.models.resolve import resolve_model
 from pi_lora.recipe.schema import Recipe
-from pi_lora.run import RUN_FILE, Run, staging_path
+from pi_lora.run import RUN_FILE, Run
+from pi_lora.staging import staging_path
 from pi_lora.types import Permissions
 from random_runs import put_on_hub, save_run
 

@@ -18,7 +18,8 @@ from pi_lora.evaluation.passkey import Passkey
 from pi_lora.models.loaded import load_base
 from pi_lora.models.resolve import resolve_model
 from pi_lora.recipe.evaluation import PasskeyOptions
-from pi_lora.run import Run, staging_path
+from pi_lora.run import Run
+from pi_lora.staging import staging_path
 from pi_lora.training.callbacks import StopOnDivergence
 
 WEIGHTS = "model.safetensors"

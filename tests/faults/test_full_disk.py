@@ -18,7 +18,8 @@ from transformers.integrations import TensorBoardCallback
 from conftest import small_recipe, train
 from pi_lora.errors import ModelError, RunExistsError
 from pi_lora.recipe.schema import Recipe
-from pi_lora.run import Run, check_finished, staging_path
+from pi_lora.run import Run
+from pi_lora.staging import check_finished, staging_path
 from pi_lora.training.callbacks import TrainingLog
 
 STEPS = 2

@@ -23,7 +23,8 @@ from conftest import run_command, small_recipe, train
 from pi_lora.api import merge
 from pi_lora.recipe.files import dump_recipe
 from pi_lora.recipe.schema import Recipe
-from pi_lora.run import Run, staging_path
+from pi_lora.run import Run
+from pi_lora.staging import staging_path
 from processes import without_progress
 from random_runs import save_run
 

@@ -18,7 +18,8 @@ from conftest import small_recipe, train
 from pi_lora.errors import Interrupted
 from pi_lora.models import saving
 from pi_lora.recipe.files import dump_recipe
-from pi_lora.run import Run, staging_path
+from pi_lora.run import Run
+from pi_lora.staging import staging_path
 from pi_lora.training.callbacks import ScheduledMeasurements
 
 # What these tests start inherits it.

@@ -15,7 +15,8 @@ from conftest import run_command, small_recipe, train
 from pi_lora.errors import Diverged, Interrupted, RecipeError, RunExistsError
 from pi_lora.recipe.files import dump_recipe
 from pi_lora.recipe.schema import Recipe
-from pi_lora.run import Run, staging_path
+from pi_lora.run import Run
+from pi_lora.staging import staging_path
 from pi_lora.training.trainer import Trainer
 from random_runs import save_base
 from small_configs import MIXTRAL
