@@ -53,6 +53,31 @@ def messages_of(row_name: str, given: list[Any]) -> list[Json]:
     return messages
 
 
+def takes_parts(tokenizer: Any) -> bool:
+    """Whether the chat template takes a list of parts as the content of a turn, and leaves out a text: templates of some
+    composites, as SmolVLM and LLaVA.
+    """
+    writes_text = _writes(tokenizer, "a turn")
+    return not writes_text and _writes(tokenizer, _part("a turn"))
+
+
+def _writes(tokenizer: Any, content: Any) -> bool:
+    turns = [{"role": "user", "content": content}]
+    try:
+        return "a turn" in tokenizer.apply_chat_template(turns, tokenize=False)
+    except REFUSALS:
+        return False
+
+
+def _part(text: str) -> list[Json]:
+    return [{"type": "text", "text": text}]
+
+
+def in_parts(messages: list[Json]) -> list[Json]:
+    """Return messages whose content is a list with a text."""
+    return [message | {"content": _part(message["content"])} for message in messages]
+
+
 class Unusable(ValueError):
     """The reason why a chat is left out."""
 
@@ -75,6 +100,7 @@ class ChatTemplate:
             )
         check_offsets(tokenizer)
         self.tokenizer = tokenizer
+        self.takes_parts = takes_parts(tokenizer)
         self.train_on_all = train_on_all
         self.special = special_tokens_of(tokenizer)
         self.refused = () if special_tokens else self.special
@@ -83,10 +109,16 @@ class ChatTemplate:
     def writes_bos(self) -> bool:
         """Whether a chat begins with BOS."""
         try:
-            text: str = self.tokenizer.apply_chat_template([{"role": "user", "content": "a"}], tokenize=False)
+            text = self._render([{"role": "user", "content": "a"}])
         except REFUSALS:
             return False
         return text.startswith(self.tokenizer.bos_token)
+
+    def _render(self, messages: list[Json], **options: Any) -> str:
+        """Return messages, whose contents are texts, under the template."""
+        given = in_parts(messages) if self.takes_parts else messages
+        text: str = self.tokenizer.apply_chat_template(given, tokenize=False, **options)
+        return text
 
     def chats(
         self, rows: Iterable[NamedJson], column: str, longest: int, counts: Counter[str]
@@ -134,7 +166,7 @@ class ChatTemplate:
         messages = given["messages"]
         tools = given.get("tools") or None
         options = row.get("chat_template_kwargs") or {}
-        render = partial(self.tokenizer.apply_chat_template, tokenize=False, tools=tools, **options)
+        render = partial(self._render, tools=tools, **options)
         for message in messages:
             _normalize(message)
         text = render(messages)

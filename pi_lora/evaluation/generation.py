@@ -6,7 +6,7 @@ from typing import Any
 import torch
 from transformers import GenerationConfig, TextStreamer
 
-from pi_lora.data.chats import REFUSALS
+from pi_lora.data.chats import REFUSALS, in_parts, takes_parts
 from pi_lora.data.tokens import prompt_ids
 from pi_lora.errors import DataError, first_line
 from pi_lora.evaluation.forward import pad_rows
@@ -65,6 +65,8 @@ def answer(
     tokenizer = loaded.tokenizer
     if chat_template and tokenizer.chat_template:
         turns = [{"role": "user", "content": prompt}]
+        if takes_parts(tokenizer):
+            turns = in_parts(turns)
         try:
             ids = tokenizer.apply_chat_template(turns, add_generation_prompt=True, return_dict=False)
         except REFUSALS as error:

@@ -24,6 +24,8 @@ from pi_lora.types import Json
 CONFIG_FILE = "config.json"
 SETTINGS_FILE = "tokenizer_config.json"
 CHAT_TEMPLATE = "chat_template.jinja"
+# That of the processor of an older composite.
+PROCESSOR_TEMPLATE = "chat_template.json"
 # The vocabulary in other formats than tokenizer.json, which some engines and converters read.
 VOCABULARY_FILES = (
     "tokenizer.model",
@@ -40,7 +42,7 @@ TOKENIZER_FILES = (
     "special_tokens_map.json",
     "added_tokens.json",
     CHAT_TEMPLATE,
-    "chat_template.json",
+    PROCESSOR_TEMPLATE,
     *VOCABULARY_FILES,
 )
 # What composites have beside their tokenizer.

@@ -11,7 +11,15 @@ from tokenizers.models import Unigram
 from transformers import AutoTokenizer
 
 from pi_lora.errors import ModelError
-from pi_lora.models.files import CHAT_TEMPLATE, SETTINGS_FILE, find_files, model_folder, readable
+from pi_lora.models.files import (
+    CHAT_TEMPLATE,
+    PROCESSOR_TEMPLATE,
+    SETTINGS_FILE,
+    find_file,
+    find_files,
+    model_folder,
+    readable,
+)
 from pi_lora.models.quiet import quiet_loading
 from pi_lora.storage import read_json, write_json
 from pi_lora.types import Json
@@ -48,6 +56,10 @@ def load_tokenizer(
         remedy = f"name eos_token, bos_token and add_bos_token in {SETTINGS_FILE}"
         raise ModelError(f"{path}: its tokenizer has no EOS; {remedy}")
     tokenizer.model_max_length = window
+    template_file = find_file(Path(path), PROCESSOR_TEMPLATE)
+    if template_file and tokenizer.chat_template is None:
+        # Tokenizers do not read it.
+        tokenizer.chat_template = read_json(template_file, Json, "download it again").get("chat_template")
     _let_special_tokens_be_split(tokenizer)
     if vocabulary:
         highest = max(_ids_given(tokenizer), default=0)
@@ -77,9 +89,9 @@ def has_chat_template(name: str) -> bool:
     """Return whether a model has a chat template, without loading the tokenizer; False if the hub is not reached."""
     with suppress(ModelError):
         folder, _ = model_folder(name)
-        files = find_files(folder, (SETTINGS_FILE, CHAT_TEMPLATE))
+        files = find_files(folder, (SETTINGS_FILE, CHAT_TEMPLATE, PROCESSOR_TEMPLATE))
         settings = read_json(files[SETTINGS_FILE], Json, "") if SETTINGS_FILE in files else {}
-        return CHAT_TEMPLATE in files or bool(settings.get("chat_template"))
+        return bool(files.keys() - {SETTINGS_FILE} or settings.get("chat_template"))
     return False
 
 

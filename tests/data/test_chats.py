@@ -182,6 +182,16 @@ REFERENCES: dict[str, tuple[str, list[dict[str, str]], list[tuple[str, bool]]]] 
             ("2 + 3 = 5<|end|>\n</s>", True),
         ],
     ),
+    "a template of parts alone": (
+        "parts",
+        [SYSTEM, *QUESTIONS],
+        [
+            ("System: Be brief.<|end|>\nUser: What is 2 + 2?<|end|>\nAssistant: ", False),
+            (" It is 4.\n<|end|>\n", True),
+            ("User: And 3?<|end|>\nAssistant: ", False),
+            ("2 + 3 = 5<|end|>\n", True),
+        ],
+    ),
 }
 
 

@@ -45,6 +45,10 @@ def test_generated_text_equals_transformers_and_is_printed(
     chat = pi_lora.generate(extended, "The sea was", tokens=20)
     assert chat == written(extended, "[user]The sea was[True]", add_special_tokens=False) != text
     assert pi_lora.generate(extended, "The sea was", chat_template=False, tokens=20) == text
+    # A template that takes a list of parts would leave a text out.
+    of_parts = TEMPLATE.replace("each.content", "each.content[0].text")
+    monkeypatch.setattr(extended.tokenizer, "chat_template", of_parts)
+    assert pi_lora.generate(extended, "The sea was", tokens=20) == chat
 
 
 @pytest.mark.parametrize("top_p", [1.0, 0.4])
@@ -110,8 +114,7 @@ def test_the_generate_command_reads_prompt_file_or_stdin(
 
 
 def test_a_prompt_that_the_chat_template_refuses_is_a_line(extended: LoadedModel, monkeypatch: Any) -> None:
-    """As a template of a model for images that takes contents of several parts alone."""
-    monkeypatch.setattr(extended.tokenizer, "chat_template", "{{ messages[0].content[0].text.upper() }}")
+    monkeypatch.setattr(extended.tokenizer, "chat_template", "{{ raise_exception('a system turn is needed') }}")
     with pytest.raises(DataError, match=r"the chat template refuses the prompt .*; continue the text with --no-chat-t"):
         pi_lora.generate(extended, "The sea was")
     assert pi_lora.generate(extended, "The sea was", chat_template=False, tokens=1)

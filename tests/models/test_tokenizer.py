@@ -107,6 +107,16 @@ def test_the_tokenizer_of_mistral_common_is_not_used(folder: Path, monkeypatch: 
     assert load_tokenizer(folder, 64).is_fast
 
 
+def test_the_chat_template_of_a_processor_is_the_tokenizers(folder: Path) -> None:
+    """In a file that tokenizers of transformers do not read, of composites from before 2025."""
+    edit(folder / "tokenizer_config.json", chat_template=None)
+    assert resolve_model(str(folder)).tokenizer.chat_template is None
+    (folder / "chat_template.json").write_text(json.dumps({"chat_template": CHATML}))
+    assert resolve_model(str(folder)).tokenizer.chat_template == CHATML
+    edit(folder / "tokenizer_config.json", chat_template="{{ messages }}")
+    assert resolve_model(str(folder)).tokenizer.chat_template == "{{ messages }}"
+
+
 def test_texts_longer_than_the_window_are_no_warning() -> None:
     """transformers would print a line about indexing errors, and for a reader all is well."""
     tokenizer = load_tokenizer(BUILTIN_FOLDER / "tiny", 8)

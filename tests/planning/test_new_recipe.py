@@ -204,9 +204,11 @@ def test_new_warns_about_a_chat_model_without_chats(command: Command, small_mode
     settings = json.loads((folder / "tokenizer_config.json").read_text())
     (folder / "tokenizer_config.json").write_text(json.dumps({**settings, "chat_template": None}))
     assert NO_CHATS_WARNING not in command(*words, "one.yaml")[2]
-    (folder / "chat_template.jinja").write_text("{{ messages }}")
-    status, _, errors = command(*words, "two.yaml")
-    assert (status, errors.splitlines()[-1]) == (0, f"data: {NO_CHATS_WARNING}")
+    for number, name in enumerate(("chat_template.jinja", "chat_template.json")):
+        (folder / name).write_text(json.dumps({"chat_template": "{{ messages }}"}))
+        status, _, errors = command(*words, f"{number}.yaml")
+        assert (status, errors.splitlines()[-1]) == (0, f"data: {NO_CHATS_WARNING}")
+        (folder / name).unlink()
 
 
 @pytest.mark.parametrize(
