@@ -3,6 +3,7 @@
 import hashlib
 import json
 import os
+import re
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import suppress
 from pathlib import Path
@@ -15,6 +16,13 @@ from pydantic import TypeAdapter, ValidationError
 from pi_lora.errors import ModelError, PiLoraError, RunExistsError
 
 T = TypeVar("T")
+# What pydantic calls a value, and what a user writes.
+PLAIN_WORDS = (
+    (r"a valid tuple", "a list"),
+    (r"a valid dictionary or instance of \w+", "a section with keys"),
+    (r", unable to .*", ""),
+)
+SHOULD_BE = "input should be "
 
 
 def read_json(file: Path, kind: type[T], remedy: str) -> T:
@@ -44,16 +52,29 @@ def first_problem(error: ValidationError) -> str:
     return f"{field}: {text}" if field else text
 
 
-def problem_text(problem: Mapping[str, Any]) -> str:
-    """Return the message of one of pydantic's errors, with the given value if it is short."""
-    message: str = problem["msg"].removeprefix("Value error, ")
-    message = message[0].lower() + message[1:]
+def problem_text(*alternatives: Mapping[str, Any]) -> str:
+    """Return the message of one of pydantic's errors, or of those about all types that a value may have, with the given
+    value if it is short.
+    """
+    messages = [_message_of(problem) for problem in alternatives]
+    message = messages[0]
+    if len(messages) > 1:
+        kinds = dict.fromkeys(message.removeprefix(SHOULD_BE) for message in messages)
+        message = SHOULD_BE + " or ".join(kinds)
+    problem = alternatives[0]
     value = problem["input"]
     if problem["type"] in ("missing", "value_error") or not isinstance(value, str | int | float | None):
         return message
     # As in YAML, or on the command line.
     written = value if value and isinstance(value, str) else json.dumps(value)
     return f"{message}, not {written:.60}"
+
+
+def _message_of(problem: Mapping[str, Any]) -> str:
+    message: str = problem["msg"].removeprefix("Value error, ")
+    for pattern, words in PLAIN_WORDS:
+        message = re.sub(pattern, words, message)
+    return message[0].lower() + message[1:]
 
 
 def digest_of(content: Any) -> str:

@@ -54,8 +54,8 @@ def messages_of(row_name: str, given: list[Any]) -> list[Json]:
 
 
 def takes_parts(tokenizer: Any) -> bool:
-    """Whether the chat template takes a list of parts as the content of a turn, and leaves out a text: templates of some
-    composites, as SmolVLM and LLaVA.
+    """Whether the chat template takes a list of parts as the content of a turn, and leaves out a text, as those of
+    SmolVLM and LLaVA.
     """
     writes_text = _writes(tokenizer, "a turn")
     return not writes_text and _writes(tokenizer, _part("a turn"))
@@ -166,7 +166,7 @@ class ChatTemplate:
         messages = given["messages"]
         tools = given.get("tools") or None
         options = row.get("chat_template_kwargs") or {}
-        render = partial(self._render, tools=tools, **options)
+        render: partial[str] = partial(self._render, tools=tools, **options)
         for message in messages:
             _normalize(message)
         text = render(messages)

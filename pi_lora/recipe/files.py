@@ -72,7 +72,7 @@ def load_recipe(path: Path, overrides: Iterable[str] = ()) -> ResolvedRecipe:
         origins.pop((EXTENDS,))
         base, base_origins = _read_tree(path.parent / str(parent))
         tree = _merge(base, tree)
-        origins = {**base_origins, **origins}
+        origins = _merge_origins(base_origins, origins)
     for override in overrides:
         key, value = _parsed_override(override)
         for name in reversed(key):
@@ -80,11 +80,14 @@ def load_recipe(path: Path, overrides: Iterable[str] = ()) -> ResolvedRecipe:
         tree = _merge(tree, value)
         section = key[:1]
         origins.setdefault(section, COMMAND_LINE)  # an unknown section is reported by its name
-        origins[key] = COMMAND_LINE
+        origins = _merge_origins(origins, {key: COMMAND_LINE})
     try:
         recipe = Recipe.model_validate(tree, strict=True)
     except ValidationError as error:
-        raise RecipeError([_problem(path, problem, origins) for problem in error.errors()]) from None
+        problems: dict[KeyPath, list[Any]] = {}
+        for problem in error.errors():
+            problems.setdefault(_key_of(problem), []).append(problem)
+        raise RecipeError([_problem(path, key, *found, origins=origins) for key, found in problems.items()]) from None
     return ResolvedRecipe(recipe, _origins_by_key(recipe, origins))
 
 
@@ -189,6 +192,16 @@ def _merge(base: Mapping[str, Any], over: Mapping[str, Any]) -> dict[str, Any]:
     return merged
 
 
+def _merge_origins(base: Mapping[KeyPath, str], over: Mapping[KeyPath, str]) -> dict[KeyPath, str]:
+    """Merge the origins of keys as `_merge` does the values: the entries of a list that is replaced are left out."""
+    merged = {}
+    for key, origin in base.items():
+        lists = [key[:length] for length, name in enumerate(key) if isinstance(name, int)]
+        if over.keys().isdisjoint(lists):
+            merged[key] = origin
+    return {**merged, **over}
+
+
 def _parsed_override(override: str) -> tuple[tuple[str, ...], Any]:
     """Return the names and the value of `section.key=value`: YAML, or a text such as `*.txt` or `books #2`."""
     key, equals, text = override.partition("=")
@@ -206,15 +219,27 @@ def _parsed_override(override: str) -> tuple[tuple[str, ...], Any]:
     return tuple(key.split(".")), value
 
 
-def _problem(path: Path, error: Any, origins: Mapping[KeyPath, str]) -> str:
-    """Return one of pydantic's errors as a line with the origin and the key of the value."""
-    location: KeyPath = tuple(error["loc"])
-    if error["type"] == "extra_forbidden":
+def _key_of(problem: Any) -> KeyPath:
+    """Return the key that one of pydantic's errors is about. pydantic adds the type, if a value may have several."""
+    location: KeyPath = tuple(problem["loc"])
+    section: type[Section] = Recipe
+    for length, name in enumerate(location):
+        if isinstance(name, str) and problem["type"] != "extra_forbidden":
+            if name not in section.model_fields:
+                return location[:length]
+            section = next(sections_in(section.model_fields[name].annotation), Section)
+    return location
+
+
+def _problem(path: Path, location: KeyPath, *alternatives: Any, origins: Mapping[KeyPath, str]) -> str:
+    """Return pydantic's errors about a key as a line with the origin of the value."""
+    kind = alternatives[0]["type"]
+    if kind == "extra_forbidden":
         problem = f"unknown key; {_known_keys(location)}"
-    elif error["type"] == "missing":
+    elif kind == "missing":
         problem = "missing; add it"
     else:
-        problem = problem_text(error)
+        problem = problem_text(*alternatives)
     origin = _origin_of(location, origins) or str(path)
     key = ".".join(map(str, location))
     return f"{origin}: {key}: {problem}" if key else f"{origin}: {problem}"

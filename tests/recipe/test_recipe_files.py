@@ -136,6 +136,42 @@ def test_a_section_mistyped_in_an_override_is_reported_as_the_override(tmp_path:
     assert problems(write(tmp_path, GOOD), "trainin.steps=3") == [expected]
 
 
+@pytest.mark.parametrize(
+    ("override", "said"),
+    [
+        (
+            "training.activation_checkpointing=on and off",
+            "training.activation_checkpointing: input should be a valid boolean or 'selective' or a valid integer, not "
+            "on and off",
+        ),
+        (
+            "tuning.target_modules=5",
+            "tuning.target_modules: input should be 'attention' or 'all-linear' or a list, not 5",
+        ),
+        (
+            "training.schedule_options={a: b, c: d}",
+            "training.schedule_options: input should be a valid number or a valid integer, not b",
+        ),
+        ("training.betas=0.9", "training.betas: input should be a list, not 0.9"),
+        (
+            "evaluation.perplexity.windows=[512, many]",
+            "evaluation.perplexity.windows.1: input should be a valid integer, ",
+        ),
+        ("data.source=[5]", "data.source.0: input should be a section with keys, not 5"),
+        ("data.source=[{nam: a}]", "data.source.0.name: missing; add it"),
+    ],
+)
+def test_a_value_of_another_type_is_one_line_in_plain_words(tmp_path: Path, override: str, said: str) -> None:
+    """Also where several types are allowed; entries of a list that is replaced are not those of the file."""
+    text = (
+        GOOD.replace("builtin:stdlib", "[{name: builtin:stdlib}]")
+        + "evaluation: {perplexity: {windows: [256, 1024]}}\n"
+    )
+    found = problems(write(tmp_path, text), override)
+    assert found[0].startswith(f"command line: {said}")
+    assert len(found) == 1 + override.count("nam:")
+
+
 def test_a_child_recipe_states_only_its_differences(tmp_path: Path) -> None:
     write(tmp_path, GOOD + "training: {steps: 5, seed: 3}\n", "_parent.yaml")
     child = load_recipe(write(tmp_path, "extends: _parent.yaml\ntraining: {steps: 9}\n"))
