@@ -105,14 +105,13 @@ class ChatTemplate:
         self.special = special_tokens_of(tokenizer)
         self.refused = () if special_tokens else self.special
 
-    @property
-    def writes_bos(self) -> bool:
-        """Whether a chat begins with BOS."""
+    def writes(self, prefix: list[int]) -> bool:
+        """Whether a chat begins with the tokens of `prefix`, such as BOS."""
         try:
             text = self._render([{"role": "user", "content": "a"}])
         except REFUSALS:
             return False
-        return text.startswith(self.tokenizer.bos_token)
+        return text.startswith("".join(self.tokenizer.convert_ids_to_tokens(prefix)))
 
     def _render(self, messages: list[Json], **options: Any) -> str:
         """Return messages, whose contents are texts, under the template."""

@@ -14,7 +14,7 @@ from pi_lora.data.chats import ChatTemplate
 from pi_lora.data.examples import Prompter
 from pi_lora.data.recall import recall_document
 from pi_lora.data.sources import Table, format_counts
-from pi_lora.data.tokens import Labelled, Tokens, added_bos, in_batches, padding_id, tokenized
+from pi_lora.data.tokens import Labelled, Tokens, added_prefix, in_batches, padding_id, tokenized
 from pi_lora.errors import DataError
 from pi_lora.recipe.data import COMMON_WORDS, ENTITIES, RECALL, SYNTHETIC, Data, Source
 
@@ -55,22 +55,22 @@ def pose_positions(rng: random.Random, tokens: int, target: int, chunks: int) ->
     return positions
 
 
-def wrapped(documents: Iterable[Tokens], length: int, bos: int | None = None) -> Iterator[list[int]]:
+def wrapped(documents: Iterable[Tokens], length: int, prefix: Sequence[int] = ()) -> Iterator[list[int]]:
     """Cut the continuous stream of `documents` into sequences of exactly `length` tokens; only the last rest is lost.
-    With `bos`, a sequence that begins within a document begins with that token, as every input of the model does.
+    A sequence that begins within a document begins with the tokens of `prefix`, as every input of the model does.
 
     `trl.pack_dataset` (1.16) cuts each batch of documents by itself, and its sequences differ in length.
 
     >>> list(wrapped([[1, 2, 3], [4, 5], [6, 7]], length=3))
     [[1, 2, 3], [4, 5, 6]]
-    >>> list(wrapped([[0, 1, 2, 3, 4], [0, 5]], length=3, bos=0))
+    >>> list(wrapped([[0, 1, 2, 3, 4], [0, 5]], length=3, prefix=[0]))
     [[0, 1, 2], [0, 3, 4]]
     """
     stream = itertools.chain.from_iterable(documents)
     while True:
-        sequence = list(itertools.islice(stream, 1))
-        if bos is not None and sequence != [bos]:
-            sequence.insert(0, bos)
+        sequence = list(itertools.islice(stream, len(prefix)))
+        if sequence != list(prefix):
+            sequence = [*prefix, *sequence]
         sequence += itertools.islice(stream, length - len(sequence))
         if len(sequence) < length:
             return
@@ -166,9 +166,9 @@ class Stream:
         return self.table.source
 
     @cached_property
-    def bos(self) -> int | None:
-        """The token that sequences begin with, if the tokenizer adds one."""
-        return added_bos(self.tokenizer)
+    def prefix(self) -> list[int]:
+        """The tokens that sequences begin with, such as BOS, if the tokenizer adds any."""
+        return added_prefix(self.tokenizer)
 
     def rows(self) -> Iterator[list[Labelled]]:
         """Return the rows, until the source is used up; synthetic text has no end."""
@@ -180,7 +180,7 @@ class Stream:
             return self._packed_chats()
         if self.source.name in SYNTHETIC:
             return self._unmasked(self._synthetic())
-        return self._unmasked(wrapped(self._documents(), self.length, self.bos))
+        return self._unmasked(wrapped(self._documents(), self.length, self.prefix))
 
     def encode(self, texts: Sequence[str]) -> list[Tokens]:
         """Return texts in token ids with the BOS of the tokenizer, if it has one, and EOS."""
@@ -198,7 +198,7 @@ class Stream:
     def _short_texts(self) -> Iterator[Labelled]:
         if self.source.has_chats:
             return self._chats(self.short)
-        sequences = wrapped(self._documents(), self.short, self.bos)
+        sequences = wrapped(self._documents(), self.short, self.prefix)
         return itertools.chain.from_iterable(self._unmasked(sequences))
 
     def _documents(self) -> Iterator[Tokens]:
@@ -248,12 +248,12 @@ class Stream:
     def _packed_chats(self) -> Iterator[list[Labelled]]:
         """Yield sequences of chats that begin with BOS: that of the first chat, or one before it."""
         before: list[Labelled] = []
-        if self.bos is not None and not self._template.writes_bos:
-            before = [Labelled([self.bos], [False])]
-        room = self.length - len(before)
+        if self.prefix and not self._template.writes(self.prefix):
+            before = [Labelled(self.prefix, [False] * len(self.prefix))]
+        room = self.length - total_tokens(before)
         for chats in packed(self._chats(room), room):
-            begins_with_bos = chats[0].ids[0] == self.bos
-            yield chats if begins_with_bos else [*before, *chats]
+            begins_with_prefix = chats[0].ids[: len(self.prefix)] == self.prefix
+            yield chats if begins_with_prefix else [*before, *chats]
 
     def _chats(self, longest: int) -> Iterator[Labelled]:
         """Yield the chats of at most `longest` tokens."""

@@ -44,14 +44,14 @@ def tokenized(tokenizer: Any, texts: Sequence[str], special_tokens: bool = False
 
 def token_spans(tokenizer: Any, text: str) -> list[tuple[int, int]]:
     """Return for each token that `tokenized` gives of a text the first character and the one after the last; equal ones
-    for BOS. Raise DataError if the tokenizer does not know them.
+    for tokens before it. Raise DataError if the tokenizer does not know them.
     """
     check_offsets(tokenizer)
     encode = partial(tokenizer, split_special_tokens=True, return_offsets_mapping=True, verbose=False)
     if len(text) <= 2 * PIECE:
         spans: list[tuple[int, int]] = encode(text)["offset_mapping"]
         return spans
-    spans = [] if added_bos(tokenizer) is None else [(0, 0)]
+    spans = [(0, 0)] * len(added_prefix(tokenizer))
     start = 0
     for piece in pieces(text):
         offsets = encode(piece, add_special_tokens=False)["offset_mapping"]
@@ -69,11 +69,11 @@ def check_offsets(tokenizer: Any) -> None:
         )
 
 
-def added_bos(tokenizer: Any) -> int | None:
-    """Return the BOS token that a tokenizer puts before a text; None if it puts none."""
-    ids = tokenizer("a")["input_ids"]
-    bos: int | None = tokenizer.bos_token_id
-    return bos if ids[0] == bos else None
+def added_prefix(tokenizer: Any) -> list[int]:
+    """Return the tokens that a tokenizer puts before a text: BOS, two tokens as that of GLM-4, or none."""
+    framed: list[int] = tokenizer("a")["input_ids"]
+    [first, *_] = tokenizer("a", add_special_tokens=False)["input_ids"]
+    return framed[: framed.index(first)]
 
 
 def special_tokens_of(tokenizer: Any) -> tuple[str, ...]:

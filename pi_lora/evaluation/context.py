@@ -15,7 +15,7 @@ from statistics import fmean
 import torch
 from pydantic import Field
 
-from pi_lora.data.tokens import added_bos, token_spans
+from pi_lora.data.tokens import added_prefix, token_spans
 from pi_lora.drawing import Panel, draw_curves, draw_marked_text
 from pi_lora.errors import DataError
 from pi_lora.evaluation.forward import check_numbers, pass_tokens
@@ -208,18 +208,18 @@ def context_losses(
     """Return the losses in nats of the tokens of a window from `short_window` on: (tokens - short_window) each.
 
     The first are those with all tokens of the window before them, the second those with `short_window` to
-    `short_window + stride - 1` tokens before them. If the tokenizer adds BOS, that token takes the place of the first
-    token of each context. The first `stride` tokens have the same context twice, and gain nothing.
+    `short_window + stride - 1` tokens before them. What the tokenizer adds, such as BOS, takes the place of the first
+    tokens of each context. The first `stride` tokens have the same context twice, and gain nothing.
     """
     module = model.module
-    bos = added_bos(model.tokenizer)
+    prefix = added_prefix(model.tokenizer)
     tokens_at_once = 1 if depends_on_length(model.source.config) else pass_tokens(module)
     whole = Piece(0, len(ids), {"whole": range(short_window, len(ids))}, score_all=False)
-    [(_, _, far)] = scored_losses(module, ids, [whole], bos)
+    [(_, _, far)] = scored_losses(module, ids, [whole], prefix)
     near = far.clone()
     for pieces in Sweep((short_window + stride,), stride).passes(len(ids), tokens_at_once):
         if pieces[0].start:
-            for _, tokens, losses in scored_losses(module, ids, pieces, bos):
+            for _, tokens, losses in scored_losses(module, ids, pieces, prefix):
                 near[tokens.start - short_window : tokens.stop - short_window] = losses
     return far, near
 

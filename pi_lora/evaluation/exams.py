@@ -9,7 +9,7 @@ from typing import NamedTuple
 import torch
 
 from pi_lora.data.recall import DIGITS, FORMS, NAMES, THINGS
-from pi_lora.data.tokens import added_bos
+from pi_lora.data.tokens import added_prefix
 from pi_lora.errors import DataError
 from pi_lora.models.loaded import LoadedModel
 
@@ -35,7 +35,7 @@ class Exams:
 
     def __init__(self, loaded: LoadedModel, texts: Sequence["array[int]"], target: int, seed: int) -> None:
         self.tokenizer = loaded.tokenizer
-        self.bos = added_bos(loaded.tokenizer)
+        self.prefix = added_prefix(loaded.tokenizer)
         self.device = loaded.module.device
         self.texts = texts
         self.target = target
@@ -70,10 +70,7 @@ class Exams:
 
     def row(self, ids: Sequence[int]) -> torch.Tensor:
         """Return token ids with the tokenizer's BOS for the first one: (1, tokens)."""
-        row = torch.tensor([ids], device=self.device)
-        if self.bos is not None:
-            row[0, 0] = self.bos
-        return row
+        return torch.tensor([[*self.prefix, *ids[len(self.prefix) :]]], device=self.device)
 
     def _exam(self, text: Sequence[int], tokens: int) -> Exam:
         """Return a text of at most `tokens` tokens with needles at all depths."""
@@ -93,10 +90,10 @@ class Exams:
             answer = len(asked) + len(self._tokens(before))
             asked += self._tokens(question)
             answers += range(answer, len(asked) - 1)
-        part = (tokens - 1 - len(asked) - sum(map(len, needles))) // number
+        part = (tokens - max(1, len(self.prefix)) - len(asked) - sum(map(len, needles))) // number
         if part < 1:
             raise DataError(f"--target: {self.target} tokens hold no needles; choose a longer window")
-        ids = [] if self.bos is None else [self.bos]
+        ids = list(self.prefix)
         for index, needle in enumerate(needles):
             ids += [*text[index * part : (index + 1) * part], *needle]
         return Exam(self.row(ids + asked), [len(ids) + answer for answer in answers], inputs={})

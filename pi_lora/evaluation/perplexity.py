@@ -3,13 +3,14 @@ losses, typed scores, metrics and picture. Windows of all lengths start at the s
 the longest window serves a whole sweep.
 
 Models whose tokenizer adds BOS have seen BOS first in all inputs, and many predict far worse without it. So each window
-begins with BOS, in place of the first token, which has no context and is not scored. As defined by Press et al., only
+begins with BOS, in place of the first token, which has no context and is not scored; so do all tokens that a tokenizer
+adds before a text, as the two of GLM-4. As defined by Press et al., only
 the first window of a document begins with BOS.
 """
 
 import math
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from itertools import chain, pairwise
 from typing import Any, NamedTuple
@@ -17,7 +18,7 @@ from typing import Any, NamedTuple
 import torch
 from pydantic import Field, model_validator
 
-from pi_lora.data.tokens import added_bos
+from pi_lora.data.tokens import added_prefix
 from pi_lora.drawing import Panel, draw_by_window, draw_curves
 from pi_lora.evaluation.forward import check_numbers, pad_rows, pass_tokens, token_losses
 from pi_lora.evaluation.measurement import Measurement, Metric, Result, Scores, Session, Value, header_of
@@ -119,9 +120,10 @@ class Perplexity(Measurement[PerplexityOptions, PerplexityScores]):
         divide the forward passes.
         """
         windows, stride = options.sweep(model.window)
-        sweep = Sweep(windows, stride, bins=min(BINS, max(windows) - 1))
+        prefix = added_prefix(model.tokenizer)
+        unscored = max(1, len(prefix))
+        sweep = Sweep(windows, stride, bins=min(BINS, max(windows) - unscored), unscored=unscored)
         documents, too_short = choose_documents(model, options, max(windows))
-        bos = added_bos(model.tokenizer)
         sums_by_document = _measure_documents(model, documents, sweep, options, session)
         per_document = []
         for document, sums in zip(documents, sums_by_document, strict=True):
@@ -135,7 +137,7 @@ class Perplexity(Measurement[PerplexityOptions, PerplexityScores]):
             data=options.data or "",
             documents=len(documents),
             documents_too_short=too_short,
-            bos="none" if bos is None else f"each {options.bos}",
+            bos=f"each {options.bos}" if prefix else "none",
             stride=stride,
             weighting="token",
             windows=window_scores(all_sums, windows),
@@ -200,18 +202,19 @@ class Piece:
 
 @dataclass(frozen=True)
 class Sweep:
-    """The tokens of a document that are measured: windows and stride in tokens, and the number of bins of losses by
-    position.
+    """The tokens of a document that are measured: windows and stride in tokens, the number of bins of losses by
+    position, and the number of tokens at the start of an input that are not scored: those that the tokenizer adds, or
+    else the first one, which has no context.
     """
 
     windows: tuple[int, ...]
     stride: int
     bins: int = 0
+    unscored: int = 1
 
     @property
     def positions(self) -> list[int]:
-        """The bounds of the bins of positions in the longest window, as numbers of tokens before a token. The first
-        token of a window has no loss.
+        """The bounds of the bins of positions in the longest window, as numbers of tokens before a token.
 
         >>> Sweep((10,), 4, bins=4).positions, Sweep((10,), 4).positions
         ([1, 3, 5, 8, 10], [])
@@ -220,7 +223,7 @@ class Sweep:
             return []
         longest = max(self.windows)
         bounds = [math.ceil(longest * index / self.bins) for index in range(self.bins + 1)]
-        return [max(1, bound) for bound in bounds]
+        return [max(self.unscored, bound) for bound in bounds]
 
     def passes(self, length: int, tokens: int) -> Iterator[list[Piece]]:
         """Yield the pieces of a document of `length` tokens in groups that go through the model together. A group of
@@ -237,7 +240,7 @@ class Sweep:
         """Yield the pieces of a document of `length` tokens.
 
         The first window scores all tokens, a later one, `stride` further on, the last `stride`. With a stride as long
-        as the window, the first token of a window has no context and is not scored. A piece is as long as the longest
+        as the window, the first tokens of a window are not scored. A piece is as long as the longest
         window that scores in it. Of the longest windows, those that fit without overlap count by position.
 
         >>> [(piece.start, piece.stop, dict(piece.scored)) for piece in Sweep((4, 6), stride=2).pieces(10)]
@@ -253,7 +256,9 @@ class Sweep:
         for start in starts:
             scored = {}
             for window in self.windows:
-                first = max(start + window - self.stride, start + 1) if start else 1
+                first = start + self.unscored
+                if start:
+                    first = max(first, start + window - self.stride)
                 scored[f"window {window}"] = range(first, min(start + window, length))
             by_position = self.bins > 0 and start % by_position_stride == 0 and start + longest <= length
             if by_position:
@@ -274,17 +279,12 @@ class Scored(NamedTuple):
 
 
 def scored_losses(
-    model: Any, document: Sequence[int], pieces: Sequence[Piece], bos: int | None = None
+    model: Any, document: Sequence[int], pieces: Sequence[Piece], prefix: Sequence[int] = ()
 ) -> Iterator[Scored]:
-    """Yield the losses of some pieces of a document, which go through the model together. With `bos`, that token takes
-    the place of the first token of a piece.
+    """Yield the losses of some pieces of a document, which go through the model together. The tokens of `prefix` take
+    the place of the first ones of a piece.
     """
-    rows = []
-    for piece in pieces:
-        row = list(document[piece.start : piece.stop])
-        if bos is not None:
-            row[0] = bos
-        rows.append(row)
+    rows = [[*prefix, *document[piece.start + len(prefix) : piece.stop]] for piece in pieces]
     ids = pad_rows(model, rows)
     needed: set[int] = set()
     for piece in pieces:
@@ -298,9 +298,11 @@ def scored_losses(
             yield Scored(name, tokens, losses[first : first + len(tokens)])
 
 
-def pass_losses(model: Any, document: Sequence[int], pieces: Sequence[Piece], bos: int | None = None) -> list[LossSum]:
+def pass_losses(
+    model: Any, document: Sequence[int], pieces: Sequence[Piece], prefix: Sequence[int] = ()
+) -> list[LossSum]:
     """Return the sums of the losses of some pieces, as `scored_losses` computes them."""
-    scored = scored_losses(model, document, pieces, bos)
+    scored = scored_losses(model, document, pieces, prefix)
     return [(name, losses.sum().item(), len(tokens)) for name, tokens, losses in scored]
 
 
@@ -318,10 +320,10 @@ def _measure_documents(
     tokens = pass_tokens(model.module)
     if depends_on_length(model.source.config):
         *shorter, longest = sweep.windows
-        sweeps = [Sweep((window,), sweep.stride) for window in shorter]
-        sweeps.append(Sweep((longest,), sweep.stride, sweep.bins))
+        sweeps = [replace(sweep, windows=(window,), bins=0) for window in shorter]
+        sweeps.append(replace(sweep, windows=(longest,)))
         tokens = 1
-    bos = added_bos(model.tokenizer) if options.bos == "window" else None
+    prefix = added_prefix(model.tokenizer) if options.bos == "window" else []
     passes: list[tuple[int, list[Piece]]] = []
     for number, document in enumerate(documents):
         for part in sweeps:
@@ -329,7 +331,7 @@ def _measure_documents(
 
     def measure(index: int) -> list[LossSum]:
         number, pieces = passes[index]
-        return pass_losses(model.module, documents[number].ids, pieces, bos=bos)
+        return pass_losses(model.module, documents[number].ids, pieces, prefix)
 
     decided_by = {**options.model_dump(), "texts": [document.digest for document in documents]}
     results = session.measure(model, decided_by, items=range(len(passes)), measure=measure)

@@ -462,17 +462,24 @@ def test_other_columns_of_a_row_with_a_chat_are_left_alone(tmp_path: Path, token
     assert len(found.rows) == 2
 
 
-@pytest.mark.parametrize("template", ["chatml", "llama3"])
-def test_packed_chats_begin_with_one_bos(tmp_path: Path, template: str) -> None:
-    tokenizer = make_tokenizer(template)
-    bos = tokenizer.bos_token_id
-    tokenizer.backend_tokenizer.post_processor = TemplateProcessing(single="<s> $A", special_tokens=[("<s>", bos)])
+@pytest.mark.parametrize("written", ["", "<s>", "<s></s>"])
+@pytest.mark.parametrize("added", ["<s>", "<s></s>"])
+def test_packed_chats_begin_once_with_the_tokens_that_the_tokenizer_adds(
+    tmp_path: Path, written: str, added: str
+) -> None:
+    tokenizer = make_tokenizer("chatml")
+    tokenizer.chat_template = f"{written}{{#- #}}{tokenizer.chat_template}"
+    specials = [(token, tokenizer.convert_tokens_to_ids(token)) for token in ("<s>", "</s>")]
+    tokenizer.backend_tokenizer.post_processor = TemplateProcessing(
+        single=added.replace(">", "> ") + "$A", special_tokens=specials
+    )
     source = write_chats(tmp_path / "chats.jsonl", [question(number) for number in range(60)])
     found = training_data(data_of(source), Training(steps=6, global_batch_size=1), tokenizer, 64, 128)
     for row in found.rows:
-        first, second, *_ = row["input_ids"].tolist()
-        assert first == bos != second
-        assert not row["loss_mask"][0]
+        text = tokenizer.decode(row["input_ids"].tolist())
+        begin = written if written.startswith(added) else added + written
+        assert text.startswith(f"{begin}<|im_start|>user")
+        assert not row["loss_mask"][:2].any()
 
 
 def test_a_template_that_wants_a_system_turn_gives_no_second_bos(tmp_path: Path) -> None:

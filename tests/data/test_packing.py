@@ -254,11 +254,22 @@ def test_packing_drops_only_the_last_partial_sequence(lengths: list[int], length
     assert list(itertools.chain.from_iterable(found)) == list(range(len(found) * length))
 
 
+def test_packed_sequences_begin_with_all_tokens_that_the_tokenizer_adds() -> None:
+    documents = [[8, 9, *range(10, 15)], [8, 9, *range(15, 18)], [8, 9, *range(18, 26)]]
+    assert list(wrapped(documents, 6, prefix=[8, 9])) == [
+        [8, 9, 10, 11, 12, 13],
+        [8, 9, 14, 8, 9, 15],
+        [8, 9, 16, 17, 8, 9],
+        [8, 9, 18, 19, 20, 21],
+        [8, 9, 22, 23, 24, 25],
+    ]
+
+
 @given(st.lists(st.integers(0, 40), max_size=40), st.integers(2, 12))
 def test_packed_sequences_begin_with_bos_and_lose_no_token(lengths: list[int], length: int) -> None:
     tokens = itertools.count(1)
     documents = [[0, *itertools.islice(tokens, number)] for number in lengths]
-    found = list(wrapped(documents, length, bos=0))
+    found = list(wrapped(documents, length, prefix=[0]))
     assert all(sequence[0] == 0 and len(sequence) == length for sequence in found)
     text = [token for sequence in found for token in sequence if token]
     assert text == list(range(1, len(text) + 1))

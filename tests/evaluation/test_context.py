@@ -15,7 +15,7 @@ from torch.nn.functional import cross_entropy
 
 from conftest import run_captured
 from pi_lora.api import load
-from pi_lora.data.tokens import added_bos, token_spans, tokenized
+from pi_lora.data.tokens import added_prefix, token_spans, tokenized
 from pi_lora.drawing import new_figure
 from pi_lora.errors import DataError, ModelError, RecipeError
 from pi_lora.evaluation import context as context_module
@@ -59,20 +59,18 @@ def measured(loaded: LoadedModel, folder: Path, **others: object) -> ContextScor
     return Context().run(loaded, options(folder, **others), Session())
 
 
-@pytest.mark.parametrize("bos", [None, 0])
+@pytest.mark.parametrize("prefix", [[], [0], [0, 7]])
 def test_losses_are_those_of_a_context_cut_by_hand(
-    loaded: LoadedModel, bos: int | None, monkeypatch: pytest.MonkeyPatch
+    loaded: LoadedModel, prefix: list[int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     generator = torch.Generator().manual_seed(0)
     ids = torch.randint(1, 500, (300,), generator=generator).tolist()
-    monkeypatch.setattr(context_module, "added_bos", lambda _: bos)
+    monkeypatch.setattr(context_module, "added_prefix", lambda _: prefix)
     monkeypatch.setattr(context_module, "pass_tokens", lambda _: 400)
     far, near = context_losses(loaded, ids, short_window=100, stride=30)
 
     def loss(start: int, token: int) -> float:
-        row = torch.tensor([ids[start : token + 1]])
-        if bos is not None:
-            row[0, 0] = bos
+        row = torch.tensor([[*prefix, *ids[start + len(prefix) : token + 1]]])
         logits = loaded.module(row).logits[0, -2]
         return cross_entropy(logits, row[0, -1]).item()
 
@@ -93,7 +91,7 @@ def test_longppl_is_that_of_the_authors(loaded: LoadedModel, folder: Path, tmp_p
     plain.backend_tokenizer.post_processor = processors.ByteLevel(trim_offsets=False)
     plain.save_pretrained(model)
     without_bos = load(str(model))
-    assert added_bos(without_bos.tokenizer) is None
+    assert added_prefix(without_bos.tokenizer) == []
 
     text = (folder / "a.txt").read_text()
     module = without_bos.module

@@ -3,6 +3,7 @@ import math
 import time
 from collections.abc import Sequence
 from pathlib import Path
+from statistics import fmean
 from typing import Any, Literal
 
 import pytest
@@ -13,6 +14,7 @@ from lm_eval.api.instance import Instance
 from lm_eval.models.huggingface import HFLM
 from oracle_perplexity import losses_by_token, perplexity
 from tokenizers.processors import TemplateProcessing
+from torch.nn.functional import cross_entropy
 
 from pi_lora.api import load
 from pi_lora.evaluation.forward import pass_tokens
@@ -36,7 +38,8 @@ WINDOWS = st.lists(st.integers(2, 60), min_size=1, max_size=4).map(tuple)
 def losses(model: Any, document: Sequence[int], sweep: Sweep, bos: int | None = None) -> list[LossSum]:
     """Those of every forward pass over a document."""
     passes = sweep.passes(len(document), tokens=300)
-    return [loss for pieces in passes for loss in pass_losses(model, document, pieces, bos=bos)]
+    prefix = [] if bos is None else [bos]
+    return [loss for pieces in passes for loss in pass_losses(model, document, pieces, prefix)]
 
 
 @pytest.fixture(scope="module")
@@ -160,6 +163,31 @@ def test_the_option_says_which_windows_begin_with_bos(
         of_windows = first if bos == "window" else None
         oracle, _ = perplexity(model.module, [list(document)], row.window, stride=24, bos=of_windows)
         assert row.perplexity == pytest.approx(oracle, rel=1e-5)
+
+
+def test_windows_begin_with_all_tokens_that_the_tokenizer_adds(small_model: Any, tmp_path: Path) -> None:
+    """GLM-4 adds two. None of them is scored, also where windows do not overlap."""
+    model = load(str(small_model))
+    specials = [(token, model.tokenizer.convert_tokens_to_ids(token)) for token in ("<s>", "</s>")]
+    model.tokenizer.backend_tokenizer.post_processor = TemplateProcessing("<s> </s> $A", special_tokens=specials)
+    (tmp_path / "text.txt").write_text("the road is long and the night is dark " * 20)
+    for stride in (24, 64):
+        options = PerplexityOptions(data=str(tmp_path), windows=(64, 128), stride=stride)
+        [(_, document, *_)], _ = choose_documents(model, options, 128)
+        prefix = list(document[:2])
+        assert model.tokenizer.convert_ids_to_tokens(prefix) == ["<s>", "</s>"]
+        scores = Perplexity().run(model, options, Session())
+        assert scores.bos == "each window"
+        for row in scores.windows:
+            expected = []
+            for start in range(0, len(document) - row.window + stride, stride):
+                inputs = torch.tensor([[*prefix, *document[start + 2 : start + row.window]]])
+                first = max(2, row.window - stride) if start else 2
+                with torch.no_grad():
+                    logits = model.module(inputs).logits[0]
+                expected += cross_entropy(logits[first - 1 : -1], inputs[0, first:], reduction="none").tolist()
+            assert row.tokens == len(expected)
+            assert row.perplexity == pytest.approx(math.exp(fmean(expected)), rel=1e-5)
 
 
 def test_a_tokenizer_without_bos_measures_alike_with_both_options(small_model: Any, tmp_path: Path) -> None:
