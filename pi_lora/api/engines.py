@@ -261,11 +261,13 @@ def check_server(
         else:
             known, compute = _reference(model, text, dtype=dtype, base=base, permissions=permissions, progress=note)
         verdicts = list(check.check_server(server, known, compute=compute, tolerance=tolerance, progress=note))
+    right = all(verdict.verdict == RIGHT for verdict in verdicts)
     if file:
-        right = all(verdict.verdict == RIGHT for verdict in verdicts)
         rows = [verdict.model_dump() for verdict in verdicts]
         write_json(file, {"url": server.url, "model": known.model, "right": right, "prompts": rows})
     ui.show_table(check.verdicts_table(f"{server.url}: {known.model}", verdicts))
+    if server.unnamed and not right:
+        ui.say(f"{server.url}: has several models, and chose one; name it with --served: {', '.join(server.unnamed)}")
     return verdicts
 
 

@@ -248,6 +248,16 @@ def test_a_model_is_named_where_one_is_given_or_a_single_one_is_listed(
     assert [body.get("model") for body in engine.asked] == [asked]
 
 
+def test_a_server_of_several_models_that_is_not_right_says_that_none_was_named(
+    computer: Computer, reference: Path, serve: Serve, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for cut, served, is_said in ((last(50), (), True), (last(50), ("--served", "pi"), False), (whole, (), False)):
+        url = serve(Engine(computer, cut=cut, models=("base", "pi")))
+        check(url, "--reference", str(reference), *served)
+        said = f"{url}: has several models, and chose one; name it with --served: base, pi"
+        assert (said in capsys.readouterr().err) == is_said
+
+
 def test_codes_stand_at_the_depths_that_a_verdict_names(computer: Computer, reference: Path) -> None:
     """By the middle of a statement, and the first at the start. The last prompt is for half of L."""
     made = Reference.model_validate_json(reference.read_text())
