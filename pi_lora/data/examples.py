@@ -11,7 +11,14 @@ from huggingface_hub import constants
 
 from pi_lora.data.documents import COMPRESSION, NamedJson, looks_local
 from pi_lora.data.sources import BUILTIN_TEXTS, Table, find_table, hash_to_unit
-from pi_lora.data.tokens import check_offsets, in_batches, special_tokens_of, strip_eos, with_one_bos
+from pi_lora.data.tokens import (
+    added_prefix,
+    check_offsets,
+    in_batches,
+    special_tokens_of,
+    strip_eos,
+    with_one_prefix,
+)
 from pi_lora.errors import DataError
 from pi_lora.recipe.data import Data
 from pi_lora.recipe.schema import Recipe
@@ -87,7 +94,7 @@ class Prompter:
     def __init__(self, data: Data, tokenizer: Any, window: int) -> None:
         self.data = data
         self.task = Task(data)
-        self.bos = tokenizer.bos_token_id
+        self.prefix = added_prefix(tokenizer)
         self.eos = tokenizer.eos_token_id
         check_offsets(tokenizer)
         self.longest = window - data.completion_tokens - 1
@@ -173,7 +180,7 @@ class Prompter:
             end = offsets[kept - 1][1] if kept else 0
             row = {**row, column: row[column][:end]}
         encoded = self.tokenizer(self.task.prompt(row))["input_ids"]
-        ids: list[int] = strip_eos(with_one_bos(encoded, self.bos), self.eos)
+        ids: list[int] = strip_eos(with_one_prefix(encoded, self.prefix), self.eos)
         return ids
 
     def completions(self, rows: Sequence[Json]) -> list[list[int]]:

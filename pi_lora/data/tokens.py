@@ -39,7 +39,8 @@ def tokenized(tokenizer: Any, texts: Sequence[str], special_tokens: bool = False
     short = [text for text in texts if len(text) <= 2 * PIECE]
     encoded = iter(encode(short)["input_ids"] if short else [])
     sequences = [next(encoded) if len(text) <= 2 * PIECE else _in_pieces(encode, text) for text in texts]
-    return [with_one_bos(ids, tokenizer.bos_token_id) for ids in sequences]
+    prefix = added_prefix(tokenizer)
+    return [with_one_prefix(ids, prefix) for ids in sequences]
 
 
 def token_spans(tokenizer: Any, text: str) -> list[tuple[int, int]]:
@@ -83,9 +84,12 @@ def special_tokens_of(tokenizer: Any) -> tuple[str, ...]:
     return tuple(token.content for token in tokenizer.added_tokens_decoder.values() if token.special)
 
 
-def with_one_bos(ids: Any, bos: int | None) -> Any:
-    """Return the tokens of a text without a second BOS: the text may have one, and the tokenizer add one."""
-    return ids[1:] if bos is not None and list(ids[:2]) == [bos, bos] else ids
+def with_one_prefix(ids: Any, prefix: list[int]) -> Any:
+    """Return the tokens of a text without a second BOS: the text may have one, and the tokenizer add one; so with all
+    tokens that it adds.
+    """
+    added = len(prefix)
+    return ids[added:] if prefix and list(ids[added : 2 * added]) == prefix else ids
 
 
 def strip_eos(ids: Any, eos: int | None) -> Any:
@@ -96,7 +100,7 @@ def strip_eos(ids: Any, eos: int | None) -> Any:
 def prompt_ids(tokenizer: Any, text: str) -> Any:
     """Return the tokens of a text with the BOS of the tokenizer, without EOS."""
     ids = tokenizer(text, verbose=False)["input_ids"]
-    return strip_eos(with_one_bos(ids, tokenizer.bos_token_id), tokenizer.eos_token_id)
+    return strip_eos(with_one_prefix(ids, added_prefix(tokenizer)), tokenizer.eos_token_id)
 
 
 def _in_pieces(encode: Callable[..., Any], text: str) -> Tokens:

@@ -7,13 +7,14 @@ from typing import Any
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from tokenizers.processors import TemplateProcessing
 from transformers import PreTrainedTokenizerFast
 
 from pi_lora.data import tokens
 from pi_lora.data.batches import training_data
 from pi_lora.data.examples import Prompter
 from pi_lora.data.sources import STDLIB, find_table
-from pi_lora.data.tokens import pieces, prompt_ids, tokenized, tokenizer_identity
+from pi_lora.data.tokens import pieces, prompt_ids, token_spans, tokenized, tokenizer_identity
 from pi_lora.errors import DataError
 from pi_lora.models.files import BUILTIN_FOLDER
 from pi_lora.models.tokenizer import load_tokenizer, save_tokenizer
@@ -132,3 +133,18 @@ def test_a_text_with_bos_and_eos_gets_no_second_ones(tokenizer: Any) -> None:
     row = {"q": "x", "a": "y</s>"}
     assert prompter.prompts([row])[0].ids.count(begin) == 1
     assert prompter.completions([row])[0].count(end) == 1
+
+
+@pytest.mark.parametrize("text", ["The lamp burns.", "The lamp burns low.\n" * 60_000], ids=["short", "long"])
+def test_a_text_with_the_two_tokens_that_a_tokenizer_adds_gets_them_once(text: str) -> None:
+    """As that of GLM-4 adds [gMASK] and <sop>, which chats in text begin with."""
+    tokenizer = load_tokenizer(BUILTIN_FOLDER / "tiny", 1024)
+    added = tokenizer.convert_tokens_to_ids(["<s>", "</s>"])
+    specials = list(zip(["<s>", "</s>"], added, strict=True))
+    tokenizer.backend_tokenizer.post_processor = TemplateProcessing("<s> </s> $A", special_tokens=specials)
+    plain, framed = tokenized(tokenizer, [text, "<s></s>" + text], special_tokens=True)
+    assert list(plain) == list(framed)
+    assert list(plain[:3]) == [*added, plain[2]]
+    spans = token_spans(tokenizer, text)
+    assert spans[:2] == [(0, 0), (0, 0)]
+    assert len(spans) == len(plain)
