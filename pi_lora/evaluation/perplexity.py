@@ -239,9 +239,9 @@ class Sweep:
     def pieces(self, length: int) -> Iterator[Piece]:
         """Yield the pieces of a document of `length` tokens.
 
-        The first window scores all tokens, a later one, `stride` further on, the last `stride`. With a stride as long
-        as the window, the first tokens of a window are not scored. A piece is as long as the longest
-        window that scores in it. Of the longest windows, those that fit without overlap count by position.
+        The first window scores all tokens, a later one, `stride` further on, the last `stride`, but no window the first
+        `unscored` ones. A piece is as long as the longest window that scores in it. Of the longest windows, those that
+        fit without overlap count by position.
 
         >>> [(piece.start, piece.stop, dict(piece.scored)) for piece in Sweep((4, 6), stride=2).pieces(10)]
         ... # doctest: +NORMALIZE_WHITESPACE
