@@ -196,7 +196,7 @@ class AdapterSettings(BaseModel):
 def read_adapter_settings(folder: Path) -> AdapterSettings:
     """Read the settings of the adapter in a folder; raise ModelError if they are missing or wrong."""
     file = folder / ADAPTER_CONFIG_FILE
-    settings = read_json(file, AdapterSettings, "tune or download it again")
+    settings = read_json(file, AdapterSettings, "name a LoRA adapter that PEFT wrote, or download it again")
     if settings.peft_type != "LORA":
         raise ModelError(
             f"{file}: peft_type {settings.peft_type}: only LoRA adapters can be loaded and merged; "
