@@ -141,8 +141,17 @@ class FourBit(Quantized):
 
 
 def dequantized(stored: Mapping[str, StoredTensor], config: Config) -> dict[str, StoredTensor]:
-    """Return the weights of a model by name; those that are quantized are dequantized as they are read."""
+    """Return the weights of a model by name; those that are quantized are dequantized as they are read.
+
+    Raise ModelError if they are, and the config does not say so.
+    """
     if quantization_of(config) is None:
+        for tensor in stored.values():
+            if tensor.dtype.is_floating_point and tensor.dtype.itemsize == 1:
+                raise ModelError(
+                    f"{tensor.path}: {tensor.name}: is quantized, but config.json has no quantization_config; "
+                    "download it again"
+                )
         return dict(stored)
     weights: dict[str, dict[str, StoredTensor]] = defaultdict(dict)
     for key, tensor in stored.items():

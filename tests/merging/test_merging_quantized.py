@@ -161,6 +161,19 @@ def test_lora_trains_on_a_base_that_transformers_dequantizes(make: Callable[[Pat
     assert merge(run, tmp_path / "merged", check="logits").lines
 
 
+def test_quantized_weights_whose_config_does_not_say_so_are_refused(tmp_path: Path) -> None:
+    with_fp8(tmp_path / "base")
+    run = train(small_recipe(tmp_path / "base", scaling="yarn"), tmp_path / "run")
+    file = tmp_path / "base" / "config.json"
+    config = json.loads(file.read_text())
+    del config["quantization_config"]
+    file.write_text(json.dumps(config))
+    with pytest.raises(
+        ModelError, match=r"\.safetensors: .*: is quantized, but config\.json has no quantization_config"
+    ):
+        merge(run, tmp_path / "merged")
+
+
 def test_a_quantization_that_is_not_dequantized_is_refused_with_the_original(
     small_model: Path, lora_run: Path, tmp_path: Path
 ) -> None:
