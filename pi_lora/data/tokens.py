@@ -39,7 +39,8 @@ def tokenized(tokenizer: Any, texts: Sequence[str], special_tokens: bool = False
     short = [text for text in texts if len(text) <= 2 * PIECE]
     encoded = iter(encode(short)["input_ids"] if short else [])
     sequences = [next(encoded) if len(text) <= 2 * PIECE else _in_pieces(encode, text) for text in texts]
-    prefix = added_prefix(tokenizer)
+    # A text of which special tokens are text has none.
+    prefix = added_prefix(tokenizer) if special_tokens else []
     return [with_one_prefix(ids, prefix) for ids in sequences]
 
 
