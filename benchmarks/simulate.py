@@ -105,11 +105,11 @@ def storage_of(tensor: Any) -> torch.UntypedStorage:
     return storage
 
 
-class Simulation(TorchDispatchMode):  # type: ignore[no-untyped-call]
+class Simulation(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch has no types for it
     """Counts operations, and the bytes of storages that live, by the part of a step that made them."""
 
     def __init__(self) -> None:
-        super().__init__()  # type: ignore[no-untyped-call]
+        super().__init__()  # type: ignore[no-untyped-call]  # torch has no types for it
         self.part = "weights"
         self.parts: dict[int, str] = {}
         self.now: Counter[str] = Counter()
@@ -213,7 +213,7 @@ class NF4Linear(nn.Linear):
 
     def forward(self, inputs: torch.Tensor) -> Any:
         dtype = torch.get_autocast_dtype("cpu") if torch.is_autocast_enabled("cpu") else inputs.dtype
-        output = Dequantized.apply(inputs.to(dtype), self)  # type: ignore[no-untyped-call]
+        output = Dequantized.apply(inputs.to(dtype), self)  # type: ignore[no-untyped-call]  # torch has no types for it
         return output if self.bias is None else output + self.bias.to(dtype)
 
 

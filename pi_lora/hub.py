@@ -9,7 +9,8 @@ from typing import Any, Literal, TypeAlias
 
 from huggingface_hub import HfApi, constants, hf_hub_download, snapshot_download
 
-# HTTPError is the base of the errors of httpx2, and with huggingface_hub 1 of httpx.
+# HTTPError is the base of the errors of httpx2, and with huggingface_hub 1 of httpx. The module imports it without
+# exporting it, which the type checker minds.
 from huggingface_hub.errors import (  # type: ignore[attr-defined]
     GatedRepoError,
     HfHubHTTPError,

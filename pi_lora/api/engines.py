@@ -266,8 +266,8 @@ def check_server(
         rows = [verdict.model_dump() for verdict in verdicts]
         write_json(file, {"url": server.url, "model": known.model, "right": right, "prompts": rows})
     ui.show_table(check.verdicts_table(f"{server.url}: {known.model}", verdicts))
-    if server.unnamed and not right:
-        ui.say(f"{server.url}: has several models, and chose one; name it with --served: {', '.join(server.unnamed)}")
+    if server.choices and not right:
+        ui.say(f"{server.url}: has several models, and chose one; name one with --served: {', '.join(server.choices)}")
     return verdicts
 
 

@@ -54,8 +54,8 @@ def messages_of(row_name: str, given: list[Any]) -> list[Json]:
 
 
 def takes_parts(tokenizer: Any) -> bool:
-    """Whether the chat template takes a list of parts as the content of a turn, and leaves out a text, as those of
-    SmolVLM and LLaVA.
+    """Whether the chat template writes the content of a turn only if it is a list of parts, as those of SmolVLM and
+    LLaVA.
     """
     writes_text = _writes(tokenizer, "a turn")
     return not writes_text and _writes(tokenizer, _part("a turn"))
@@ -74,7 +74,7 @@ def _part(text: str) -> list[Json]:
 
 
 def in_parts(messages: list[Json]) -> list[Json]:
-    """Return messages whose content is a list with a text."""
+    """Return messages with the text of each as a list of one part."""
     return [message | {"content": _part(message["content"])} for message in messages]
 
 

@@ -38,8 +38,8 @@ def tokenized(tokenizer: Any, texts: Sequence[str], special_tokens: bool = False
     encode = partial(tokenizer, split_special_tokens=not special_tokens, verbose=False)
     short = [text for text in texts if len(text) <= 2 * PIECE]
     encoded = iter(encode(short)["input_ids"] if short else [])
-    sequences = [next(encoded) if len(text) <= 2 * PIECE else _in_pieces(encode, text) for text in texts]
-    # A text of which special tokens are text has none.
+    sequences = [next(encoded) if len(text) <= 2 * PIECE else _in_pieces(tokenizer, encode, text) for text in texts]
+    # Without `special_tokens`, no text begins with a special token.
     prefix = added_prefix(tokenizer) if special_tokens else []
     return [with_one_prefix(ids, prefix) for ids in sequences]
 
@@ -73,9 +73,16 @@ def check_offsets(tokenizer: Any) -> None:
 
 def added_prefix(tokenizer: Any) -> list[int]:
     """Return the tokens that a tokenizer puts before a text: BOS, two tokens as that of GLM-4, or none."""
+    before, _ = _added(tokenizer)
+    return before
+
+
+def _added(tokenizer: Any) -> tuple[list[int], list[int]]:
+    """Return the tokens that a tokenizer puts before and after a text."""
     framed: list[int] = tokenizer("a")["input_ids"]
-    [first, *_] = tokenizer("a", add_special_tokens=False)["input_ids"]
-    return framed[: framed.index(first)]
+    bare: list[int] = tokenizer("a", add_special_tokens=False)["input_ids"]
+    start = framed.index(bare[0])
+    return framed[:start], framed[start + len(bare) :]
 
 
 def special_tokens_of(tokenizer: Any) -> tuple[str, ...]:
@@ -86,9 +93,7 @@ def special_tokens_of(tokenizer: Any) -> tuple[str, ...]:
 
 
 def with_one_prefix(ids: Any, prefix: list[int]) -> Any:
-    """Return the tokens of a text without a second BOS: the text may have one, and the tokenizer add one; so with all
-    tokens that it adds.
-    """
+    """Return the tokens of a text without a second `prefix`, such as BOS, if text and tokenizer both give one."""
     added = len(prefix)
     return ids[added:] if prefix and list(ids[added : 2 * added]) == prefix else ids
 
@@ -104,15 +109,12 @@ def prompt_ids(tokenizer: Any, text: str) -> Any:
     return strip_eos(with_one_prefix(ids, added_prefix(tokenizer)), tokenizer.eos_token_id)
 
 
-def _in_pieces(encode: Callable[..., Any], text: str) -> Tokens:
-    plain = partial(encode, add_special_tokens=False)
-    framed = encode("a")["input_ids"]
-    bare = plain("a")["input_ids"]
-    start = framed.index(bare[0])
-    ids = array("i", framed[:start])
+def _in_pieces(tokenizer: Any, encode: Callable[..., Any], text: str) -> Tokens:
+    before, after = _added(tokenizer)
+    ids = array("i", before)
     for piece in pieces(text):
-        ids.extend(plain(piece)["input_ids"])
-    ids.extend(framed[start + len(bare) :])
+        ids.extend(encode(piece, add_special_tokens=False)["input_ids"])
+    ids.extend(after)
     return ids
 
 

@@ -69,7 +69,7 @@ class Exams:
         return text[start : start + tokens].tolist()
 
     def row(self, ids: Sequence[int]) -> torch.Tensor:
-        """Return token ids with the tokenizer's BOS for the first one: (1, tokens)."""
+        """Return token ids, the first ones replaced by those that the tokenizer adds, such as BOS: (1, tokens)."""
         return torch.tensor([[*self.prefix, *ids[len(self.prefix) :]]], device=self.device)
 
     def _exam(self, text: Sequence[int], tokens: int) -> Exam:

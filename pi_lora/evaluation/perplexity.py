@@ -3,9 +3,8 @@ losses, typed scores, metrics and picture. Windows of all lengths start at the s
 the longest window serves a whole sweep.
 
 Models whose tokenizer adds BOS have seen BOS first in all inputs, and many predict far worse without it. So each window
-begins with BOS, in place of the first token, which has no context and is not scored; so do all tokens that a tokenizer
-adds before a text, as the two of GLM-4. As defined by Press et al., only
-the first window of a document begins with BOS.
+begins with BOS, in place of the first token, which has no context and is not scored. The tokenizer of GLM-4 adds two
+tokens, which replace two. As defined by Press et al., only the first window of a document begins with BOS.
 """
 
 import math

@@ -24,7 +24,7 @@ from pi_lora.types import Json
 CONFIG_FILE = "config.json"
 SETTINGS_FILE = "tokenizer_config.json"
 CHAT_TEMPLATE = "chat_template.jinja"
-# That of the processor of an older composite.
+# The chat template of older composites, which belongs to their processor.
 PROCESSOR_TEMPLATE = "chat_template.json"
 # The vocabulary in other formats than tokenizer.json, which some engines and converters read.
 VOCABULARY_FILES = (

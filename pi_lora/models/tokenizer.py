@@ -58,7 +58,7 @@ def load_tokenizer(
     tokenizer.model_max_length = window
     template_file = find_file(Path(path), PROCESSOR_TEMPLATE)
     if template_file and tokenizer.chat_template is None:
-        # Tokenizers do not read it.
+        # transformers (5.23) reads this file for processors alone.
         tokenizer.chat_template = read_json(template_file, Json, "download it again").get("chat_template")
     _let_special_tokens_be_split(tokenizer)
     if vocabulary:

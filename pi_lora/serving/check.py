@@ -63,22 +63,22 @@ class Completion:
 
 
 class Server:
-    """The server at `url`; `name` is the model that answers, by default the only one that the server lists. `unnamed`
-    are the models of a server with several, of which none was named.
+    """The server at `url`; `name` is the model that answers, by default the only one that the server lists. `choices`
+    lists the models of a server with several if the user named none.
     """
 
     def __init__(self, url: str, name: str | None = None) -> None:
         with_scheme = url if "://" in url else f"http://{url}"
         self.url = with_scheme.rstrip("/").removesuffix("/v1")
         self.name = name
-        self.unnamed: list[str] = []
+        self.choices: list[str] = []
         # mlx-lm without a cache of the hub lists none.
         with suppress(HTTPError, *MALFORMED):
             listed = [model["id"] for model in self._call("/v1/models")["data"]]
             if not name and len(listed) == 1:
                 self.name = listed[0]
             elif not name:
-                self.unnamed = listed
+                self.choices = listed
 
     def complete(self, prompt: str) -> Completion | str:
         """Return the greedy continuation of a prompt by `MAX_NEW_TOKENS` tokens, or the message of a refusal."""

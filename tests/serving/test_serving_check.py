@@ -254,7 +254,7 @@ def test_a_server_of_several_models_that_is_not_right_says_that_none_was_named(
     for cut, served, is_said in ((last(50), (), True), (last(50), ("--served", "pi"), False), (whole, (), False)):
         url = serve(Engine(computer, cut=cut, models=("base", "pi")))
         check(url, "--reference", str(reference), *served)
-        said = f"{url}: has several models, and chose one; name it with --served: base, pi"
+        said = f"{url}: has several models, and chose one; name one with --served: base, pi"
         assert (said in capsys.readouterr().err) == is_said
 
 
