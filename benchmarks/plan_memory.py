@@ -57,10 +57,8 @@ ROWS: dict[str, tuple[int, int | None, tuple[str, ...]]] = {
     "Gemma 3, LoRA, checkpointing, sdpa": (8192, None, (*GEMMA, CHECKPOINTING, "model.attention=sdpa")),
     "gpt-oss, LoRA": (4096, GPT_OSS, ()),
 }
-# The GPUs and models whose chosen recipes are simulated: some small models, and those of docs/families.md except one
-# whose linear attention has kernels of its own.
+# The GPUs and models whose chosen recipes are simulated: some small models, and those of docs/families.md.
 SMALL_MODELS = ("HuggingFaceTB/SmolLM2-1.7B", "Qwen/Qwen3-1.7B-Base", "mistralai/Mistral-7B-v0.3")
-NOT_SIMULATED = "Qwen/Qwen3.5-9B"
 GPUS = ("12GB", "4090", "A6000", "H100")
 # What is not simulated.
 LEFT_OUT = ("hardware.context_parallel=1", "hardware.offload_activations=false", "evaluation.every=null")
@@ -188,8 +186,6 @@ def simulate_all(folder: Path) -> None:
         print(file, flush=True)
     result["chosen"] = {}
     for model, gpu_name in product((*SMALL_MODELS, *MODELS), GPUS):
-        if model == NOT_SIMULATED:
-            continue
         source = resolve_model(model, shipped=True)
         with suppress(PiLoraError):  # no candidate fits
             plan = chosen_plan(source, 2 * source.window, gpu_name)

@@ -2,11 +2,13 @@
 
 transformers, PEFT, TRL and torch run as in `pi-lora train`, on tensors that have a shape, a dtype and a device but no
 memory (torch's FakeTensorMode). Every storage is counted while it lives. Replaced are the kernels that need the device:
-attention, the Triton kernels of TRL's loss, which allocate nothing, and the quantized layers of bitsandbytes. All
-tokens have labels. FSDP2 runs as the first of its ranks, on torch's fake process group. Not simulated are the
-allocator, libraries, loading, and measurements during training.
+attention, the gated delta rule as flash-linear-attention 0.5 allocates, the Triton kernels of TRL's loss, which
+allocate nothing, and the quantized layers of bitsandbytes. All tokens have labels. FSDP2 runs as the first of its
+ranks, on torch's fake process group. Not simulated are the allocator, libraries, loading, and measurements during
+training.
 """
 
+import sys
 import weakref
 from collections import Counter
 from collections.abc import Callable, Iterator
@@ -42,6 +44,8 @@ from pi_lora.recipe.schema import Recipe
 from pi_lora.training.trainer import _change_modules, _checkpointing_options
 
 aten = torch.ops.aten
+# Tokens between two states of the gated delta rule.
+DELTA_CHUNK = 64
 COUNTED = {
     **flop_registry,
     aten._grouped_mm: None,
@@ -217,6 +221,66 @@ class NF4Linear(nn.Linear):
         return output if self.bias is None else output + self.bias.to(dtype)
 
 
+class DeltaRule(torch.autograd.Function):
+    """The tensors that the kernels of flash-linear-attention 0.5 make for the gated delta rule and keep."""
+
+    @staticmethod
+    def forward(ctx: Any, query: Any, key: Any, value: Any, decay: Any, beta: Any) -> Any:
+        value, decay, beta = value.contiguous(), decay.contiguous(), beta.contiguous()
+        query, key = query.contiguous(), key.contiguous()
+        query, key = torch.empty_like(query), torch.empty_like(key)  # normalized
+        system = key.new_empty(*value.shape[:3], DELTA_CHUNK)
+        states_and_values = chunked(key, value)
+        ctx.save_for_backward(query, key, value, torch.empty_like(decay), beta, system)
+        del states_and_values
+        return torch.empty_like(value)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Any) -> Any:
+        query, key, value, decay, beta, _ = ctx.saved_tensors
+        gradient = gradient.contiguous()
+        states_and_values = [*chunked(key, value), *chunked(key, value)]
+        of_keys = [key.new_empty(*value.shape[:3], key.shape[-1]) for _ in range(3)]
+        del states_and_values, of_keys
+        return tuple(torch.empty_like(tensor) for tensor in (query, key, value, decay, beta))
+
+
+def chunked(key: Any, value: Any) -> list[Any]:
+    """The states between chunks, keys as wide as the values, and two tensors of values."""
+    sequences, tokens, heads, width = value.shape
+    states = key.new_empty(sequences, tokens // DELTA_CHUNK, heads, key.shape[-1], width)
+    return [states, key.new_empty(*value.shape[:3], key.shape[-1]), torch.empty_like(value), torch.empty_like(value)]
+
+
+class Convolution(torch.autograd.Function):
+    """The convolution of causal-conv1d, which keeps its input."""
+
+    @staticmethod
+    def forward(ctx: Any, inputs: Any) -> Any:
+        ctx.save_for_backward(inputs)
+        return torch.empty_like(inputs)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Any) -> Any:
+        return torch.empty_like(gradient)
+
+
+def delta_rule(query: Any, key: Any, value: Any, *, g: Any, beta: Any, **_: Any) -> Any:
+    return DeltaRule.apply(query, key, value, g, beta), None  # type: ignore[no-untyped-call]  # torch has no types for it
+
+
+def convolution(inputs: Any, *_: Any, **__: Any) -> Any:
+    return Convolution.apply(inputs)  # type: ignore[no-untyped-call]  # torch has no types for it
+
+
+def use_kernels_of_linear_attention(tuned: nn.Module, stack: ExitStack) -> None:
+    """Replace transformers' own code of the gated delta rule, as on a GPU with the packages."""
+    for code in {sys.modules[type(module).__module__] for module in tuned.modules()}:
+        if hasattr(code, "torch_chunk_gated_delta_rule"):
+            stack.enter_context(patch.object(code, "torch_chunk_gated_delta_rule", delta_rule))
+            stack.enter_context(patch.object(code, "causal_conv1d_fn", convolution))
+
+
 def build(recipe: Recipe, config: PreTrainedConfig, dtype: torch.dtype) -> Any:
     """Return the model that a run tunes."""
     kernel = None if recipe.model.attention == "auto" else recipe.model.attention
@@ -263,6 +327,8 @@ def simulate(recipe: Recipe, config: PreTrainedConfig, original: int, gpu: Gpu) 
         mesh = stack.enter_context(ranks(simulation, recipe.shards)) if recipe.shards > 1 else None
         with torch.device("meta"):
             tuned = build(recipe, config, dtype)
+        if not on_cpu:
+            use_kernels_of_linear_attention(tuned, stack)
         stack.enter_context(FakeTensorMode(allow_non_fake_inputs=True))
         make_fake(tuned)
         prepare(tuned, recipe, on_cpu)

@@ -37,6 +37,8 @@ if TYPE_CHECKING:
     from pi_lora.scaling.extension import Extension
     from pi_lora.types import Permissions
 
+    __version__: str
+
 # Where the classes are.
 CLASSES = {
     "Extension": "pi_lora.scaling.extension",
@@ -75,19 +77,21 @@ __all__ = [
 ]
 
 
-def __getattr__(name: str) -> object:
-    """Import what needs torch only when it is asked for, so that the command line starts at once."""
-    import importlib
-    import importlib.metadata
+if not TYPE_CHECKING:  # a type checker would take every name for one of the module
 
-    if name == "__version__":
-        return importlib.metadata.version("pi-lora")
-    if name in CLASSES:
-        return getattr(importlib.import_module(CLASSES[name]), name)
-    if name in __all__:
-        return getattr(importlib.import_module("pi_lora.api"), name)
-    raise AttributeError(f"module 'pi_lora' has no attribute {name!r}")
+    def __getattr__(name: str) -> object:
+        """Import what needs torch only when it is asked for, so that the command line starts at once."""
+        import importlib
+        import importlib.metadata
+
+        if name == "__version__":
+            return importlib.metadata.version("pi-lora")
+        if name in CLASSES:
+            return getattr(importlib.import_module(CLASSES[name]), name)
+        if name in __all__:
+            return getattr(importlib.import_module("pi_lora.api"), name)
+        raise AttributeError(f"module 'pi_lora' has no attribute {name!r}")
 
 
 def __dir__() -> list[str]:
-    return __all__
+    return [*__all__, "__version__", "errors"]

@@ -185,7 +185,8 @@ def _machine_problems(recipe: Recipe) -> Iterator[str]:
     num_gpus = torch.cuda.device_count()
     if hardware.gpus and hardware.gpus > num_gpus:
         lacking = f"{hardware.gpus} needed on each machine, {num_gpus} here"
-        remedy = "run it on such machines, or change hardware.gpus (pi-lora plan shows what fits)"
+        here = num_gpus or "null"
+        remedy = f"run it on such machines, or with hardware.gpus={here} here (pi-lora plan shows what fits)"
         yield f"hardware.gpus: {lacking}; {remedy}"
     paged = recipe.training.optimizer == "paged_adamw_8bit"
     gpu_only = {

@@ -76,6 +76,9 @@ class Run:
 
     path: Path
 
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "path", Path(self.path))  # a string is a path as well
+
     def __str__(self) -> str:
         return str(self.path)
 

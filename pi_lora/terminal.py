@@ -86,7 +86,7 @@ def progress_bar(title: str) -> Iterator[Progress]:
     with Bar(*columns, console=err) as bar:
         task = bar.add_task(title, total=None, note="")
 
-        def report(done: int, total: int, note: str = "") -> None:
+        def report(done: int, total: int, note: str) -> None:
             bar.update(task, completed=done, total=total, note=note)
 
         yield report
@@ -100,7 +100,7 @@ def _progress_lines(title: str) -> Progress:
     first: int | None = None
     stream = sys.stderr  # the stream of now
 
-    def report(done: int, total: int, note: str = "") -> None:
+    def report(done: int, total: int, note: str) -> None:
         global _last_line
         nonlocal first
         if first is None:

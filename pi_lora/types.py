@@ -3,7 +3,7 @@
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any, TypeAlias
 
 Json = dict[str, Any]
 
@@ -24,14 +24,11 @@ class Permissions:
 NO_PERMISSIONS = Permissions()
 
 
-class Progress(Protocol):
-    """Called with the work that is done, all work, and a note about it."""
-
-    def __call__(self, done: int, total: int, note: str = "") -> None:
-        """Report."""
+# Called with the work that is done, all work, and a note about it.
+Progress: TypeAlias = Callable[[int, int, str], object]
 
 
-def silent(done: int, total: int, note: str = "") -> None:
+def silent(done: int, total: int, note: str) -> None:
     """Report no progress."""
 
 

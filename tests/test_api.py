@@ -46,13 +46,18 @@ def test_functions_return_what_commands_write(
     steps: list[int] = []
     pi_lora.train("mine", {"training.steps": 1}, output="adapters/one", progress=False)
     assert not capsys.readouterr().err
-    made = pi_lora.train("mine", "training.steps=2", progress=lambda done, total, note="": steps.append(total))
+    made = pi_lora.train("mine", "training.steps=2", progress=lambda done, total, note: steps.append(total))
     assert (made.path, steps[-1]) == (Path("adapters/mine"), 2)
     assert pi_lora.merge(made).folder == Path("models/mine")
     assert str(pi_lora.load("models/mine")) == "models/mine: 128 tokens, scale 2, torch.float32 on cpu"
 
     perplexity = pi_lora.evaluate_perplexity(made, "builtin:stdlib", [64, 128], documents=1)
-    passkey = pi_lora.evaluate_passkey(pi_lora.load(made), depths=2, trials=1)
+    notes: list[str] = []
+    loaded = pi_lora.load(made)
+    passkey = pi_lora.evaluate_passkey(
+        loaded, depths=2, trials=1, progress=lambda done, total, note: notes.append(note)
+    )
+    assert notes == ["", ""]
     plan = pi_lora.plan("mine", gpu="cpu")
     options = {
         "perplexity": f"eval perplexity {made} --data builtin:stdlib --windows 64,128 --documents 1".split(),
@@ -117,7 +122,7 @@ def test_a_dtype_may_be_short(small_model: Path) -> None:
     [
         ("perplexitty", {}, "perplexitty: no such measurement; choose from perplexity, context"),
         ("passkey", {"depths": 0}, "depths: input should be greater than 0, not 0"),
-        ("passkey", {"deaths": 1}, "deaths: extra inputs are not permitted, not 1"),
+        ("passkey", {"deaths": 1}, "deaths: unknown option; did you mean depths?"),
         ("perplexity", {"windows": [64], "stride": 65}, "stride: 65 is longer than the shortest window, 64; lower it"),
     ],
 )
@@ -138,6 +143,26 @@ def test_permissions_are_given_in_python_as_on_the_command_line(
     with pytest.raises(PiLoraError, match="has other weights than those that it was tuned on"):
         pi_lora.load(lora_run, base=str(base))
     assert pi_lora.load(lora_run, base=str(base), permissions=pi_lora.Permissions(allow_mismatch=True))
+
+
+def test_a_module_is_measured_beside_what_resolve_returns(small_model: Path) -> None:
+    module = pi_lora.load(small_model).module
+    for function in (pi_lora.load, pi_lora.resolve):
+        with pytest.raises(
+            PiLoraError, match=r"LlamaForCausalLM: is no model here; .* LoadedModel\(resolve\(name\), module"
+        ):
+            function(module)
+    loaded = pi_lora.LoadedModel(pi_lora.resolve(small_model), module)
+    assert (
+        pi_lora.evaluate(loaded, "perplexity", data="builtin:stdlib", windows=[32], documents=1).windows[0].window == 32
+    )
+    with pytest.raises(PiLoraError, match="an empty name: no such model"):
+        pi_lora.resolve("")
+
+
+def test_a_run_is_named_by_a_string(lora_run: Path) -> None:
+    assert pi_lora.Run(str(lora_run)).recipe == pi_lora.Run(lora_run).recipe  # type: ignore[arg-type]
+    assert {"__version__", "errors"} <= set(dir(pi_lora))
 
 
 def test_options_that_come_too_late_are_refused(small_model: Path, lora_run: Path) -> None:

@@ -49,6 +49,7 @@ def resolve(
         ScalingError: The model cannot be extended.
     """
     from pi_lora.hub import ask_again
+    from pi_lora.models.loaded import LoadedModel
     from pi_lora.models.resolve import resolve_model
     from pi_lora.models.source import ModelSource
 
@@ -56,6 +57,9 @@ def resolve(
         ask_again()
         named_base = optional_name(base)
         return resolve_model(name_of(model), extension, permissions=permissions, revision=revision, base=named_base)
+    if not isinstance(model, ModelSource | LoadedModel):
+        kind = type(model).__name__
+        raise PiLoraError(f"{kind}: is no model here; give a name, or of a module LoadedModel(resolve(name), module)")
     source = model if isinstance(model, ModelSource) else model.source
     refuse_options(model, base=base, revision=None if revision == "main" else revision)
     if extension is None:
@@ -162,12 +166,16 @@ def section_of(kind: type[SectionT], values: Mapping[str, Any]) -> SectionT:
     """Return options as their section; raise PiLoraError for the first that is wrong."""
     from pydantic import ValidationError
 
+    from pi_lora.recipe.section import suggestion
     from pi_lora.storage import first_problem
 
     plain = {key: name_of(value) if isinstance(value, str | os.PathLike) else value for key, value in values.items()}
     try:
         return kind.model_validate(plain)
     except ValidationError as error:
+        unknown = values.keys() - kind.model_fields.keys()
+        for name in unknown:
+            raise PiLoraError(f"{name}: unknown option; {suggestion(name, kind)}") from None
         raise PiLoraError(first_problem(error)) from None
 
 

@@ -1,8 +1,10 @@
 """Measurements of models and runs, and comparisons."""
 
+import shlex
 from collections.abc import Mapping, Sequence
 from functools import partial
-from typing import TYPE_CHECKING, Any, cast
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Literal, overload
 
 from pi_lora.api.inputs import (
     AnyModel,
@@ -22,9 +24,14 @@ from pi_lora.errors import PiLoraError
 from pi_lora.types import LIBRARIES, NO_PERMISSIONS, UI, Permissions, Progress
 
 if TYPE_CHECKING:
+    from pi_lora.evaluation.benchmarks import BenchmarkScores
+    from pi_lora.evaluation.chat import ChatScores
+    from pi_lora.evaluation.context import ContextScores
     from pi_lora.evaluation.measurement import Scores
     from pi_lora.evaluation.passkey import PasskeyScores
     from pi_lora.evaluation.perplexity import PerplexityScores
+    from pi_lora.evaluation.ruler import RulerScores
+    from pi_lora.evaluation.summarization import SummarizationScores
     from pi_lora.models.source import ModelSource
     from pi_lora.recipe.section import Section
     from pi_lora.report.comparison import Comparison
@@ -33,6 +40,22 @@ if TYPE_CHECKING:
 # Each function imports what it needs: a plan does without torch.
 
 
+@overload
+def evaluate(model: AnyModel, measurement: Literal["perplexity"], **options: Any) -> "PerplexityScores": ...
+@overload
+def evaluate(model: AnyModel, measurement: Literal["context"], **options: Any) -> "ContextScores": ...
+@overload
+def evaluate(model: AnyModel, measurement: Literal["passkey"], **options: Any) -> "PasskeyScores": ...
+@overload
+def evaluate(model: AnyModel, measurement: Literal["benchmarks"], **options: Any) -> "BenchmarkScores": ...
+@overload
+def evaluate(model: AnyModel, measurement: Literal["ruler"], **options: Any) -> "RulerScores": ...
+@overload
+def evaluate(model: AnyModel, measurement: Literal["summarization"], **options: Any) -> "SummarizationScores": ...
+@overload
+def evaluate(model: AnyModel, measurement: Literal["chat"], **options: Any) -> "ChatScores": ...
+@overload
+def evaluate(model: AnyModel, measurement: str, **options: Any) -> "Scores": ...
 def evaluate(
     model: AnyModel,
     measurement: str,
@@ -155,7 +178,7 @@ def evaluate_perplexity(
         ModelError: The model cannot be found or loaded.
         PiLoraError: An option is wrong.
     """
-    scores = evaluate(
+    return evaluate(
         model,
         "perplexity",
         data=data,
@@ -165,7 +188,6 @@ def evaluate_perplexity(
         truncate=truncate,
         progress=progress,
     )
-    return cast("PerplexityScores", scores)
 
 
 def evaluate_passkey(
@@ -195,7 +217,7 @@ def evaluate_passkey(
         ModelError: The model cannot be found or loaded.
         PiLoraError: An option is wrong.
     """
-    scores = evaluate(
+    return evaluate(
         model,
         "passkey",
         target=target,
@@ -204,7 +226,6 @@ def evaluate_passkey(
         seed=seed,
         progress=progress,
     )
-    return cast("PasskeyScores", scores)
 
 
 def evaluate_run(
@@ -245,7 +266,7 @@ def evaluate_run(
     scores = scores_of(folder, TUNED, requested, resolve_run, again=again, dtype=dtype_of(dtype), ui=ui)
     for each in scores.values():
         ui.show_table(scores_table([each]))
-    ui.say(f"{folder.path}: the scores are saved; to show them in the card: pi-lora report {folder.path}")
+    ui.say(_saved(folder.path))
     return scores
 
 
@@ -280,6 +301,9 @@ def compare(
         json: A file to write the comparison to.
         progress: Whether to show a progress bar, or a function that is called with the work done and all work.
 
+    Returns:
+        The comparison: the `verdict` in words, and `rows` with a metric of the base and of the run.
+
     Raises:
         ModelError: `base` is not the base of the run.
         PiLoraError: A measurement cannot be made.
@@ -289,12 +313,15 @@ def compare(
         from pi_lora.distributed import is_main_process
         from pi_lora.recipe.evaluation import ChatOptions
         from pi_lora.report.comparison import compare_run, comparison_table
+        from pi_lora.run import SCORES
         from pi_lora.storage import check_can_write, write_json
 
         join_launched_processes()
     resolve_named = partial(resolve, base=moved_base, permissions=permissions)
     file = optional_path(json)
     check_can_write(file)
+    scores = path_of(name_of(run)) / SCORES
+    kept = set(scores.glob("*"))
     comparison = compare_run(
         resolve_named(name_of(base)),
         name_of(run),
@@ -308,6 +335,13 @@ def compare(
         ui=ui,
     )
     ui.show_table(comparison_table(comparison))
+    if set(scores.glob("*")) != kept:
+        ui.say(_saved(scores.parent))
     if file and is_main_process():
         write_json(file, comparison.model_dump())
     return comparison
+
+
+def _saved(run: Path) -> str:
+    """Return the line that says where the scores of a run are, and how they get into the card."""
+    return f"{run}: the scores are saved; to show them in the card: pi-lora report {shlex.quote(str(run))}"

@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 
 def probe(
     model: AnyModel,
-    target: int | Sequence[int] | None = None,
+    target: int | str | Sequence[int | str],
     *,
     dtype: str | None = None,
     permissions: Permissions = NO_PERMISSIONS,
@@ -45,6 +45,9 @@ def probe(
         progress: Whether to show a progress bar, or a function that is called with the work done and all work.
         options: The options of the command: `data`, `scalings`, `factors`, `documents`, `trials`, `seed`, `column`.
 
+    Returns:
+        The probe: `at(target)` has the scores of all `scalings`, and the `best` one.
+
     Raises:
         PiLoraError: An option is wrong, the model is a run, or a scaling does not suit it.
     """
@@ -53,10 +56,8 @@ def probe(
         from pi_lora.evaluation import probe as probing
         from pi_lora.recipe.evaluation import ProbeOptions
 
-        values = dict(options)
-        if target is not None:
-            values["target"] = [target] if isinstance(target, int) else list(target)
-        section = section_of(ProbeOptions, values)
+        targets = [target] if isinstance(target, int | str) else target
+        section = section_of(ProbeOptions, {**options, "target": targets})
         source = resolve(model, permissions=permissions)
         join_launched_processes()
     file = optional_path(json)
@@ -98,6 +99,9 @@ def search(
         permissions: Whether code of the model may run.
         progress: Whether to show a progress bar, or a function that is called with the work done and all work.
         options: The options of the command: `data`, `column`, `minutes`, `documents`, `trials`, `seed`.
+
+    Returns:
+        The `factors`, the divisors of all frequencies, with the `attention_factor` and the scores.
 
     Raises:
         PiLoraError: An option is wrong, the file exists, the model cannot be extended so, or the text is too short.

@@ -29,7 +29,7 @@ def generate(
     seed: int = 0,
     stream: bool = False,
     dtype: str | None = None,
-    base: str | None = None,
+    base: FilePath | None = None,
     permissions: Permissions = NO_PERMISSIONS,
     progress: Progress | bool | UI = False,
 ) -> str:
@@ -82,7 +82,7 @@ def summarize(
     file: FilePath,
     *,
     dtype: str | None = None,
-    base: str | None = None,
+    base: FilePath | None = None,
     permissions: Permissions = NO_PERMISSIONS,
     progress: Progress | bool | UI = False,
     **sampling: Any,
@@ -116,7 +116,7 @@ def summarize(
 
 
 def _load_shown(
-    model: AnyModel, ui: UI, *, dtype: str | None, base: str | None, permissions: Permissions
+    model: AnyModel, ui: UI, *, dtype: str | None, base: FilePath | None, permissions: Permissions
 ) -> "LoadedModel":
     """Load a model, and show that this goes on."""
     join_launched_processes()

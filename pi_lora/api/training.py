@@ -306,7 +306,12 @@ def new(
         source = resolve_model(name_of(model), permissions=permissions, shipped=True)
         probed = None
         if probe:
-            probed = read_probe(path_of(probe)).at(target).to_tune()
+            result = read_probe(path_of(probe)).at(target)
+            probed = result.to_tune()
+            if probed is None:
+                ui.say(
+                    f"--probe: the best scaling is {result.best}, which is for comparison; the recipe has another one"
+                )
         else:
             kept = kept_probe(source.base, target)
             if kept and kept.text.data in (texts or [STDLIB]):

@@ -97,7 +97,7 @@ def training_data(
 
     def make() -> Iterator[Row]:
         for done, row in enumerate(training_rows(streams, original, target, number), 1):
-            progress(done, number)
+            progress(done, number, "")
             yield row
 
     rows = cached(made_from, columns, make)

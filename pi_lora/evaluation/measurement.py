@@ -236,7 +236,7 @@ class Session:
                 results[item] = measure(item)
                 if folder:
                     append_journal(item, results[item], folder)
-                self.progress(done, len(items_of_rank))
+                self.progress(done, len(items_of_rank), "")
         if is_divided:
             results = dict(all_gather_objects(list(results.items())))
         return [results[item] for item in items]

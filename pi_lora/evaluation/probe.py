@@ -323,7 +323,8 @@ def traits_line(base: ModelSource) -> str | None:
     if sliding:
         traits.append(f"sliding windows in {sliding} of {config['num_hidden_layers']} layers")
     if base.original <= SHORT_PRETRAINING:
-        traits.append(f"short pre-training (a window of {base.original:,} tokens)")
+        before = " before the model's own scaling" if base.original < base.window else ""
+        traits.append(f"short pre-training (a window of {base.original:,} tokens{before})")
     if not traits:
         return None
     return (

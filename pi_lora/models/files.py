@@ -86,8 +86,8 @@ def model_folder(name: str, revision: str = "main") -> tuple[Path, str | None]:
     folder = Path(name).expanduser()
     if name.startswith(BUILTIN):
         folder = BUILTIN_FOLDER / name.removeprefix(BUILTIN)
-    if not folder.is_dir():
-        raise ModelError(f"{name}: no such model; give a model folder, a hub id or {BUILTIN}tiny")
+    if not name or not folder.is_dir():
+        raise ModelError(f"{name or 'an empty name'}: no such model; give a model folder, a hub id or {BUILTIN}tiny")
     return folder, None
 
 

@@ -187,8 +187,13 @@ def _completed(config: "PreTrainedConfig", stored: Config) -> Json:
     own = own_entries(config)
     if TEXT_CONFIG in own:
         outer = {key: entry for key, entry in own.items() if key in OUTER_ENTRIES}
-        others = {key: entry for key, entry in stored.items() if key not in OUTER_ENTRIES}
-        own = language_config({**others, **outer, TEXT_CONFIG: own_entries(config.get_text_config())})
+        text = own_entries(config.get_text_config())
+        moved = set(OUTER_ENTRIES)
+        if TEXT_CONFIG not in stored:
+            # Published with the entries of the language model beside the towers, as Qwen2.5-VL.
+            moved |= {*text, "rope_theta", "rope_scaling"} - {"model_type"}
+        others = {key: entry for key, entry in stored.items() if key not in moved}
+        own = language_config({**others, **outer, TEXT_CONFIG: text})
     if "num_local_experts" in own:
         # The name by which transformers 4 reads Qwen 3's, and TRL 1.16 all.
         own["num_experts"] = own["num_local_experts"]

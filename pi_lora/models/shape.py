@@ -13,7 +13,8 @@ if TYPE_CHECKING:
     from transformers import PreTrainedConfig, PreTrainedModel
 
 # Layer types without attention weights: their operations grow linearly with the sequence.
-WITHOUT_ATTENTION = {"linear_attention", "conv", "mamba"}
+LINEAR_ATTENTION = "linear_attention"
+WITHOUT_ATTENTION = {LINEAR_ATTENTION, "conv", "mamba"}
 
 
 @dataclass(frozen=True)
@@ -41,12 +42,17 @@ class Shape:
         clamped: Whether experts clamp what they multiply, as in gpt-oss, whose backward needs more.
         norms: The norms of hidden states in a layer.
         norm_weights: The weights of all norms.
+        float_norms: Whether norms multiply by their weights in float32, as Gemma's.
         head_normed: Whether attention has norms.
+        gated: Whether queries come with a gate for the output of attention, as in Qwen3.5.
         in_blocks: Whether attention has sinks or soft caps, for which the default kernel takes all layers in blocks.
         soft_capped: Whether attention has soft caps.
         full_layers: The layers that attend to everything.
         sliding_layers: The layers that attend to a window.
         sliding_window: The length of that window, in tokens.
+        delta_layers: The layers with linear attention by the gated delta rule (Yang et al. 2024, arXiv 2412.06464).
+        delta_keys: The width of the keys of such a layer.
+        delta_values: The width of the values of such a layer.
     """
 
     parameters: int
@@ -68,12 +74,17 @@ class Shape:
     clamped: bool
     norms: int
     norm_weights: int
+    float_norms: bool
     head_normed: bool
+    gated: bool
     in_blocks: bool
     soft_capped: bool
     full_layers: int
     sliding_layers: int
     sliding_window: int
+    delta_layers: int
+    delta_keys: int
+    delta_values: int
 
     @property
     def embedding(self) -> int:
@@ -102,6 +113,9 @@ def shape_of(model: "PreTrainedModel") -> Shape:
     attention_norms = [name for name in norms if _in_attention(name)]
     linears = {name: module for name, module in modules.items() if isinstance(module, nn.Linear) and module is not head}
     full_layers, sliding_layers, window = _attended_layers(config.to_dict(), len(layers))
+    queries = max(queries for queries, _ in widths)
+    projections = [module for name, module in linears.items() if name.endswith("q_proj")]
+    delta_keys, delta_values = _delta_widths(config)
     return Shape(
         parameters=_count_parameters(model),
         layers=len(layers),
@@ -109,7 +123,7 @@ def shape_of(model: "PreTrainedModel") -> Shape:
         hidden=hidden,
         intermediate=max(_mlp_width(layer, hidden, experts_per_token) for layer in layers),
         heads=config.num_attention_heads,
-        queries=max(queries for queries, _ in widths),
+        queries=queries,
         keys=max(keys for _, keys in widths),
         vocabulary=head.out_features,
         tied=head.weight is model.get_input_embeddings().weight,
@@ -122,12 +136,17 @@ def shape_of(model: "PreTrainedModel") -> Shape:
         clamped=bool(experts) and any(isinstance(getattr(module, "limit", None), float) for module in model.modules()),
         norms=(len(norms) - len(attention_norms)) // len(layers),
         norm_weights=_count_parameters(nn.ModuleList(norms.values())),
+        float_norms=any(hasattr(module, "_norm") for module in norms.values()),
         head_normed=bool(attention_norms),
+        gated=any(module.out_features == 2 * queries for module in projections),
         in_blocks=sinks or soft_capped,
         soft_capped=soft_capped,
         full_layers=full_layers,
         sliding_layers=sliding_layers,
         sliding_window=window,
+        delta_layers=(config.layer_types or []).count(LINEAR_ATTENTION) if delta_keys else 0,
+        delta_keys=delta_keys,
+        delta_values=delta_values,
     )
 
 
@@ -151,6 +170,14 @@ def _attention_widths(config: "PreTrainedConfig") -> tuple[int, int]:
     # `qk_head_dim` is that of multi-head latent attention, whose `head_dim` is the rotary part alone.
     head_dim = getattr(config, "qk_head_dim", None) or getattr(config, "head_dim", None) or config.hidden_size // heads
     return heads * head_dim, key_value_heads * head_dim
+
+
+def _delta_widths(config: "PreTrainedConfig") -> tuple[int, int]:
+    """Return the widths of the keys and of the values of layers with the gated delta rule; 0 without such layers."""
+    if not hasattr(config, "linear_num_value_heads"):
+        return 0, 0
+    keys = config.linear_num_key_heads * config.linear_key_head_dim
+    return keys, config.linear_num_value_heads * config.linear_value_head_dim
 
 
 def _lora_numbers(linears: "Mapping[str, nn.Linear]") -> dict[str, int]:

@@ -1,8 +1,8 @@
 """Memory that one layer takes in training.
 
 The coefficients were counted by running one layer of transformers 5.23 and PEFT 0.21 under a dispatch mode that follows
-every allocation (torch 2.13). tests/planning/test_plan_memory.py counts them again. They hold for attention with a
-gated MLP; other layers are treated as such a layer of the same widths.
+every allocation (torch 2.13). tests/planning/test_plan_memory.py counts them again. They hold for attention, or the
+gated delta rule, with a gated MLP; other layers are treated as such a layer of the same widths.
 """
 
 from typing import Literal, NamedTuple
@@ -40,6 +40,13 @@ _BACKWARD = {"bfloat16": (2, 2), "autocast": (2, 2), "float32": (4, 4), "casts":
 # LoRA on experts adds a product to the weights of the experts: bytes at the peak per number of one layer's experts. The
 # backward keeps 2.0 of them.
 ADAPTED_EXPERTS = 2.7
+# Tensors that a layer with the gated delta rule keeps: of the keys, of the values, and of the values in float32. The
+# allocations of the kernels were read in the code of flash-linear-attention 0.5.
+_DELTA_KEYS = 4
+_DELTA_VALUES = 5.5
+_DELTA_FLOAT_VALUES = 3
+# Bytes for each channel of the values that transformers' own code keeps more, with heads of 128 channels.
+_DELTA_IN_TORCH = 75
 # Tensors of the hidden width for each expert of a token: kept, and added by the backward. Experts compute in the dtype
 # of their weights, also under autocast (transformers 5.23, `_grouped_mm`).
 _EXPERTS_KEPT = 2
@@ -121,33 +128,42 @@ def _block_numbers(shape: Shape, tokens: int, blocks: Blocks) -> float:
 
 
 def layer_bytes(
-    shape: Shape, tuning: Tuning, arithmetic: Arithmetic, context_parallel: int = 1, mlp_share: float = 1.0
+    shape: Shape,
+    tuning: Tuning,
+    arithmetic: Arithmetic,
+    context_parallel: int = 1,
+    mlp_share: float = 1.0,
+    *,
+    on_cpu: bool = False,
 ) -> tuple[float, float]:
     """Return bytes per token of one layer: kept for the backward, and at the peak of recomputation and backward.
 
-    The peak is in the backward of the MLP; or in that of attention, where context parallelism gathers the keys and
-    values of the whole sequence. `mlp_share` is the share of the tokens that the MLP takes at a time.
+    Kept is the mean of all layers. The peak is in the backward of the MLP; or in that of attention, where context
+    parallelism gathers the keys and values of the whole sequence. `mlp_share` is the share of the tokens that the MLP
+    takes at a time. On a CPU the gated delta rule has no kernels.
     """
     full = tuning.method == "full"
     tensors = _FULL if full else _LORA
     hidden, intermediate = tensors[arithmetic]
-    # Tensors of bfloat16 per tensor of attention, which keeps q and the output, k and v.
+    # Tensors of bfloat16 per tensor of attention.
     width = 2 if arithmetic == "float32" else 1
-    heads = 2 * width
-    # Norms of q and k, and a third and fourth norm of hidden states (Gemma), keep their input in float32. Where they
-    # train they also keep the normalized values, and where not, their backward makes as much.
+    # A third and fourth norm of hidden states (Gemma) keep their input in float32. Where they train they also keep the
+    # normalized values, and where not, their backward makes as much.
     more_norms = max(0, shape.norms - 2)
     norms = 2 * more_norms
-    heads_normalized = 0
-    if shape.head_normed:
-        heads += 2
-        heads_normalized = 2 if more_norms else 1
-    normalized = _bytes(shape, 2 * more_norms, heads=heads_normalized)
-    like_gemma3 = shape.head_normed and more_norms > 0
+    normalized = _bytes(shape, 2 * more_norms)
     if tuning.with_norms and not full:
-        # The normalized values of norms that train with LoRA; Gemma's are float32.
-        norms += 4 if arithmetic in WIDE_STREAM or like_gemma3 else 2
-    common = _bytes(shape, norms, heads=heads)
+        # The normalized values of norms that train with LoRA.
+        norms += 4 if arithmetic in WIDE_STREAM or shape.float_norms else 2
+    if full and arithmetic == "bfloat16" and shape.float_norms:
+        norms += 2
+    common = _bytes(shape, norms)
+    in_attention, attention_at_peak = _attention(shape, tuning, width)
+    if shape.delta_layers:
+        delta = _delta_rule(shape, width * BFLOAT16, on_cpu)
+        share = shape.delta_layers / shape.layers
+        in_attention = in_attention * (1 - share) + delta * share
+        attention_at_peak = max(attention_at_peak, delta)
     if not full:
         # Between the matrices of an adapter.
         common += tuning.rank * _adapted_linears(shape, tuning) * width * BFLOAT16
@@ -170,10 +186,38 @@ def layer_bytes(
     # The gradients of q, k and v; the k and v of all devices, and their gradients (torch's all-gather rotation).
     gathered = width * (shape.queries + (2 + 4 * context_parallel) * shape.keys) * BFLOAT16
     attention_peak = _bytes(shape, hidden) + gathered
-    peak = max(peak, attention_peak) + common + normalized
+    peak = max(peak, attention_peak) + common + attention_at_peak + normalized
     if full or tuning.with_norms:
         kept += normalized
-    return kept + common, peak
+    return kept + common + in_attention, peak
+
+
+def _attention(shape: Shape, tuning: Tuning, width: int) -> tuple[float, float]:
+    """Return bytes per token of attention: kept for the backward, and at the peak. `width` is the number of bfloat16
+    tensors that a tensor takes.
+    """
+    heads = 2 * width  # q and the output, k and v
+    normalized = 0
+    if shape.head_normed:
+        # Norms of q and k keep their input in float32. Where they train they also keep the normalized values, and where
+        # not, their backward makes as much.
+        heads += 2
+        normalized = 2 if shape.float_norms else 1
+    at_peak = _bytes(shape, 0, heads=heads + normalized)
+    kept = at_peak if tuning.with_norms or tuning.method == "full" else _bytes(shape, 0, heads=heads)
+    gated = 0
+    if shape.gated:
+        # The gate, and the output that it multiplies.
+        gated = 2 * width * shape.queries * BFLOAT16
+    return kept + gated, at_peak + gated
+
+
+def _delta_rule(shape: Shape, number_bytes: int, on_cpu: bool) -> float:
+    """Return bytes per token that a layer keeps for the backward of the gated delta rule and of the norm after it."""
+    values = _DELTA_VALUES * number_bytes + _DELTA_FLOAT_VALUES * FLOAT32
+    if on_cpu:
+        values += _DELTA_IN_TORCH
+    return _DELTA_KEYS * number_bytes * shape.delta_keys + values * shape.delta_values
 
 
 def _adapted_linears(shape: Shape, tuning: Tuning) -> int:

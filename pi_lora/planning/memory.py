@@ -233,7 +233,7 @@ def _overhead(shape: Shape, recipe: Recipe, tokens: int, arithmetic: Arithmetic,
         return OVERHEAD
     if arithmetic in ("float32", "casts"):
         return OVERHEAD_ON_CPU + min(GIB, HELD_IN_FLOAT32 * shape.layers * tokens * shape.hidden)
-    _, of_layer = layer_bytes(shape, recipe.tuning, arithmetic)
+    _, of_layer = layer_bytes(shape, recipe.tuning, arithmetic, on_cpu=True)
     return OVERHEAD_ON_CPU + round(HELD_ON_CPU * of_layer * tokens)
 
 
@@ -309,16 +309,22 @@ def _activations(shape: Shape, recipe: Recipe, tokens: int, arithmetic: Arithmet
     chunk = tokens if shape.experts else training.mlp_chunk_tokens or tokens
     mlp_share = min(1.0, chunk / tokens)
     kept_per_token, peak_per_token = layer_bytes(
-        shape, tuning, arithmetic, context_parallel=recipe.hardware.context_parallel, mlp_share=mlp_share
+        shape,
+        tuning,
+        arithmetic,
+        context_parallel=recipe.hardware.context_parallel,
+        mlp_share=mlp_share,
+        on_cpu=on_cpu,
     )
     adapted_experts = 0.0
     if adapts_experts(shape, tuning):
         adapted_experts = ADAPTED_EXPERTS * shape.experts / shape.layers
     kept = kept_per_token * tokens + adapted_experts
     peak = peak_per_token * tokens + adapted_experts
-    checkpoint = hidden_states(shape, tokens, arithmetic)
+    checkpoint: float = hidden_states(shape, tokens, arithmetic)
     if training.activation_checkpointing == "selective":
-        checkpoint += tokens * shape.queries * product_bytes(arithmetic)
+        share = (shape.full_layers + shape.sliding_layers) / shape.layers
+        checkpoint += share * tokens * shape.queries * product_bytes(arithmetic)
     checkpointed = training.checkpointed_layers(shape.layers)
     resident = RESIDENT_WHEN_OFFLOADED if recipe.hardware.offload_activations else checkpointed
     sequences = training.per_device_batch_size

@@ -2,7 +2,6 @@
 together.
 """
 
-import difflib
 import re
 from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
@@ -13,7 +12,7 @@ from pydantic import ValidationError
 
 from pi_lora.errors import RecipeError
 from pi_lora.recipe.schema import Recipe
-from pi_lora.recipe.section import Section, sections_in
+from pi_lora.recipe.section import Section, sections_in, suggestion
 from pi_lora.storage import problem_text
 
 # The resolved recipe of a run folder.
@@ -260,8 +259,4 @@ def _known_keys(location: KeyPath) -> str:
     for name in sections:
         if isinstance(name, str):
             section = next(sections_in(section.model_fields[name].annotation))
-    fields = list(section.model_fields)
-    near = difflib.get_close_matches(str(unknown), fields, n=1)
-    if near:
-        return f"did you mean {near[0]}?"
-    return f"choose from {', '.join(fields)}"
+    return suggestion(str(unknown), section)

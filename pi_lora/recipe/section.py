@@ -1,5 +1,6 @@
 """The base class of the sections of a recipe, a frozen pydantic model, and the types that several sections share."""
 
+import difflib
 from collections.abc import Iterator
 from typing import Annotated, Any, Self, get_args
 
@@ -41,6 +42,15 @@ Texts = Annotated[tuple[str, ...], LIST]
 # A number of tokens, also as `16k`, which is 16,384.
 Tokens = Annotated[PositiveInt, BeforeValidator(as_tokens)]
 Windows = Annotated[tuple[Annotated[Tokens, Field(gt=1)], ...] | None, LIST]
+
+
+def suggestion(unknown: str, section: "type[Section]") -> str:
+    """Return the key of a section that an unknown one resembles, or all keys."""
+    fields = list(section.model_fields)
+    near = difflib.get_close_matches(unknown, fields, n=1)
+    if near:
+        return f"did you mean {near[0]}?"
+    return f"choose from {', '.join(fields)}"
 
 
 class Section(BaseModel):

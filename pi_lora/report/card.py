@@ -85,6 +85,10 @@ def card_of(run: MeasuredRun, merged: Sequence[str] = (), serving: Sequence[str]
     """
     recipe = run.recipe if run.has_recipe else None
     full = run.untuned or run.merged is not None or run.recipe.tuning.method == "full"
+    window = window_of(run.config)
+    scale = scale_of(run.config)
+    # That of a base with a scaling, as Gemma 3 has.
+    own_scale = scale * run.metadata.original / window if run.metadata.original and scale > 1 else 1.0
     card = ModelCard.from_template(
         _metadata(run, full, recipe),
         template_path=str(Path(__file__).with_name("card.md")),
@@ -94,9 +98,10 @@ def card_of(run: MeasuredRun, merged: Sequence[str] = (), serving: Sequence[str]
         auto_class=auto_class_of(run.config),
         public_name=public_name,
         base_on_hub=is_hub_id(run.base.name),
-        window=window_of(run.config),
+        window=window,
         method=method_of(run.config),
-        scale=scale_of(run.config),
+        scale=scale / own_scale,
+        own_scale=own_scale,
         theta=full_attention_rope(run.config)["rope_theta"],
         merged=merged,
         serving=serving,

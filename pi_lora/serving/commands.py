@@ -28,21 +28,27 @@ def serving_lines(config: PreTrainedConfig, folder: Path = Path()) -> list[str]:
     gguf_file = Path(f"{folder.name or 'model'}.gguf")
     cache_megabytes = cache_bytes(language, window, dtype_named(dtype).itemsize) / 1e6
     rope = full_attention_rope(language.to_dict())
-    vllm_line = f"vllm serve {name} --max-model-len {window} --dtype {dtype}"
+    vllm = [
+        f"vllm serve {name} --max-model-len {window} --dtype {dtype}",
+        f"pi-lora check-server http://localhost:8000 {name}",
+    ]
     if "mrope_section" in rope and rope["rope_type"] not in VLLM_MROPE_TYPES:
-        vllm_line = f"# vLLM 0.32 stops at MRoPE with {rope['rope_type']} scaling; it serves yarn and theta"
+        vllm = [f"# vLLM 0.32 stops at MRoPE with {rope['rope_type']} scaling; it serves yarn and theta"]
     has_latent_attention = getattr(language, "kv_lora_rank", None) and language.model_type != "minicpm3"
     if rope["rope_type"] == "longrope" and has_latent_attention:
-        vllm_line = "# vLLM 0.32 drops the divisors of models with latent attention; it serves yarn"
+        vllm = ["# vLLM 0.32 drops the divisors of models with latent attention; it serves yarn"]
     llama_cpp = [
         f"pi-lora export gguf {name} --output {shlex.quote(str(gguf_file))} --converter path/to/llama.cpp",
         *llama_cpp_lines(gguf_file, window, str(folder)),
     ]
+    if language is not config:
+        llama_cpp.insert(
+            0, "# the GGUF file has the language model alone; llama.cpp's converter writes towers with --mmproj"
+        )
     if rope["rope_type"] == "longrope" and language.model_type not in DIVISORS_IN_LLAMA_CPP:
         llama_cpp = []
     return [
-        vllm_line,
-        f"pi-lora check-server http://localhost:8000 {name}",
+        *vllm,
         *llama_cpp,
         f"# a sequence of {window:,} tokens takes {cache_megabytes:,.0f} MB of KV cache in {dtype}",
     ]

@@ -209,6 +209,31 @@ def test_an_extension_writes_the_whole_checkpoint_and_keeps_short_positions(comp
     assert resolve_model(str(written)).window == 2 * WINDOW
 
 
+def test_entries_of_the_language_model_beside_the_towers_move_into_its_config(tmp_path: Path) -> None:
+    """As Qwen2.5-VL was published. Outside, the old window would contradict the extended one."""
+    base = save_composite("qwen2_5_vl", tmp_path / "composite")
+    config = json.loads((base / "config.json").read_text())
+    text = config.pop("text_config")
+    rope = text.pop("rope_parameters")
+    scaling = {"type": "mrope", "mrope_section": rope["mrope_section"]}
+    flat = {**text, **config, "rope_theta": rope["rope_theta"], "rope_scaling": scaling}
+    (base / "config.json").write_text(json.dumps(flat))
+    pi_lora.extend(str(base), tmp_path / "longer", target=2 * WINDOW, scaling="yarn", original=WINDOW)
+    written = json.loads((tmp_path / "longer" / "config.json").read_text())
+    inside = written["text_config"]
+    assert inside["max_position_embeddings"] == 2 * WINDOW
+    assert inside["rope_parameters"]["mrope_section"] == rope["mrope_section"]
+    assert written.keys() & inside.keys() <= {
+        "architectures",
+        "dtype",
+        "model_type",
+        "tie_word_embeddings",
+        "torch_dtype",
+    }
+    assert not written.keys() & {"rope_theta", "rope_scaling", "rope_parameters"}
+    AutoModelForImageTextToText.from_pretrained(tmp_path / "longer")
+
+
 def test_an_adapter_of_the_language_model_alone_is_loaded_and_merged(tmp_path: Path) -> None:
     """As made with a text class, which leaves the names of the composite out."""
     base = save_composite("mistral3", tmp_path / "base")

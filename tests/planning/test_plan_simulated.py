@@ -32,6 +32,7 @@ KINDS: dict[str, dict[str, Any]] = {
     "gemma3_text": {"head_dim": 64, "sliding_window": 1024, "num_hidden_layers": 6},
     "mistral": {"sliding_window": 1024},
     "mixtral": {"num_local_experts": 8, "num_experts_per_tok": 2, "intermediate_size": 1024},
+    "qwen3_5_text": {"head_dim": 128, "num_attention_heads": 8, "linear_num_key_heads": 4, "linear_num_value_heads": 8},
     "gpt_oss": {
         "num_local_experts": 8,
         "num_experts_per_tok": 4,
@@ -90,6 +91,11 @@ def ratios(kind: str, device: str, method: str, **training: Any) -> tuple[float,
         ("gemma3_text", "lora", {"activation_checkpointing": False}),
         ("qwen3", "lora", {"activation_checkpointing": False}),
         ("mistral", "full", {}),
+        ("qwen3_5_text", "lora", {}),
+        ("qwen3_5_text", "lora", {"activation_checkpointing": False}),
+        ("qwen3_5_text", "lora", {"activation_checkpointing": "selective"}),
+        ("qwen3_5_text", "qlora", {"mlp_chunk_tokens": 512}),
+        ("qwen3_5_text", "full", {}),
     ],
     ids=str,
 )
@@ -112,6 +118,13 @@ def test_offloaded_inputs_take_the_simulated_memory_of_the_host() -> None:
 def test_planned_steps_on_a_cpu_are_those_that_are_simulated(kind: str, precision: str, checkpointing: bool) -> None:
     training = {"precision": precision, "activation_checkpointing": checkpointing}
     assert ratios(kind, CPU, "lora", **training) == pytest.approx((1, 1), rel=0.05)
+
+
+@pytest.mark.parametrize("checkpointing", [True, False])
+def test_planned_steps_of_linear_attention_without_kernels(checkpointing: bool) -> None:
+    """On a CPU, transformers' own code keeps many copies in float32."""
+    training = {"precision": "float32", "activation_checkpointing": checkpointing}
+    assert ratios("qwen3_5_text", CPU, "lora", **training) == pytest.approx((1, 1), rel=0.1)
 
 
 @pytest.mark.parametrize("kind", ["mixtral", "gpt_oss"])

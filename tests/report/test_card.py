@@ -141,6 +141,17 @@ def test_an_adapter_without_a_recipe_gets_a_card(lora_run: Path, merged: Path, t
     assert "positions are divided by 2" in card_of(MeasuredRun(run, merged))
 
 
+def test_a_card_tells_the_scaling_of_the_base_from_that_of_the_run(lora_run: Path, tmp_path: Path) -> None:
+    """As of Gemma 3, whose positions are divided by 8 before any extension."""
+    run = shutil.copytree(lora_run, tmp_path / "run")
+    config = json.loads((run / "config.json").read_text())
+    for rope in (config["rope_parameters"], config["rope_scaling"]):
+        rope["factor"] = 16.0
+    config["max_position_embeddings"] = 8
+    (run / "config.json").write_text(json.dumps(config))
+    assert "positions are divided by 2, beside the base's own 8" in card_of(MeasuredRun(run))
+
+
 SCORES = {
     "perplexity-step-0": {**perplexity(9.0, 50.0), "step": 0},
     "perplexity-step-10": {**perplexity(3.14159, 5.5), "step": 10},

@@ -206,6 +206,7 @@ def test_compare_measures_missing_scores_on_a_named_text(
     words = ["--data", "novel.txt", "--json", "compared.json"]
     status, out, err = run_captured(capsys, monkeypatch, "compare", str(small_model), "run", *words)
     assert status == 0, err
+    assert "run: the scores are saved; to show them in the card: pi-lora report run" in err
     assert "k_max at" in out
     assert "data novel.txt, split test, column text, windows 128, " in " ".join(out.split())
     assert "novel.txt" in json.loads(Path("compared.json").read_text())["settings"]["perplexity-text_novel_txt"]

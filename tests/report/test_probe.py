@@ -140,6 +140,12 @@ def test_new_names_the_scaling_and_the_reason(
         capsys, monkeypatch, "new", BUILTIN, "--target", "1024", *own, "--probe", "enough.json"
     )
     assert (status, err.startswith("--probe: yarn keeps 8.30; no tuning is needed")) == (2, True)
+    found = Probe(model=BUILTIN, original=256, targets=[reach.model_copy(update={"best": "direct"})])
+    (tmp_path / "worse.json").write_text(found.model_dump_json(by_alias=True))
+    command = ["new", BUILTIN, "--target", "1024", *own, "--probe", "worse.json", "--output", "new.yaml"]
+    status, _, err = run_captured(capsys, monkeypatch, *command)
+    assert (status, "--probe: the best scaling is direct, which is for comparison" in err) == (0, True)
+    assert "in a probe" not in (tmp_path / "new.yaml").read_text()
     status, _, err = run_captured(capsys, monkeypatch, "new", BUILTIN, "--target", "512", *own, "--probe", "probe.json")
     assert (status, err.strip()) == (2, "--probe: was not made for --target 512; probe again")
 
@@ -304,6 +310,14 @@ SMALL: dict[str, Any] = {"hidden_size": 64, "num_attention_heads": 4, "num_hidde
         (
             Gemma3TextConfig(**SMALL, num_key_value_heads=2, head_dim=16, max_position_embeddings=32768),
             "normalized queries and keys, fewer key heads than query heads (2 and 4), sliding windows in 4 of 4 layers",
+        ),
+        (
+            LlamaConfig(
+                **SMALL,
+                max_position_embeddings=2048,
+                rope_parameters={"rope_type": "linear", "factor": 8.0, "rope_theta": 1e4},
+            ),
+            "short pre-training (a window of 2,048 tokens before the model's own scaling)",
         ),
     ],
 )

@@ -8,6 +8,7 @@ import pytest
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM, DynamicCache
 
+from architectures import small_composite
 from pi_lora.api import merge
 from pi_lora.models.resolve import resolve_model
 from pi_lora.scaling.config import Method
@@ -62,9 +63,10 @@ def test_vllm_serves_mrope_under_the_scalings_that_it_computes(rope_type: str, s
     rope = {"rope_type": rope_type, "rope_theta": 1e6, "mrope_section": [2, 1, 1], "factor": 2.0}
     changes = {"num_hidden_layers": 2, "num_key_value_heads": 2, "max_position_embeddings": 64}
     config = AutoConfig.for_model("llama", **{**SMALL, **changes}, rope_parameters=rope)
-    line = serving_lines(config)[0]
+    line, after, *_ = serving_lines(config)
     assert line.startswith("vllm serve") == served
     assert served or line.startswith("# vLLM 0.32 stops at MRoPE with linear scaling")
+    assert after.startswith("pi-lora check-server") == served
 
 
 @pytest.mark.parametrize(("kind", "served"), [("deepseek_v3", False), ("minicpm3", True)])
@@ -90,6 +92,13 @@ def test_llama_cpp_is_named_where_its_converter_keeps_the_scaling(
     lines = serving_lines(resolve_model(str(folder), Extension(128, scaling=scaling)).typed_config)
     assert any("llama-server" in line for line in lines) == exported
     assert lines[0].startswith("vllm serve")
+
+
+def test_a_composite_is_exported_without_towers() -> None:
+    lines = serving_lines(small_composite("mistral3"))
+    [comment] = [line for line in lines if line.startswith("# the GGUF")]
+    assert lines[lines.index(comment) + 1].startswith("pi-lora export gguf")
+    assert "--mmproj" in comment
 
 
 def test_a_merge_prints_how_to_serve_it(lora_run: Path, tmp_path: Path) -> None:
