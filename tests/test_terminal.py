@@ -126,7 +126,7 @@ def test_progress_is_printed_as_lines_without_a_terminal(
             with progress_bar(bar) as progress:
                 for done, seconds in enumerate((end - 30, end - 10, end)):
                     now = seconds
-                    progress(done, 2)
+                    progress(done, 2, "")
         be_the_second_process(monkeypatch)
     errors = capsys.readouterr().err
     assert errors.splitlines() == ["training: 10 of 1,011, 1:55:07 left, loss 2", "second: 1 of 2, 0:00:20 left"]

@@ -191,13 +191,15 @@ def _measuring(shape: Shape, states: States, longest: int, arithmetic: Arithmeti
         weights=states.weights,
         gradients=states.buckets,
         optimizer=states.optimizer,
-        activations=longest * measuring_bytes(shape, arithmetic),
+        activations=longest * measuring_bytes(shape, arithmetic, on_cpu=on_cpu),
         logits=logits,
     )
 
 
-def measuring_bytes(shape: Shape, arithmetic: Arithmetic) -> int:
-    """Return bytes per token of a forward pass without gradients: at the peak of an MLP, or of attention."""
+def measuring_bytes(shape: Shape, arithmetic: Arithmetic, *, on_cpu: bool) -> int:
+    """Return bytes per token of a forward pass without gradients: at the peak of an MLP, of attention, or of the gated
+    delta rule.
+    """
     stream_bytes = hidden_states(shape, 1, arithmetic)
     number_bytes = product_bytes(arithmetic)
     queries = 4
@@ -205,7 +207,13 @@ def measuring_bytes(shape: Shape, arithmetic: Arithmetic) -> int:
         queries += 1  # in float32
     mlp = 4 * stream_bytes + 3 * shape.intermediate * number_bytes
     attention = 3 * stream_bytes + (queries * shape.queries + 2 * shape.keys) * number_bytes
-    return max(mlp, attention)
+    delta = 0
+    if shape.delta_layers:
+        delta = 3 * stream_bytes + (8 * shape.delta_values + 5 * shape.delta_keys) * number_bytes
+    if shape.delta_layers and on_cpu:
+        # transformers' own code, in float32.
+        delta = 3 * stream_bytes + (50 + number_bytes) * shape.delta_values
+    return max(mlp, attention, delta)
 
 
 def _head_gradient(shape: Shape, tuning: Tuning) -> int:
