@@ -173,9 +173,9 @@ def section_of(kind: type[SectionT], values: Mapping[str, Any]) -> SectionT:
     try:
         return kind.model_validate(plain)
     except ValidationError as error:
-        unknown = values.keys() - kind.model_fields.keys()
-        for name in unknown:
-            raise PiLoraError(f"{name}: unknown option; {suggestion(name, kind)}") from None
+        unknown = sorted(values.keys() - kind.model_fields.keys())
+        if unknown:
+            raise PiLoraError(f"{unknown[0]}: unknown option; {suggestion(unknown[0], kind)}") from None
         raise PiLoraError(first_problem(error)) from None
 
 
