@@ -56,6 +56,8 @@ SHIPPED_CONFIGS = Path(__file__).parent / "configs"
 SHAPE_FILE = "shape.json"
 # Config entries that an adapter and its base have in common.
 COMMON_ENTRIES = ("model_type", "hidden_size", "num_hidden_layers", "num_attention_heads", "vocab_size")
+# Config entries that an extension changes.
+WINDOW_ENTRIES = ("max_position_embeddings", "rope_parameters", "rope_scaling", "rope_theta")
 
 
 def resolve_model(
@@ -188,10 +190,10 @@ def _completed(config: "PreTrainedConfig", stored: Config) -> Json:
     if TEXT_CONFIG in own:
         outer = {key: entry for key, entry in own.items() if key in OUTER_ENTRIES}
         text = own_entries(config.get_text_config())
-        moved = set(OUTER_ENTRIES)
+        # Some publish the entries of the language model beside the towers as well, or only there (Qwen2.5-VL).
+        moved = {*OUTER_ENTRIES, *WINDOW_ENTRIES}
         if TEXT_CONFIG not in stored:
-            # Published with the entries of the language model beside the towers, as Qwen2.5-VL.
-            moved |= {*text, "rope_theta", "rope_scaling"} - {"model_type"}
+            moved |= text.keys() - {"model_type"}
         others = {key: entry for key, entry in stored.items() if key not in moved}
         own = language_config({**others, **outer, TEXT_CONFIG: text})
     if "num_local_experts" in own:
