@@ -308,10 +308,6 @@ def new(
         if probe:
             result = read_probe(path_of(probe)).at(target)
             probed = result.to_tune()
-            if probed is None:
-                ui.say(
-                    f"--probe: the best scaling is {result.best}, which is for comparison; the recipe has another one"
-                )
         else:
             kept = kept_probe(source.base, target)
             if kept and kept.text.data in (texts or [STDLIB]):
@@ -328,6 +324,8 @@ def new(
         )
     for line in plan_lines(planned):
         ui.show(line)
+    if probe and not probed:
+        ui.say(f"--probe: {result.best} is best there, for comparison alone; the recipe has {planned.recipe.scaling}")
     for note in notes:
         ui.say(note)
     ui.show(f"{file}: written; read it, then: pi-lora train {shlex.quote(str(file))}")

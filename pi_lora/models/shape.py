@@ -114,6 +114,8 @@ def shape_of(model: "PreTrainedModel") -> Shape:
     linears = {name: module for name, module in modules.items() if isinstance(module, nn.Linear) and module is not head}
     full_layers, sliding_layers, window = _attended_layers(config.to_dict(), len(layers))
     queries = max(queries for queries, _ in widths)
+    # Norms like Gemma's have a method for what precedes the multiplication, other classes have none.
+    float_norms = any(hasattr(module, "_norm") for module in norms.values())
     projections = [module for name, module in linears.items() if name.endswith("q_proj")]
     delta_keys, delta_values = _delta_widths(config)
     return Shape(
@@ -136,7 +138,7 @@ def shape_of(model: "PreTrainedModel") -> Shape:
         clamped=bool(experts) and any(isinstance(getattr(module, "limit", None), float) for module in model.modules()),
         norms=(len(norms) - len(attention_norms)) // len(layers),
         norm_weights=_count_parameters(nn.ModuleList(norms.values())),
-        float_norms=any(hasattr(module, "_norm") for module in norms.values()),
+        float_norms=float_norms,
         head_normed=bool(attention_norms),
         gated=any(module.out_features == 2 * queries for module in projections),
         in_blocks=sinks or soft_capped,

@@ -88,7 +88,9 @@ def card_of(run: MeasuredRun, merged: Sequence[str] = (), serving: Sequence[str]
     window = window_of(run.config)
     scale = scale_of(run.config)
     # That of a base with a scaling, as Gemma 3 has.
-    own_scale = scale * run.metadata.original / window if run.metadata.original and scale > 1 else 1.0
+    own_scale = 1.0
+    if run.metadata.original and scale > 1:
+        own_scale = round(scale * run.metadata.original / window, 6)
     card = ModelCard.from_template(
         _metadata(run, full, recipe),
         template_path=str(Path(__file__).with_name("card.md")),
@@ -100,7 +102,7 @@ def card_of(run: MeasuredRun, merged: Sequence[str] = (), serving: Sequence[str]
         base_on_hub=is_hub_id(run.base.name),
         window=window,
         method=method_of(run.config),
-        scale=scale / own_scale,
+        scale=scale,
         own_scale=own_scale,
         theta=full_attention_rope(run.config)["rope_theta"],
         merged=merged,

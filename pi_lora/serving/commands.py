@@ -37,16 +37,14 @@ def serving_lines(config: PreTrainedConfig, folder: Path = Path()) -> list[str]:
     has_latent_attention = getattr(language, "kv_lora_rank", None) and language.model_type != "minicpm3"
     if rope["rope_type"] == "longrope" and has_latent_attention:
         vllm = ["# vLLM 0.32 drops the divisors of models with latent attention; it serves yarn"]
-    llama_cpp = [
-        f"pi-lora export gguf {name} --output {shlex.quote(str(gguf_file))} --converter path/to/llama.cpp",
-        *llama_cpp_lines(gguf_file, window, str(folder)),
-    ]
-    if language is not config:
-        llama_cpp.insert(
-            0, "# the GGUF file has the language model alone; llama.cpp's converter writes towers with --mmproj"
-        )
-    if rope["rope_type"] == "longrope" and language.model_type not in DIVISORS_IN_LLAMA_CPP:
-        llama_cpp = []
+    llama_cpp = []
+    if rope["rope_type"] != "longrope" or language.model_type in DIVISORS_IN_LLAMA_CPP:
+        if language is not config:
+            llama_cpp.append("# the GGUF file has no towers; llama.cpp's own converter writes them with --mmproj")
+        llama_cpp += [
+            f"pi-lora export gguf {name} --output {shlex.quote(str(gguf_file))} --converter path/to/llama.cpp",
+            *llama_cpp_lines(gguf_file, window, str(folder)),
+        ]
     return [
         *vllm,
         *llama_cpp,

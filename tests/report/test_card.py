@@ -149,7 +149,10 @@ def test_a_card_tells_the_scaling_of_the_base_from_that_of_the_run(lora_run: Pat
         rope["factor"] = 16.0
     config["max_position_embeddings"] = 8
     (run / "config.json").write_text(json.dumps(config))
-    assert "positions are divided by 2, beside the base's own 8" in card_of(MeasuredRun(run))
+    text = card_of(MeasuredRun(run))
+    assert "positions are divided by 16, of the base alone 8 |" in text
+    assert "Positions are divided by 2 in short inputs too" in text
+    assert "of the base alone" not in card_of(MeasuredRun(lora_run))
 
 
 SCORES = {

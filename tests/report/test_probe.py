@@ -144,7 +144,7 @@ def test_new_names_the_scaling_and_the_reason(
     (tmp_path / "worse.json").write_text(found.model_dump_json(by_alias=True))
     command = ["new", BUILTIN, "--target", "1024", *own, "--probe", "worse.json", "--output", "new.yaml"]
     status, _, err = run_captured(capsys, monkeypatch, *command)
-    assert (status, "--probe: the best scaling is direct, which is for comparison" in err) == (0, True)
+    assert (status, "--probe: direct is best there, for comparison alone; the recipe has yarn" in err) == (0, True)
     assert "in a probe" not in (tmp_path / "new.yaml").read_text()
     status, _, err = run_captured(capsys, monkeypatch, "new", BUILTIN, "--target", "512", *own, "--probe", "probe.json")
     assert (status, err.strip()) == (2, "--probe: was not made for --target 512; probe again")
