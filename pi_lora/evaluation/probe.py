@@ -3,7 +3,6 @@ passkeys.
 """
 
 import shlex
-from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
 from typing import Any, cast
@@ -24,6 +23,7 @@ from pi_lora.models.loaded import load_model
 from pi_lora.models.source import Base, ModelSource
 from pi_lora.recipe.evaluation import PasskeyOptions, PerplexityOptions, ProbeOptions
 from pi_lora.recipe.factors import Factors, read_factors
+from pi_lora.recipe.section import Section
 from pi_lora.run import BASE, STEP_0
 from pi_lora.scaling.config import SLIDING_ATTENTION, Method
 from pi_lora.scaling.extension import Extension, methods_for
@@ -183,12 +183,10 @@ def probe(
     check_can_write(json)
     dtype = dtype or ("bfloat16" if has_fast_bfloat16() else None)
     with Session(say=ui.say, journalled=True) as session:
-
-        def measure(name: str, model: ModelSource, scaling: str, target: int, requested: Any) -> Any:
-            with ui.progress(f"{scaling} at {target:,}, {name}") as session.progress:
-                return MEASUREMENTS[name].run(load_model(model, dtype), requested, session)
-
-        results = [_probe_target(base, target, options=options, measure=measure) for target in sorted(options.target)]
+        results = [
+            _probe_target(base, target, options, dtype=dtype, session=session, ui=ui)
+            for target in sorted(options.target)
+        ]
         probed = Probe(
             model=base.name,
             original=base.window,
@@ -209,17 +207,27 @@ def probe(
     return probed
 
 
-def _probe_target(base: ModelSource, target: int, options: ProbeOptions, measure: Callable[..., Any]) -> TargetResult:
-    """Measure the base and the scalings at one target."""
+def _models_to_probe(
+    base: ModelSource, target: int, options: ProbeOptions, factors: Factors | None
+) -> dict[Method, ModelSource]:
+    """Return the base as `direct`, and the base under each scaling, with these divisors for the scaling `factors`."""
     models: dict[Method, ModelSource] = {"direct": base}
     requested = cast("tuple[Method, ...]", options.scalings) or methods_for(base.config)[:DEFAULT_SCALINGS]
-    factors = read_factors(Path(options.factors)) if options.factors else None
     if factors and "factors" not in requested:
         requested = (*requested, "factors")
     for method in requested:
         if method != "direct":
             divisors = factors.model_dump() if factors and method == "factors" else {}
             models[method] = base.extended(Extension(target, scaling=method, **divisors))
+    return models
+
+
+def _probe_target(
+    base: ModelSource, target: int, options: ProbeOptions, *, dtype: str | None, session: Session, ui: UI
+) -> TargetResult:
+    """Measure the base and the scalings at one target."""
+    factors = read_factors(Path(options.factors)) if options.factors else None
+    models = _models_to_probe(base, target, options, factors)
     sample_tokens = SAMPLE_TOKENS_ON_CPU if device().type == "cpu" else SAMPLE_TOKENS
     samples = max(1, sample_tokens // target)
     perplexity_options = PerplexityOptions(
@@ -239,16 +247,21 @@ def _probe_target(base: ModelSource, target: int, options: ProbeOptions, measure
         trials=trials,
         seed=options.seed,
     )
+
+    def measure(name: str, scaling: Method, requested: Section) -> Any:
+        with ui.progress(f"{scaling} at {target:,}, {name}") as session.progress:
+            model = load_model(models[scaling], dtype)
+            return MEASUREMENTS[name].run(model, requested, session)
+
     scalings: dict[Method, Probed] = {}
-    for name, model in models.items():
-        perplexity = measure("perplexity", model, scaling=name, target=target, requested=perplexity_options)
-        scalings[name] = Probed(perplexity=perplexity)
+    for name in models:
+        scalings[name] = Probed(perplexity=measure("perplexity", name, perplexity_options))
     lowest = min(probed.windows[1].value for probed in scalings.values())
     promising_ratio = PROMISING_RATIO if trials > 1 else 1.0
     for name, probed in scalings.items():
         # Divisors that were searched are asked: they were chosen for retrieval.
         if name == "factors" or probed.windows[1].value <= promising_ratio * lowest:
-            probed.passkey = measure("passkey", models[name], scaling=name, target=target, requested=passkey_options)
+            probed.passkey = measure("passkey", name, passkey_options)
     return choose_best(target, scalings).model_copy(update={"factors": options.factors, "divisors": factors})
 
 
