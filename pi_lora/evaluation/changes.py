@@ -91,13 +91,11 @@ def _paired_interval(pairs: Sequence[tuple[Value, Value]], metric: Metric) -> In
     """Return the interval of the change of a metric: a ratio in percent, a share in points, or in the metric's unit."""
     scale = math.log if metric.is_ratio else float
     groups: dict[str, Pairs] = {}
-    is_binary = not metric.is_ratio
     for before, after in pairs:
         pair = (scale(before.value), scale(after.value), after.weight)
         groups.setdefault(after.group, []).append(pair)
-        if before.value not in (0, 1) or after.value not in (0, 1):
-            is_binary = False
-    if is_binary and len(groups) == 1:
+    outcomes = {value.value for pair in pairs for value in pair}
+    if outcomes <= {0, 1} and not metric.is_ratio and len(groups) == 1:
         [group] = groups.values()
         interval: Interval | None = of_successes(group)
     else:
@@ -134,7 +132,8 @@ def verdict(change: float, interval: Interval | None, unit: str, *, higher_is_be
 
 def _amount(change: float, unit: str, *, higher_is_better: bool) -> str:
     """Return the size of a change and the direction, such as `3.1 % worse`."""
-    amount = f"{abs(change):,.{UNIT_DIGITS.get(unit, 1)}f} {unit}".rstrip()
+    digits = UNIT_DIGITS.get(unit, 1)
+    amount = f"{abs(change):,.{digits}f} {unit}".rstrip()
     if unit == "tokens":
         word = "longer" if change > 0 else "shorter"
     else:

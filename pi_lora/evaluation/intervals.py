@@ -68,10 +68,11 @@ def of_means(groups: Sequence[Pairs]) -> Interval | None:
         if number < 2:
             return None
         before, after, weights = np.array(pairs).T
-        mean = float(np.average(after - before, weights=weights))
-        squares = (weights * (after - before - mean)) ** 2
+        mean = np.average(after - before, weights=weights)
+        # The sum of these is 0.
+        residuals = weights * (after - before - mean)
         means.append(mean)
-        standard_errors.append(math.sqrt(squares.sum() * number / (number - 1)) / float(weights.sum()))
+        standard_errors.append(math.sqrt(number) * residuals.std(ddof=1) / weights.sum())
     mean = math.fsum(means) / len(groups)
     fewest = min(map(len, groups))
     half_width = quantile(fewest) * math.hypot(*standard_errors) / len(groups)
