@@ -53,7 +53,8 @@ class Exams:
         chunks = torch.tensor(sorted(self.rng.sample(range(1, number), CHUNKS - 1)))
         gaps = sorted(self.rng.choices(range(self.target - number + 1), k=CHUNKS - 1))
         positions = torch.arange(number)
-        positions += torch.tensor([0, *gaps])[torch.bucketize(positions, chunks, right=True)]
+        chunk_of_position = torch.bucketize(positions, chunks, right=True)
+        positions += torch.tensor([0, *gaps])[chunk_of_position]
         # A mask of ones says that chunks with gaps between their positions are one sequence.
         inputs = {"position_ids": positions[None].to(exam.ids.device), "attention_mask": torch.ones_like(exam.ids)}
         return exam._replace(inputs=inputs)
@@ -90,7 +91,8 @@ class Exams:
             answer = len(asked) + len(self._tokens(before))
             asked += self._tokens(question)
             answers += range(answer, len(asked) - 1)
-        part = (tokens - max(1, len(self.prefix)) - len(asked) - sum(map(len, needles))) // number
+        taken = max(1, len(self.prefix)) + len(asked) + sum(map(len, needles))
+        part = (tokens - taken) // number
         if part < 1:
             raise DataError(f"--target: {self.target} tokens hold no needles; choose a longer window")
         ids = list(self.prefix)

@@ -106,7 +106,9 @@ class Passkey(Measurement[PasskeyOptions, PasskeyScores]):
         targets = sorted(options.targets or [options.target or 0])
         lengths = [self._measure_length(model, target, options, session) for target in targets]
         longest = lengths[-1]
-        scores = PasskeyScores(
+        # Only fields that were set are written: `lengths` is set only if several were requested.
+        several = {"lengths": lengths} if options.targets else {}
+        return PasskeyScores(
             **header_of(model),
             options=options,
             seed=options.seed,
@@ -114,9 +116,8 @@ class Passkey(Measurement[PasskeyOptions, PasskeyScores]):
             target=longest.target,
             k_max=longest.k_max,
             depths=longest.depths,
+            **several,
         )
-        # Only fields that were set are written: `lengths` is set only if several were requested.
-        return scores.model_copy(update={"lengths": lengths}) if options.targets else scores
 
     def _measure_length(
         self, model: LoadedModel, target: int, options: PasskeyOptions, session: Session
@@ -214,7 +215,7 @@ def prompt(key: str, before: int, after: int) -> str:
     filler_before = " ".join([FILLER] * before)
     filler_after = " ".join([FILLER] * after)
     lines = (HEADER, filler_before, STATEMENT.format(key=key), filler_after, QUESTION)
-    return "\n".join(line for line in lines if line)
+    return "\n".join(filter(None, lines))
 
 
 def make_trial(tokenizer: Any, target: int, k: int, key: str) -> Trial:

@@ -285,10 +285,7 @@ def scored_losses(
     """
     rows = [[*prefix, *document[piece.start + len(prefix) : piece.stop]] for piece in pieces]
     ids = pad_rows(model, rows)
-    needed: set[int] = set()
-    for piece in pieces:
-        for tokens in piece.scored.values():
-            needed.update(token - piece.start for token in tokens)
+    needed = {token - piece.start for piece in pieces for tokens in piece.scored.values() for token in tokens}
     positions = sorted(needed)
     for piece, losses in zip(pieces, token_losses(model, ids, positions).double(), strict=True):
         for name, tokens in piece.scored.items():
@@ -323,10 +320,12 @@ def _measure_documents(
         sweeps.append(replace(sweep, windows=(longest,)))
         tokens = 1
     prefix = added_prefix(model.tokenizer) if options.bos == "window" else []
-    passes: list[tuple[int, list[Piece]]] = []
-    for number, document in enumerate(documents):
-        for part in sweeps:
-            passes += [(number, pieces) for pieces in part.passes(len(document.ids), tokens)]
+    passes = [
+        (number, pieces)
+        for number, document in enumerate(documents)
+        for part in sweeps
+        for pieces in part.passes(len(document.ids), tokens)
+    ]
 
     def measure(index: int) -> list[LossSum]:
         number, pieces = passes[index]

@@ -93,7 +93,6 @@ class Searched:
 
     def __init__(self, base: ModelSource, options: SearchOptions, dtype: str | None) -> None:
         self.base = base
-        self.target = options.target
         self.attention_factor = 1.0
         if compared_methods(base)[0] == "yarn":
             self.attention_factor += 0.1 * math.log(options.target / base.window)
@@ -109,9 +108,9 @@ class Searched:
             raise DataError(f"--data: {text}: one document is long enough; the search and its test need two")
         self.exams = Exams(self.loaded, [text.ids for text in self.texts], options.target, options.seed)
         self.long = self.exams.long()
-        self.text = self.exams.row(self.texts[-1].ids[: self.target].tolist())
+        self.text = self.exams.row(self.texts[-1].ids[: options.target].tolist())
         # Half of the original window or more before a token.
-        self.scored = range(base.window // 2, self.target)
+        self.scored = range(base.window // 2, options.target)
         self.rotary = [
             (part, name, plain.clone())
             for part in self.loaded.module.modules()
@@ -153,7 +152,8 @@ class Searched:
         tokens = text.shape[1]
         # The gradients one after the other, so that the graph of one text is in memory.
         [of_needles] = torch.autograd.grad(self.needle_loss(point, exam), point)
-        [of_text] = torch.autograd.grad(self.losses(point, text, range(tokens // 4, tokens)).mean(), point)
+        text_losses = self.losses(point, text, range(tokens // 4, tokens))
+        [of_text] = torch.autograd.grad(text_losses.mean(), point)
         return of_needles + PENALTY * of_text
 
 

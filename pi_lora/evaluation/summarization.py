@@ -22,8 +22,13 @@ from pi_lora.recipe.data import Data
 from pi_lora.recipe.evaluation import Sampling, SummarizationOptions
 from pi_lora.types import Json
 
-SOURCE: Json = {"name": SCROLLS, "subset": "gov_report"}
-GOVREPORT = Data.model_validate({"source": SOURCE, "document": "input", "summary": "output"})
+GOVREPORT = Data.model_validate(
+    {
+        "source": {"name": SCROLLS, "subset": "gov_report"},
+        "document": "input",
+        "summary": "output",
+    }
+)
 PROMPT_KEYS = {"document", "summary", "template", "completion", "document_tokens", "special_tokens"}
 SOURCE_KEYS = {"subset", "split", "revision", "hold_out"}
 ROUGES = ("rouge1", "rouge2", "rougeL")
