@@ -46,7 +46,7 @@ def pass_tokens(model: Any) -> int:
 
 
 def prompts_at_once(window: int) -> int:
-    """Return how many prompts of RULER are continued together by default."""
+    """Return how many prompts are continued together by default, in RULER and in summaries."""
     return max(1, HELD_TOKENS // window)
 
 

@@ -175,7 +175,8 @@ class Scores(Result):
     @property
     def scale_text(self) -> str:
         """The scale and how it is reached, as far as the scores say it: `2 (yarn)`."""
-        return f"{self.scale:g} ({self.scaling})" if self.scaling else f"{self.scale:g}"
+        text = f"{self.scale:g}"
+        return f"{text} ({self.scaling})" if self.scaling else text
 
 
 # Suffixes of the files in a model's folder that reports write, and that change no number.
@@ -288,16 +289,14 @@ def header_of(loaded: LoadedModel, window: int | None = None) -> Json:
 
 def identity_of(loaded: LoadedModel) -> Json:
     """Return as JSON all that decides a model's numbers: files, config, dtype, kernel, device and versions."""
+    source = loaded.source
     files: list[Path] = []
-    for folder in (loaded.source.adapter, loaded.source.base.path):
-        if folder:
-            files += [
-                file for file in sorted(folder.iterdir()) if file.is_file() and file.suffix not in REPORT_SUFFIXES
-            ]
+    for folder in filter(None, (source.adapter, source.base.path)):
+        files += [file for file in sorted(folder.iterdir()) if file.is_file() and file.suffix not in REPORT_SUFFIXES]
     return {
         **header_of(loaded),
         "files": fingerprint(files),
-        "config": dict(loaded.source.config),
+        "config": dict(source.config),
         "device": loaded.module.device.type,
         "versions": versions(),
     }

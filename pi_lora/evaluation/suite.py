@@ -65,9 +65,10 @@ def evaluate(
         for name, options in prepared.items():
             measurements[name].check(options)
 
-    scores: dict[str, list[Scores]] = {name: [] for name in requested}
+    scores: dict[str, list[Scores]] = {}
     loaded: LoadedModel | None = None
     for name, options in prepared.items():
+        results = []
         with Session(say=ui.say, journalled=journalled) as session:
             for model in models:
                 if isinstance(model, LoadedModel):
@@ -77,10 +78,10 @@ def evaluate(
                     with ui.working(f"loading {model.name}"):
                         loaded = load_model(model, dtype)
                 with ui.progress(f"{name} {model.name}") as session.progress:
-                    result = measurements[name].run(loaded, options, session)
-                scores[name].append(result)
+                    results.append(measurements[name].measure(loaded, options, session))
             if is_main_process() and name in files:
-                write_scores(scores[name], files[name])
+                write_scores(results, files[name])
+        scores[name] = results
     return scores
 
 
