@@ -29,9 +29,10 @@ app = App(
     suppress_keyboard_interrupt=False,
 )
 # The groups of commands in the help, in this order.
-EXTEND, MEASURE, RECIPES, OTHERS = (
-    Group(name, sort_key=place) for place, name in enumerate(("Extend", "Measure and share", "Recipes", "Others"))
-)
+EXTEND = Group.create_ordered("Extend")
+MEASURE = Group.create_ordered("Measure and share")
+RECIPES = Group.create_ordered("Recipes")
+OTHERS = Group.create_ordered("Others")
 app["--help"].group = app["--version"].group = OTHERS
 
 # A pydantic model or dataclass under this annotation is a group: its fields are options of the command.

@@ -76,7 +76,10 @@ def show(recipe: RecipeFile, /, *overrides: Override) -> None:
     values = resolved.recipe.model_dump(mode="json")
     for key, origin in resolved.origins.items():
         section, _, name = key.partition(".")
-        table.add_row(key, str(values[section][name] if name else values[section]), origin)
+        value = values[section]
+        if name:
+            value = value[name]
+        table.add_row(key, str(value), origin)
     out.print(table)
 
 
