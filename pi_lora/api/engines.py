@@ -66,7 +66,7 @@ def merge(
     if check not in CHECKS:
         raise PiLoraError(f"check: {check}: is not known; choose from {', '.join(CHECKS)}")
     name = name_of(run)
-    folder = path_of(output) if output else Path("models") / Path(name).resolve().name
+    folder = optional_path(output) or Path("models", Path(name).resolve().name)
     if sibling and base is None:
         raise ModelError(f"{name}: --sibling: name the sibling of its base with --base")
     source = resolve(run, base=base, permissions=permissions)
@@ -197,11 +197,14 @@ def export_gguf(
         from pi_lora.serving.gguf import export_gguf, find_converter
     source = resolve(model)
     name = Path(source.name).resolve().name.rpartition(":")[2]  # builtin:tiny is tiny
-    file = path_of(output) if output else Path("models") / f"{name.removesuffix('.gguf')}.gguf"
+    file = optional_path(output) or Path("models", name.removesuffix(".gguf") + ".gguf")
     script = find_converter(source, file, optional_path(converter))
     file.parent.mkdir(parents=True, exist_ok=True)
     with ui.progress("exporting") as done, TemporaryDirectory(prefix=f".{name}.", dir=file.parent) as temporary:
-        full = resolve(merge(source, Path(temporary, name), progress=done).folder) if source.adapter else source
+        full = source
+        if source.adapter:
+            merged = merge(source, Path(temporary, name), progress=done)
+            full = resolve(merged.folder)
         done(0, 0, "converting")
         export_gguf(full, file, script, dtype)
     ui.show(f"{file}: written for llama.cpp, with a window of {source.window:,} tokens")

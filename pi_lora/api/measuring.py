@@ -322,11 +322,12 @@ def compare(
     check_can_write(file)
     scores = path_of(name_of(run)) / SCORES
     kept = set(scores.glob("*"))
+    requested = {"chat": ChatOptions(data=name_of(chat), base=name_of(base))} if chat else {}
     comparison = compare_run(
         resolve_named(name_of(base)),
         name_of(run),
         resolve_named,
-        {"chat": ChatOptions(data=name_of(chat), base=name_of(base))} if chat else {},
+        requested,
         data=optional_name(data),
         another=another,
         untuned=untuned,

@@ -286,26 +286,28 @@ def search(base: ModelSource, options: SearchOptions, *, dtype: str | None = Non
             text = measured(searched.text_loss, point).item()
             return Scored(needles=needles, text=text, value=needles + PENALTY * text)
 
+        def gradient_of(point: torch.Tensor) -> torch.Tensor:
+            exam = searched.exams.short()
+            text = searched.exams.short_text()
+            return measured(searched.gradient, point, exam, text)
+
         best = start
-        scores = {"start": scored_at_target(best)}
-        scores["factors"] = scores["start"]
-        steps = descent(
-            best, lambda point: measured(searched.gradient, point, searched.exams.short(), searched.exams.short_text())
-        )
+        start_scores = scored_at_target(start)
+        best_scores = start_scores
+        steps = descent(start, gradient_of)
         points: list[torch.Tensor] = []
         while sum(spent) < limit:
-            seconds_of_target = sum(spent[-2:])
+            least_seconds = SHORT_SHARE * sum(spent[-2:])
             first = len(spent)
-            while len(spent) - first < LEAST_STEPS or sum(spent[first:]) < SHORT_SHARE * seconds_of_target:
+            while len(spent) - first < LEAST_STEPS or sum(spent[first:]) < least_seconds:
                 points.append(next(steps))
-                best_scores = scores["factors"]
                 note = f"{len(points):,} steps, needles {best_scores.needles:.3f} nats, text {best_scores.text:.3f}"
                 progress(round(min(sum(spent), limit)), round(limit), note)
             mean = torch.stack(points[len(points) // 2 :]).mean(dim=0)
             scored = scored_at_target(mean)
-            if scored.value < scores["factors"].value:
+            if scored.value < best_scores.value:
                 best = mean
-                scores["factors"] = scored
+                best_scores = scored
     return SearchResult(
         model=base.name,
         original=base.window,
@@ -315,7 +317,7 @@ def search(base: ModelSource, options: SearchOptions, *, dtype: str | None = Non
         target=options.target,
         steps=len(points),
         test_documents=searched.test_documents,
-        scores=scores,
+        scores={"start": start_scores, "factors": best_scores},
         hardware=hardware(),
         versions=versions(),
     )
