@@ -1,5 +1,6 @@
 """The folder of a run: its files, its checkpoints, and whether another training may go on with it."""
 
+import glob
 import json
 import os
 import platform
@@ -18,6 +19,7 @@ from pydantic import BaseModel
 from safetensors import SafetensorError
 
 from pi_lora.errors import ModelError, RecipeError
+from pi_lora.recipe.data import Source
 from pi_lora.recipe.files import RECIPE_FILE, load_recipe
 from pi_lora.recipe.schema import Recipe
 from pi_lora.storage import read_json, read_json_lines, write_json, write_whole
@@ -61,13 +63,15 @@ class Fingerprint(BaseModel, frozen=True, strict=True):
 class RunMetadata(BaseModel, extra="allow", strict=True, frozen=True):
     """The content of `run.json`, which the card shows.
 
-    The origin is written when a run starts; time and memory of the training are written at the end.
+    The origin is written when a run starts; time and memory of the training are written at the end. Relative names in
+    the recipe begin in `directory`.
     """
 
     python: str
     origin: Fingerprint | None = None
     precision: str | None = None
     original: int | None = None
+    directory: str | None = None
 
 
 @dataclass(frozen=True)
@@ -94,6 +98,21 @@ class Run:
     def has_recipe(self) -> bool:
         """Whether pi-lora trained it: other tools write a recipe.yaml as well."""
         return (self.path / RECIPE_FILE).is_file() and (self.path / RUN_FILE).is_file()
+
+    @property
+    def texts(self) -> list[Source]:
+        """The texts that the run was tuned on, under their absolute names where they are on this machine; none without
+        a recipe.
+        """
+        texts: list[Source] = []
+        if not self.has_recipe:
+            return texts
+        folder = Path(self.metadata.directory or "")
+        for source in self.recipe.data.source:
+            path = folder / source.name
+            is_here = glob.has_magic(source.name) or path.exists()
+            texts.append(source.changed(name=str(path)) if is_here else source)
+        return texts
 
     @cached_property
     def recipe(self) -> Recipe:

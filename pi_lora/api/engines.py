@@ -75,7 +75,12 @@ def merge(
         planned = plan_merge(source, dtype=dtype_of(dtype), sibling=sibling)
         with staged(folder) as staging:
             planned.write_small_files(staging)
-            merged_run = MeasuredRun(planned.run, merged=staging, base_name=planned.source.base.name)
+            merged_run = MeasuredRun(
+                planned.run,
+                merged=staging,
+                base_name=planned.source.base.name,
+                on_sibling=sibling,
+            )
             card_of(merged_run)  # damaged scores show before the weights are written
             planned.write_weights(staging, check, written)
             card = card_of(merged_run, merged=planned.lines, serving=serving_lines(planned.typed_config))

@@ -99,6 +99,8 @@ def resolve_training(
     # Ctrl-C ends at once until all libraries are imported: some turn it into an error of their own.
     with ui.working(LIBRARIES):
         from pi_lora.evaluation.probe import better_scaling
+        from pi_lora.evaluation.suite import requested_measurements
+        from pi_lora.evaluation.texts import measured_source, training_notes
         from pi_lora.models.resolve import resolve_for_training
         from pi_lora.preflight import check, plan_or_refuse
         from pi_lora.training.job import TrainingJob
@@ -113,6 +115,10 @@ def resolve_training(
         lines = plan_or_refuse(job.source.base.name, job.plan, force=force or resume)
         if not resume:
             lines += better_scaling(source.base, resolved.context.target, resolved.scaling)
+        for options in requested_measurements(resolved.evaluation).values():
+            measured = measured_source(options)
+            if measured:
+                lines += training_notes(measured, "the run", resolved.data.source)
         if any(text.select and text.select.by == "gain" for text in resolved.data.source):
             lines.append("data: the base scores the documents before they are packed, if their scores are not cached")
     for line in lines:

@@ -10,6 +10,7 @@ import sysconfig
 import zipfile
 from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -325,6 +326,33 @@ PINNED = {
 def held_out_text(source: Source) -> Json:
     """Return the keys of `evaluation.perplexity` that measure the text that `source` holds out."""
     return source.model_dump(include=HELD_OUT_KEYS) | {"data": source.name}
+
+
+def texts_of(source: Source) -> set[Any]:
+    """Return the files of a source, none if they are gone; of other sources the data set, subset and split."""
+    if source.name in BUILTIN_TEXTS or not looks_local(source.name):
+        return {(source.name, source.subset, source.split)}
+    with suppress(DataError):
+        return {file.resolve() for file in files_named(source.name)}
+    return set()
+
+
+def trains_on(sources: Iterable[Source], measured: Source) -> bool:
+    """Whether texts of `measured` are in these sources of a training, other than texts that are held out in both."""
+    texts = texts_of(measured)
+    for source in sources:
+        trained = texts_of(source)
+        are_held_out = source.hold_out is not None and source.hold_out == measured.hold_out and trained == texts
+        if not are_held_out and not trained.isdisjoint(texts):
+            return True
+    return False
+
+
+def held_out_share(sources: Iterable[Source], measured: Source) -> float | None:
+    """Return the share of the texts of `measured` that these sources of a training hold out."""
+    texts = texts_of(measured)
+    shares = [source.hold_out for source in sources if source.hold_out and texts_of(source) == texts]
+    return max(shares, default=None)
 
 
 def evaluation_documents(options: TextOptions) -> Iterator[Document]:

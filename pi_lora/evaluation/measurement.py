@@ -157,8 +157,8 @@ class Result(BaseModel):
 
 
 class Scores(Result):
-    """The results of one measurement of a model: the fields of the header, the step of a model that trains, and the
-    prepared options, which measure another model in the same way.
+    """The results of one measurement of a model: the fields of the header, the step of a model that trains, whether
+    the model is tuned on what is measured, and the prepared options, which measure another model in the same way.
     """
 
     measurement: ClassVar[str]
@@ -170,6 +170,7 @@ class Scores(Result):
     kernel: str | None = None
     window: int | None = None
     step: int | None = None
+    tuned_on: bool = False
     options: Any
 
     @property

@@ -9,6 +9,7 @@ from typing import Any
 from pydantic import ValidationError
 from rich.table import Table
 
+from pi_lora.data.sources import trains_on
 from pi_lora.distributed import is_main_process
 from pi_lora.errors import ModelError
 from pi_lora.evaluation.benchmarks import Benchmarks
@@ -19,6 +20,7 @@ from pi_lora.evaluation.passkey import Passkey
 from pi_lora.evaluation.perplexity import Perplexity, PerplexityScores
 from pi_lora.evaluation.ruler import Ruler
 from pi_lora.evaluation.summarization import Summarization
+from pi_lora.evaluation.texts import measured_source, training_notes
 from pi_lora.models.loaded import LoadedModel, load_model
 from pi_lora.models.source import ModelSource
 from pi_lora.recipe.evaluation import Evaluation, PasskeyOptions, PerplexityOptions
@@ -64,6 +66,11 @@ def evaluate(
         prepared = {name: measurements[name].prepare(options, sources) for name, options in requested.items()}
         for name, options in prepared.items():
             measurements[name].check(options)
+            measured = measured_source(options)
+            if measured:
+                for source in sources:
+                    for note in training_notes(measured, source.name, source.run.texts):
+                        ui.say(note)
 
     scores: dict[str, list[Scores]] = {}
     loaded: LoadedModel | None = None
@@ -78,7 +85,11 @@ def evaluate(
                     with ui.working(f"loading {model.name}"):
                         loaded = load_model(model, dtype)
                 with ui.progress(f"{name} {model.name}") as session.progress:
-                    results.append(measurements[name].measure(loaded, options, session))
+                    result = measurements[name].measure(loaded, options, session)
+                measured = measured_source(options)
+                if measured and trains_on(loaded.source.run.texts, measured):
+                    result = result.model_copy(update={"tuned_on": True})
+                results.append(result)
             if is_main_process() and name in files:
                 write_scores(results, files[name])
         scores[name] = results
@@ -158,7 +169,7 @@ def requested_of_run(run: Run, data: str | None = None) -> dict[str, Any]:
     if data is None:
         return requested
     of_recipe = requested.pop("perplexity", PerplexityOptions())
-    if of_recipe.data == data:
+    if of_recipe.data and Path(of_recipe.data) == Path(data):
         return {"perplexity": of_recipe, **requested}
     options = PerplexityOptions(
         data=data,
@@ -188,6 +199,8 @@ def setting_of(scores: Scores) -> str:
             parts.append(f"{key.replace('_', ' ')} {value}")
     if isinstance(scores, PerplexityScores) and scores.bos not in (None, "none"):
         parts.append(f"BOS in {scores.bos}")
+    if scores.tuned_on:
+        parts.append("the model is tuned on it")
     numbers = dict.fromkeys(len(metric.values) for metric in metrics_of(scores) if metric.values)
     parts += [f"n = {number}" for number in numbers]
     return ", ".join(parts)

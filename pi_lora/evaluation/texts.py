@@ -2,17 +2,19 @@
 
 import random
 from array import array
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any, NamedTuple, TypeVar
 
-from pi_lora.data.documents import Document
-from pi_lora.data.sources import STDLIB, evaluation_documents
+from pi_lora.data.documents import Document, looks_local
+from pi_lora.data.sources import STDLIB, evaluation_documents, held_out_share, texts_of, trains_on
 from pi_lora.data.tokens import strip_eos, tokenized
 from pi_lora.errors import DataError
 from pi_lora.models.files import BUILTIN
 from pi_lora.models.loaded import LoadedModel
 from pi_lora.models.source import ModelSource
-from pi_lora.recipe.evaluation import TextOptions
+from pi_lora.recipe.data import Source
+from pi_lora.recipe.evaluation import ChatOptions, SummarizationOptions, TextOptions
+from pi_lora.recipe.section import Section
 
 # The paper's choice: 128 documents of 32768 tokens and more; it is not known which. The 12 documents of the standard
 # library take the built-in model a minute or two on two cores.
@@ -43,7 +45,33 @@ def complete(options: OptionsT, models: Sequence[ModelSource], **sizes: Any) -> 
         raise DataError(f"--data: name a text that {models[0].name} was not tuned on: a file, folder or hub data set")
     data = options.data or STDLIB
     default = {"data": data, **sizes, **DEFAULTS.get(data, {})}
-    return options.changed(**default | options.model_dump(exclude_none=True))
+    completed = options.changed(**default | options.model_dump(exclude_none=True))
+    measured = Source(name=data, **completed.model_dump(include={"subset", "split"}))
+    shares = [held_out_share(model.run.texts, measured) for model in models]
+    # The part that a run was not tuned on.
+    share = next(filter(None, [options.hold_out, *shares]), None)
+    return completed.changed(hold_out=share)
+
+
+def measured_source(options: Section) -> Source | None:
+    """Return the text or rows that options of a measurement name, as a source; None if they name none."""
+    if not isinstance(options, TextOptions | SummarizationOptions | ChatOptions) or options.data is None:
+        return None
+    values = options.model_dump(include={"subset", "split", "hold_out"})
+    # Summaries are of the validation split by default.
+    return Source(name=options.data, **values | {"split": options.split or "validation"})
+
+
+def training_notes(measured: Source, name: str, sources: Sequence[Source]) -> Iterator[str]:
+    """Yield a line if texts of `measured` train the run `name`, or may train it: texts that were moved are not
+    recognized.
+    """
+    if trains_on(sources, measured):
+        yield f"{measured.name}: {name} is tuned on it; measure other texts, or tune with data.source.hold_out"
+    elif looks_local(measured.name):
+        for source in sources:
+            if looks_local(source.name) and not texts_of(source):
+                yield f"{source.name}: is not here, and {name} is tuned on it; measure none of the same texts"
 
 
 def choose_documents(model: LoadedModel, options: TextOptions, longest: int) -> tuple[list[TokenizedDocument], int]:

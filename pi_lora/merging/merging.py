@@ -6,6 +6,7 @@ from typing import Literal, get_args
 
 from transformers import PreTrainedConfig, PreTrainedModel
 
+from pi_lora.errors import ModelError
 from pi_lora.merging.check import check_logits, check_model, check_tensors
 from pi_lora.merging.deltas import OutputTensor, match_tensors
 from pi_lora.merging.writing import write_tensors
@@ -15,9 +16,9 @@ from pi_lora.models.quantized import check_quantization, dequantized
 from pi_lora.models.quiet import quiet_loading
 from pi_lora.models.resolve import base_of_adapter, require_adapter
 from pi_lora.models.saving import save_without_weights, write_generation_config
-from pi_lora.models.source import ModelSource
+from pi_lora.models.source import Base, ModelSource
 from pi_lora.models.weights import read_weights
-from pi_lora.scaling.config import ORIGINAL_WINDOW, Config, with_legacy_rope_keys
+from pi_lora.scaling.config import ORIGINAL_WINDOW, Config, full_attention_rope, window_of, with_legacy_rope_keys
 from pi_lora.scaling.verify import build_on_meta, config_of
 from pi_lora.types import Progress
 
@@ -110,8 +111,8 @@ def plan_merge(run: ModelSource, *, dtype: str | None, sibling: bool) -> Merge:
     before = None
     lines = []
     if sibling:
-        source = _onto_sibling(run)
         tuned_on = base_of_adapter(adapter, permissions=run.permissions)
+        source = _onto_sibling(run, tuned_on)
         before = dequantized(read_weights(tuned_on.name, tuned_on.file), tuned_on.config)
         lines.append(f"sibling: tuned on {public_name(tuned_on.name)}, and added to {public_name(source.base.name)}")
     else:
@@ -134,8 +135,21 @@ def plan_merge(run: ModelSource, *, dtype: str | None, sibling: bool) -> Merge:
     return Merge(source, adapter, expected=expected, tensors=tensors, config=config, lines=lines)
 
 
-def _onto_sibling(run: ModelSource) -> ModelSource:
-    """Return the sibling with the tokenizer of the sibling, and its config with the positions of the run."""
+def _onto_sibling(run: ModelSource, tuned_on: Base) -> ModelSource:
+    """Return the sibling with the tokenizer of the sibling, and its config with the positions of the run. Raise
+    ModelError if the positions of the sibling are not those of the base that the run was tuned on, or if it reads as
+    far as the run.
+    """
+    sibling = run.base
+    theta, other_theta = (full_attention_rope(base.config)["rope_theta"] for base in (tuned_on, sibling))
+    window = window_of(sibling.config)
+    problem = None
+    if theta != other_theta:
+        problem = f"rope_theta {other_theta:g} instead of {theta:g}"
+    elif window >= run.window:
+        problem = f"a window of {window} tokens, and the run extends to {run.window}"
+    if problem:
+        raise ModelError(f"{sibling.name}: is no sibling of {tuned_on.name}: {problem}; name another")
     positions = {key: run.config[key] for key in POSITION_KEYS if key in run.config}
     config = with_legacy_rope_keys({**run.base.config, **positions})
     return replace(run, adapter=None, config=config)

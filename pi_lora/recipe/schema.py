@@ -262,7 +262,7 @@ class Recipe(Section):
         sequence = self.data.sequence_tokens or self.context.target
         if self.data.has_examples and self.data.completion_tokens + 1 >= sequence:
             yield f"data.completion_tokens: leave no room for a prompt in {sequence} tokens; lower them"
-        for name in ("perplexity", "summarization"):
+        for name in ("perplexity", "context", "summarization"):
             measured = getattr(self.evaluation, name)
             if measured and any(
                 source.name == measured.data and source.hold_out != measured.hold_out for source in self.data.source

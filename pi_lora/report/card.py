@@ -171,7 +171,7 @@ def _metadata(run: MeasuredRun, full: bool, recipe: Recipe | None) -> ModelCardD
 
 def _license_of_base(run: MeasuredRun) -> Json:
     """Return what the card of the base says of its licence, which holds for the run too."""
-    origin = run.metadata.origin
+    origin = None if run.on_sibling else run.metadata.origin
     entries: Json = {}
     with suppress(ModelError):  # the base is not here
         folder, _ = model_folder(run.base.name, (origin and origin.commit) or run.base.revision)
@@ -189,6 +189,9 @@ def _scores_section(run: MeasuredRun) -> str:
     verdict = verdict_of(base, untuned, run.last_scores, run.metadata.original)
     if verdict:
         paragraphs.append("\n".join(f"- **{label}**: {literal(text)}." for label, text in verdict.items()))
+    elif not run.scores and (run.merged or run.untuned):
+        commands = "`pi-lora eval perplexity . --data TEXT` and `pi-lora eval passkey .`"
+        paragraphs.append(f"Not measured yet: {commands} measure it, in this folder.")
     elif not run.scores:
         paragraphs.append("Not measured yet: `pi-lora eval all .` measures it, in the folder of the run.")
     # A picture follows the scores that it shows.

@@ -20,6 +20,7 @@ from pi_lora.scaling.config import (
     local_window,
     rotary_dimensions,
     rotary_frequencies_of,
+    scale_of,
     window_factor,
     window_of,
     with_full_rope,
@@ -81,7 +82,8 @@ def extend_config(config: Config, extension: Extension) -> dict[str, Any]:
     check_extendable(config, extension)
     rope = _extended_rope(config, extension)
     divisor = 1.0 if rope["rope_type"] == "yarn" else window_factor(config, rope)
-    declared = round(extension.target / divisor)
+    # Rounded up, but for errors of the division.
+    declared = math.ceil(extension.target / divisor - 1e-6)
     extended = {**with_full_rope(config, rope), "max_position_embeddings": declared}
     extended.pop(ORIGINAL_WINDOW, None)
     if extension.scaling in ("theta", *LISTS) or (rope["rope_type"] == "longrope" and not constant_longrope(rope)):
@@ -115,6 +117,9 @@ def check_extendable(config: Config, extension: Extension) -> None:
     elif reach is not None and reach < target:
         limit = f"every layer of this model attends to at most {reach} tokens"
         problem = f"context.target: {target}: {limit}; choose a model with full attention"
+    elif extension.original and original != window_of(config) and scale_of(config) != 1:
+        own = f"this base is scaled already, and has a window of {window_of(config)} tokens"
+        problem = f"context.original: {extension.original}: {own}; leave it out"
     elif method == "factors" or extension.factors:
         problem = _factors_problem(config, extension)
     if problem:
@@ -150,7 +155,8 @@ def methods_for(config: Config) -> tuple[Method, ...]:
     if config.get(ORIGINAL_WINDOW) and fixed_longrope(rope):
         return ()
     if constant_longrope(rope) is not None:
-        kind = "linear"
+        # A larger theta would be taken for another base.
+        return ("pi", "direct")
     return METHODS_OF.get(kind, ())
 
 

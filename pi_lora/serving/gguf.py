@@ -20,7 +20,20 @@ from pi_lora.scaling.config import full_attention_rope, method_of
 CONVERTER = "convert_hf_to_gguf.py"
 DIVISORS = "rope_freqs.weight"
 # Architectures whose graph in llama.cpp divides the frequencies by the tensor DIVISORS, as for Llama 3.1.
-READERS_OF_DIVISORS = ("apertus", "arcee", "granite", "llama", "mistral3")
+READERS_OF_DIVISORS = (
+    "apertus",
+    "arcee",
+    "deci",
+    "exaone",
+    "exaone-moe",
+    "exaone4",
+    "granite",
+    "granitehybrid",
+    "llama",
+    "llama4",
+    "mistral3",
+    "step35",
+)
 HOW_TO_GET_CONVERTER = (
     "it is in llama.cpp's repository (github.com/ggml-org/llama.cpp), and in the source package of llama-cpp-python"
 )
@@ -62,7 +75,7 @@ def export_gguf(model: ModelSource, output: Path, script: Path, outtype: str | N
             raise ModelError(
                 f"{script}: cannot convert {model.name} ({reason}); see what it needs, and which models it knows"
             )
-        _add_divisors(file, model)
+        _add_divisors_and_attention_factor(file, model)
         reader: Any = GGUFReader(file, "r+")
         architecture = _architecture_of(reader)
         if not _has_scaling(reader, architecture, model):
@@ -77,23 +90,28 @@ def _architecture_of(reader: Any) -> str:
     return str(reader.get_field("general.architecture").contents())
 
 
-def _add_divisors(file: Path, model: ModelSource) -> None:
-    """Rewrite a GGUF file with the list of divisors of its model and the factor of the attention, which the converter
-    drops, if llama.cpp reads them for this architecture.
+def _add_divisors_and_attention_factor(file: Path, model: ModelSource) -> None:
+    """Rewrite a GGUF file with the list of divisors of its model, if llama.cpp reads it for this architecture, and with
+    the factor of the attention, which the converter drops.
     """
-    if method_of(model.config) != "factors":
-        return
     rope = full_attention_rope(model.config)
+    is_list = method_of(model.config) == "factors"
+    factor = rope.get("attention_factor")
+    if rope["rope_type"] == "yarn" and factor is not None:
+        # llama.cpp multiplies by YaRN's default.
+        factor /= 0.1 * math.log(rope["factor"]) + 1
+    elif not is_list:
+        return
     reader: Any = GGUFReader(file)
     architecture = _architecture_of(reader)
     removed = []
-    if not _has_long_divisors(reader):
+    if is_list and not _has_long_divisors(reader):
         if architecture not in READERS_OF_DIVISORS:
             return
         # Under the type `longrope` llama.cpp looks for two other tensors.
         removed.append(f"{architecture}.rope.scaling.type")
         reader.tensors.append(_tensor_of(rope["long_factor"]))
-    attention_factor = MetadataDetails(GGUFValueType.FLOAT32, rope.get("attention_factor", 1.0))
+    attention_factor = MetadataDetails(GGUFValueType.FLOAT32, 1.0 if factor is None else factor)
     rewritten = file.with_suffix(".divisors")
     writer = GGUFWriter(rewritten, architecture)
     copy_with_new_metadata(reader, writer, {f"{architecture}.rope.scaling.attn_factor": attention_factor}, removed)
@@ -119,16 +137,24 @@ def _tensor_of(divisors: list[float]) -> ReaderTensor:
 
 
 def _has_scaling(reader: Any, architecture: str, model: ModelSource) -> bool:
-    """Whether a GGUF file has the scaling of a model. The converter of llama-cpp-python 0.3.36 drops all scalings of
-    Gemma, Gemma 2, StableLM, Phi and Cohere, and lists of divisors of all but Phi-3 and MiniCPM.
+    """Whether a GGUF file has the scaling of a model, and llama.cpp applies it. The converter of llama-cpp-python
+    0.3.36 drops all scalings of Gemma, Gemma 2, StableLM, Phi and Cohere, `llama3` of all but models like LLaMA, `pi`
+    of Gemma 4, and lists of divisors of all but Phi-3 and MiniCPM.
     """
     rope = full_attention_rope(model.config)
     scaling_type = reader.get_field(f"{architecture}.rope.scaling.type")
     theta = reader.get_field(f"{architecture}.rope.freq_base")
+    divisors = next((tensor.data for tensor in reader.tensors if tensor.name == DIVISORS), None)
     if rope["rope_type"] in ("linear", "yarn"):
         return bool(scaling_type and scaling_type.contents() == rope["rope_type"])
     if rope["rope_type"] == "longrope":
-        return _has_long_divisors(reader) or any(tensor.name == DIVISORS for tensor in reader.tensors)
+        return _has_long_divisors(reader) or divisors is not None
+    if rope["rope_type"] == "llama3" and (divisors is None or architecture not in READERS_OF_DIVISORS):
+        return False
+    if rope["rope_type"] == "proportional":
+        factor = rope.get("factor") or 1.0
+        if factor != 1 and (divisors is None or not math.isclose(divisors[0], factor, rel_tol=1e-3)):
+            return False
     if method_of(model.config) == "theta":
         return bool(theta and math.isclose(theta.contents(), rope["rope_theta"], rel_tol=1e-3))
     return True

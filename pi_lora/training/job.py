@@ -1,6 +1,7 @@
 """The story of a training: a recipe, a model and data become a run."""
 
 import gc
+import os
 import shlex
 import shutil
 from collections.abc import Callable, Iterator, Mapping
@@ -182,7 +183,8 @@ class TrainingJob:
                 write_whole(staging / RECIPE_FILE, dump_recipe(self.recipe))
                 # Decided once: other processes, or a resumption on another machine, could decide otherwise.
                 precision = run.metadata.precision or devices.computes_in(self.recipe)
-                run.record({"origin": fingerprint.model_dump(), "precision": precision})
+                origin = fingerprint.model_dump()
+                run.record({"origin": origin, "precision": precision, "directory": os.getcwd()})
             wait_for_all_processes()
             yield run
         if is_main_process():

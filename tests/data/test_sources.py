@@ -27,12 +27,14 @@ from pi_lora.data.sources import (
     evaluation_documents,
     find_table,
     hash_to_unit,
+    held_out_share,
     held_out_text,
     hub_dataset,
     hub_file,
     share_to_hold_out,
     shuffled,
     split_of,
+    trains_on,
 )
 from pi_lora.errors import DataError
 from pi_lora.recipe.data import SYNTHETIC, Data, Source
@@ -483,3 +485,24 @@ def test_the_share_to_hold_out_is_four_windows_and_ten_documents(tmp_path: Path)
     for number in range(200):
         (tmp_path / "folder" / f"{number}.txt").write_text("x" * 2000)
     assert share_to_hold_out(Source(name=str(tmp_path / "folder")), 100) == 0.05
+
+
+def test_texts_that_train_are_known_by_their_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    books = tmp_path / "books"
+    (books / "old").mkdir(parents=True)
+    for name in ("a.txt", "b.txt", "old/c.txt"):
+        (books / name).write_text(name)
+    (tmp_path / "others.txt").write_text("d")
+    monkeypatch.chdir(tmp_path)
+    whole = [Source(name="books"), Source(name="owner/data", split="train")]
+    in_part = [Source(name="books", hold_out=0.4)]
+    same = [Source(name=name, hold_out=0.4) for name in ("books/", "./books", f"{books}", "books/**")]
+    for measured in (*same, Source(name="books/old"), Source(name="*/a.txt"), Source(name="owner/data")):
+        assert trains_on(whole, measured)
+    for measured in (Source(name="others.txt"), Source(name="owner/data", split="test"), Source(name="gone")):
+        assert not trains_on(whole, measured)
+    assert not any(trains_on(in_part, measured) for measured in same)
+    assert [held_out_share(in_part, measured) for measured in same] == [0.4] * 4
+    for measured in (Source(name="books"), Source(name="books", hold_out=0.2), Source(name="books/old", hold_out=0.4)):
+        assert trains_on(in_part, measured)
+    assert held_out_share(in_part, Source(name="books/old")) is None

@@ -244,3 +244,51 @@ def test_a_run_on_the_hub_is_measured_and_compared_by_its_id(
     [short, long] = json.loads(Path("compared.json").read_text())["rows"]
     assert [short["run"], long["run"]] == [row["perplexity"] for row in scores["windows"]]
     assert short["run"] != short["base"]
+
+
+def trains_on(folder: Path, **source: Any) -> None:
+    """Let the recipe of a run say that it was tuned on this text."""
+    recipe = yaml.safe_load((folder / RECIPE_FILE).read_text())
+    (folder / RECIPE_FILE).write_text(yaml.safe_dump({**recipe, "data": {"source": [source]}, "evaluation": {}}))
+
+
+def test_texts_that_train_are_marked_and_not_published(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, own_run: Path
+) -> None:
+    trains_on(own_run, name="text.txt")
+    status, out, err = run_captured(capsys, monkeypatch, "eval", "all", "run", "--data", "./text.txt")
+    assert status == 0
+    assert err.startswith("./text.txt: run is tuned on it; measure other texts, or tune with data.source.hold_out\n")
+    assert "the model is tuned on it" in " ".join(out.split())
+    assert json.loads((own_run / "scores" / "perplexity-text_text_txt.json").read_text())["tuned_on"]
+    run_captured(capsys, monkeypatch, "report", "run")
+    card = (own_run / "README.md").read_text()
+    assert "the model is tuned on it" in card
+    metadata, _, _ = card.removeprefix("---\n").partition("\n---\n")
+    [results] = yaml.safe_load(metadata)["model-index"]
+    assert {entry["metrics"][0]["name"].split(",")[0] for entry in results["results"]} == {"k_max at 256"}
+
+
+def test_the_held_out_part_of_a_training_text_is_measured_by_default(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, own_run: Path
+) -> None:
+    (own_run.parent / "books").mkdir()
+    for number in range(8):
+        (own_run.parent / "books" / f"{number}.txt").write_text(f"Door {number} is open and the road is long. " * 40)
+    trains_on(own_run, name="books", hold_out=0.3)
+    words = ("--windows", "64", "--json", "scores.json")
+    for name in ("books", str(own_run.parent / "books")):
+        status, _, err = run_captured(capsys, monkeypatch, "eval", "perplexity", "run", "--data", name, *words)
+        assert (status, "tuned on it" in err) == (0, False)
+        scores = json.loads(Path("scores.json").read_text())
+        assert scores["options"]["hold_out"] == 0.3
+        assert scores["documents"] < 8
+    # Relative names in a recipe are those of the folder where the training began.
+    run = json.loads((own_run / "run.json").read_text())
+    (own_run / "run.json").write_text(json.dumps({**run, "directory": str(own_run.parent)}))
+    monkeypatch.chdir("books")
+    assert run_captured(capsys, monkeypatch, "eval", "perplexity", "../run", "--data", "../books", *words)[0] == 0
+    assert json.loads(Path("scores.json").read_text())["options"]["hold_out"] == 0.3
+    trains_on(own_run, name="gone/", hold_out=0.3)
+    _, _, err = run_captured(capsys, monkeypatch, "eval", "perplexity", "../run", "--data", "../books", *words)
+    assert err.startswith("gone/: is not here, and ../run is tuned on it; measure none of the same texts\n")

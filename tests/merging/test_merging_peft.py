@@ -230,3 +230,25 @@ def test_merging_into_a_sibling_needs_the_option(lora_run: Path, small_model: Pa
     assert merge(lora_run, tmp_path / "merged", base=str(sibling), sibling=True).lines
     with pytest.raises(ModelError, match="--sibling: name the sibling of its base with --base"):
         merge(lora_run, tmp_path / "other", sibling=True)
+
+
+@pytest.mark.parametrize(
+    ("entries", "problem"),
+    [
+        (
+            {"rope_parameters": {"rope_type": "default", "rope_theta": 1e6}},
+            "rope_theta (1e[+]06|1000000.0) instead of 500",
+        ),
+        ({"max_position_embeddings": 128}, "a window of 128 tokens, and the run extends to 128"),
+    ],
+)
+@pytest.mark.parametrize("scaling", ["pi", "theta"])
+def test_a_model_with_other_positions_is_no_sibling(
+    entries: dict[str, Any], problem: str, scaling: str, small_model: Path, tmp_path: Path
+) -> None:
+    run = train(small_recipe(small_model, scaling=scaling), tmp_path / "run")
+    sibling = sibling_of(small_model, tmp_path)
+    config = json.loads((sibling / "config.json").read_text())
+    (sibling / "config.json").write_text(json.dumps(config | entries))
+    with pytest.raises(ModelError, match=problem):
+        merge(run, tmp_path / "merged", base=str(sibling), sibling=True)

@@ -1,6 +1,7 @@
 """Uploads to a hub on this machine."""
 
 import json
+import os
 import re
 import shutil
 import sys
@@ -31,7 +32,11 @@ def hub(hub: Hub, monkeypatch: pytest.MonkeyPatch) -> Hub:
 def contents(folder: Path, model: Path | None = None) -> dict[str, bytes]:
     """Every file; the folder of its base is known by its last name."""
     files = {str(path.relative_to(folder)): path.read_bytes() for path in folder.rglob("*") if path.is_file()}
-    return {name: each.replace(str(model).encode(), b"model") for name, each in files.items()} if model else files
+    if model is None:
+        return files
+    for name, content in files.items():
+        files[name] = content.replace(str(model).encode(), b"model").replace(os.getcwd().encode(), b"main")
+    return files
 
 
 @pytest.mark.parametrize("run", ["lora_run", "full_run"])

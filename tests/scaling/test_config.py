@@ -8,6 +8,7 @@ from hypothesis import strategies as st
 from pi_lora.errors import ScalingError
 from pi_lora.scaling.config import (
     Method,
+    full_attention_rope,
     is_extension_of,
     local_window,
     method_of,
@@ -18,7 +19,7 @@ from pi_lora.scaling.config import (
     window_of,
     with_legacy_rope_keys,
 )
-from pi_lora.scaling.extension import Extension, extend_config
+from pi_lora.scaling.extension import Extension, extend_config, methods_for
 
 LLAMA_5: dict[str, Any] = {
     "model_type": "llama",
@@ -292,3 +293,28 @@ def test_layers_without_a_rope_have_none_in_either_dialect() -> None:
 def test_a_yarn_without_its_original_window_multiplies_the_declared_one() -> None:
     rope = {"rope_theta": 1e4, "rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": None}
     assert window_of({"model_type": "llama", "max_position_embeddings": 2048, "rope_parameters": rope}) == 8192
+
+
+def test_the_window_of_a_scaled_base_is_in_its_config() -> None:
+    """With `original` as the window before that scaling, the new factor would be multiplied by the old one."""
+    rope = {"rope_type": "yarn", "rope_theta": 1e6, "factor": 4.0, "original_max_position_embeddings": 8192}
+    config = {**LLAMA_5, "max_position_embeddings": 32768, "rope_parameters": rope}
+    with pytest.raises(ScalingError, match=r"original: 8192: this base is scaled already, .* window of 32768 tokens"):
+        extend_config(config, Extension(65536, 8192, "yarn"))
+    same = extend_config(config, Extension(65536, 32768, "yarn"))
+    assert same == extend_config(config, Extension(65536, None, "yarn"))
+
+
+@pytest.mark.parametrize("target", [50_000, 65_536, 100_000])
+def test_a_target_that_the_factor_does_not_divide_is_reached(target: int) -> None:
+    config = {**LLAMA_5, "head_dim": 64, "rope_parameters": {"rope_type": "linear", "rope_theta": 1e4, "factor": 3.0}}
+    assert target <= window_of(extend_config(config, Extension(target, None, "theta"))) < target + 3
+
+
+def test_frequencies_divided_by_one_number_are_divided_further() -> None:
+    """Phi-3 under `pi`. Under a larger theta, an adapter would not be known as that of the base."""
+    config = {**LLAMA_5, "model_type": "phi3", "head_dim": 64, "original_max_position_embeddings": 2048}
+    once = extend_config(config, Extension(4096, None, "pi"))
+    assert methods_for(once) == ("pi", "direct")
+    twice = full_attention_rope(extend_config(once, Extension(10_000, None, "pi")))
+    assert set(twice["long_factor"]) == {10_000 / 2048}

@@ -1,6 +1,8 @@
 """`pi-lora export gguf` with scripts that stand for llama.cpp's converter; test_engines.py has the real one."""
 
 import json
+import math
+import shutil
 from pathlib import Path
 
 import gguf
@@ -79,7 +81,7 @@ def test_a_scaling_that_the_converter_drops_is_refused(small_model: Path, tmp_pa
         find_converter(found, tmp_path / "model.gguf", converter(tmp_path / "sources").parent)
 
 
-@pytest.mark.parametrize("scaling", ["pi", "yarn", "theta"])
+@pytest.mark.parametrize("scaling", ["pi", "yarn", "theta", "llama3"])
 def test_a_file_without_the_scaling_of_the_model_is_not_kept(
     scaling: Method, small_model: Path, tmp_path: Path
 ) -> None:
@@ -136,6 +138,38 @@ def test_the_factor_of_the_attention_is_added_where_the_converter_writes_divisor
     export_gguf(resolve_model(str(with_divisors)), file, script)
     assert read(file, "minicpm.rope.scaling.attn_factor", "minicpm.rope.scaling.type") == [1.25, "longrope"]
     assert [tensor.name for tensor in gguf.GGUFReader(file).tensors] == ["rope_factors_long.weight"]
+
+
+@pytest.mark.parametrize("architecture", ["llama", "qwen3", "smollm3"])
+def test_the_divisors_of_llama3_need_an_architecture_that_reads_them(
+    architecture: str, small_model: Path, tmp_path: Path
+) -> None:
+    extended = pi_lora.extend(str(small_model), tmp_path / "model", target=512, scaling="llama3")
+    script = converter(tmp_path / "sources")
+    named = script.read_text().replace('"llama"', f'"{architecture}"').replace("token_embd", "rope_freqs")
+    script.write_text(named.replace('config["rope_parameters"]["rope_type"]', '"none"'))
+    file = tmp_path / "model.gguf"
+    if architecture == "llama":
+        export_gguf(resolve_model(str(extended)), file, script)
+        assert file.is_file()
+    else:
+        with pytest.raises(ModelError, match=f"converter drops this scaling of {architecture} models"):
+            export_gguf(resolve_model(str(extended)), file, script)
+
+
+def test_an_attention_factor_of_yarn_is_that_of_the_file(small_model: Path, tmp_path: Path) -> None:
+    """llama.cpp multiplies `attn_factor` by 0.1 ln(factor) + 1, and reads no other factor (except for Grok)."""
+    base = Path(shutil.copytree(small_model, tmp_path / "base"))
+    config = json.loads((base / "config.json").read_text())
+    yarn = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 16, "attention_factor": 1.5}
+    config["rope_parameters"] |= yarn
+    (base / "config.json").write_text(json.dumps(config))
+    extended = pi_lora.extend(str(base), tmp_path / "model", target=128, scaling="yarn")
+    file = tmp_path / "model.gguf"
+    export_gguf(resolve_model(str(extended)), file, converter(tmp_path / "sources"))
+    [factor] = read(file, "llama.rope.scaling.attn_factor")
+    assert factor == pytest.approx(1.5 / (1 + 0.1 * math.log(8)))
+    assert read(file, "llama.rope.scaling.type") == ["yarn"]
 
 
 def test_a_missing_or_failing_converter_is_one_line(full_run: Path, tmp_path: Path) -> None:
