@@ -9,6 +9,7 @@ mask function of each layer type, which knows windows, chunks, padding and packe
 about one block at a time.
 """
 
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cached_property, partial
@@ -44,10 +45,10 @@ MaskFunction = Callable[[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]
 
 
 class Block(NamedTuple):
-    """A range of queries, and the range of keys that they can see."""
+    """Some queries, and the keys that they can see."""
 
-    queries: range
-    keys: range
+    queries: slice
+    keys: slice
 
 
 @dataclass(frozen=True)
@@ -82,34 +83,35 @@ class BlockwiseMask:
     @cached_property
     def blocks(self) -> Sequence[Block]:
         """The blocks, as offsets into queries and keys; made once for all layers of a type."""
-        return [self._block(rows) for rows in _ranges(len(self.queries), self.size)]
+        starts = range(0, len(self.queries), self.size)
+        return [self._block(slice(start, start + self.size)) for start in starts]
 
-    def _block(self, rows: range) -> Block:
+    def _block(self, rows: slice) -> Block:
         """Return the block of some queries. Its keys begin and end with whole blocks of keys."""
         if self.causal:
-            first = 0 if self.reach is None else self.queries[rows.start] - self.reach + 1 - self.keys.start
-            stop = self.queries[rows[-1]] + 1 - self.keys.start
+            queries = self.queries[rows]
+            first = 0 if self.reach is None else queries[0] - self.reach + 1 - self.keys.start
+            stop = queries[-1] + 1 - self.keys.start
         else:
-            visible = self.part(Block(rows, range(len(self.keys)))).any(dim=(0, 1, 2)).nonzero()
+            everything = Block(rows, slice(None))
+            visible = self.part(everything).any(dim=(0, 1, 2)).nonzero()
             first = int(visible.min()) if len(visible) else 0
             stop = int(visible.max()) + 1 if len(visible) else 1
         whole_blocks_before = max(0, first) // self.size
-        whole_blocks_until = -(-stop // self.size)
-        end = min(whole_blocks_until * self.size, len(self.keys))
-        return Block(rows, range(whole_blocks_before * self.size, end))
+        whole_blocks_until = math.ceil(stop / self.size)
+        return Block(rows, slice(whole_blocks_before * self.size, whole_blocks_until * self.size))
 
     def part(self, block: Block) -> torch.Tensor:
         """Return the boolean mask of a block: (batch, 1, queries, keys)."""
         batch = torch.arange(self.batch, device=self.device)[:, None, None, None]
         head = torch.zeros(1, 1, 1, 1, dtype=torch.long, device=self.device)
-        queries = torch.arange(block.queries.start, block.queries.stop, device=self.device) + self.queries.start
-        keys = torch.arange(block.keys.start, block.keys.stop, device=self.device) + self.keys.start
-        visible = self.sees(batch, head, queries[None, None, :, None], keys[None, None, None, :])
+        queries = self.queries[block.queries]
+        keys = self.keys[block.keys]
+        visible = self.sees(batch, head, self._indices(queries)[None, None, :, None], self._indices(keys))
         return visible.expand(-1, 1, len(queries), len(keys))
 
-
-def _ranges(length: int, size: int) -> list[range]:
-    return [range(start, min(start + size, length)) for start in range(0, length, size)]
+    def _indices(self, positions: range) -> torch.Tensor:
+        return torch.arange(positions.start, positions.stop, device=self.device)
 
 
 def blockwise_mask(*, use_vmap: bool = False, **arguments: Any) -> BlockwiseMask | torch.Tensor | None:
@@ -183,10 +185,9 @@ def blockwise_attention(
         options: Arguments of `sdpa`.
     """
     if softcap is None and s_aux is None and not isinstance(attention_mask, BlockwiseMask):
-        output, _ = sdpa_attention_forward(
+        return sdpa_attention_forward(
             module, query, key, value, attention_mask, dropout=dropout, scaling=scaling, **options
         )
-        return output, None
     mask = attention_mask
     if not isinstance(mask, BlockwiseMask):
         mask = _blocks_of(query, key, causal=attention_mask is None)
@@ -198,24 +199,24 @@ def blockwise_attention(
     query_blocks = torch.split(query, mask.size, dim=2)
     key_blocks = torch.split(key, mask.size, dim=2)
     value_blocks = torch.split(value, mask.size, dim=2)
+    attend: Callable[..., Any] = partial(_attend, scale=scale, dropout=dropout, softcap=softcap, sinks=s_aux)
+    if softcap is not None:
+        # Scores and weights of all blocks would be kept for the backward pass.
+        attend = partial(checkpoint, attend, use_reentrant=False)
     outputs = []
     for queries, block in zip(query_blocks, mask.blocks, strict=True):
-        visible = _part_of(attention_mask, block) if isinstance(attention_mask, torch.Tensor) else mask.part(block)
-        among = slice(block.keys.start // mask.size, -(-block.keys.stop // mask.size))
+        if isinstance(attention_mask, torch.Tensor):
+            visible = attention_mask[:, :, block.queries, block.keys]
+        else:
+            visible = mask.part(block)
+        among = slice(block.keys.start // mask.size, block.keys.stop // mask.size)
         keys = key_blocks[among]
         values = value_blocks[among]
         if sink is not None:
             keys = (sink, *keys)
             values = (torch.zeros_like(sink[..., : value.shape[-1]]), *values)
             visible = pad(visible, (1, 0), value=visible.dtype == torch.bool)
-        of_block = (queries, torch.cat(keys, dim=2), torch.cat(values, dim=2), visible)
-        attend = partial(_attend, scale=scale, dropout=dropout)
-        if softcap is None:
-            output = attend(*of_block)
-        else:
-            # Scores and weights of all blocks would be kept for the backward pass.
-            attend = partial(attend, softcap=softcap, sinks=s_aux)
-            output = checkpoint(attend, *of_block, use_reentrant=False)
+        output = attend(queries, torch.cat(keys, dim=2), torch.cat(values, dim=2), visible)
         outputs.append(output[..., :width])
     return torch.cat(outputs, dim=2).transpose(1, 2).contiguous(), None
 
@@ -233,12 +234,6 @@ def _blocks_of(query: torch.Tensor, key: torch.Tensor, causal: bool) -> Blockwis
         causal=True,
         device=query.device,
     )
-
-
-def _part_of(mask: torch.Tensor, block: Block) -> torch.Tensor:
-    queries = slice(block.queries.start, block.queries.stop)
-    keys = slice(block.keys.start, block.keys.stop)
-    return mask[:, :, queries, keys]
 
 
 def _with_sink_channels(
@@ -281,11 +276,11 @@ def _attend(
     *,
     scale: float,
     dropout: float,
-    softcap: float | None = None,
-    sinks: torch.Tensor | None = None,
+    softcap: float | None,
+    sinks: torch.Tensor | None,
 ) -> torch.Tensor:
     """Return the output of one block: (batch, heads, queries, width). Scores are capped here, as no kernel of torch for
-    CPUs does; `sinks`, which are given only with a cap, are not capped.
+    CPUs does; `sinks` are not capped. Without a cap, channels of queries and keys hold the sinks.
     """
     folded, mask = _folded(query, keys, visible)
     if softcap is None:
