@@ -5,9 +5,10 @@ the composite. The other parts are left out and take no memory.
 """
 
 import re
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from typing import Any
 
+from torch import nn
 from transformers import (
     CONFIG_MAPPING,
     MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING,
@@ -44,7 +45,8 @@ def _without_other_parts(composite: Any, config_class: type[PreTrainedConfig]) -
 
     def build(model: Any, *arguments: Any, **options: Any) -> None:
         composite.__init__(model, *arguments, **options)
-        model.other_parts = _other_parts(model)
+        kept = {model.get_decoder(), model.get_output_embeddings()}
+        model.other_parts = list(_other_parts(model, kept))
         for name in model.other_parts:
             parent, _, attribute = name.rpartition(".")
             setattr(model.get_submodule(parent), attribute, None)
@@ -55,17 +57,13 @@ def _without_other_parts(composite: Any, config_class: type[PreTrainedConfig]) -
     return type(composite.__name__, (composite,), attributes)
 
 
-def _other_parts(model: Any) -> list[str]:
-    """Return the names of the largest modules that hold neither decoder nor head, and are in none of them."""
-    names = {module: name for name, module in model.named_modules()}
-    kept = [f"{names[model.get_decoder()]}.", f"{names[model.get_output_embeddings()]}."]
-    parts: list[str] = []
-    for name in names.values():
-        holds = any(other.startswith(f"{name}.") for other in kept)
-        inside = f"{name}.".startswith((*kept, *(f"{part}." for part in parts)))
-        if name and not holds and not inside:
-            parts.append(name)
-    return parts
+def _other_parts(parent: nn.Module, kept: set[nn.Module], prefix: str = "") -> Iterator[str]:
+    """Yield the names of the largest modules of `parent` that hold none of the `kept` ones, and are in none of them."""
+    for name, module in parent.named_children():
+        if kept.isdisjoint(module.modules()):
+            yield prefix + name
+        elif module not in kept:
+            yield from _other_parts(module, kept, f"{prefix}{name}.")
 
 
 def other_parts(model: Any) -> list[str]:
