@@ -39,6 +39,12 @@ class Interrupted(PiLoraError):
     """An interruption after what was done so far was kept; the message says how to continue. Exit status 130."""
 
 
+def last_line(error: BaseException) -> str:
+    """Return the last line of an error's message, or what kind of error it is."""
+    message = str(error).strip() or repr(error)
+    return message.splitlines()[-1].strip()
+
+
 def first_line(error: BaseException) -> str:
     """Return the first line of an error's message, with the next one after a colon, or what kind of error it is."""
     message = error.args[0] if isinstance(error, KeyError) and error.args else error  # a KeyError's text is a repr

@@ -21,14 +21,31 @@ from safetensors import SafetensorError
 from torch import nn
 from transformers import PreTrainedModel
 
-from pi_lora.errors import ModelError, RecipeError, first_line
+from pi_lora.errors import ModelError, RecipeError, first_line, last_line
 from pi_lora.models import files
 from pi_lora.models.composite import adapter_renamings, other_parts
 from pi_lora.models.experts import Layout, linear_targets
+from pi_lora.models.shape import in_attention
 from pi_lora.models.weights import check_finite, read_header
 from pi_lora.recipe.schema import Tuning
 from pi_lora.storage import read_json, write_json
 from pi_lora.types import Json
+
+# What PEFT adds to the names of the parameters that an adapter trains, and leaves out when it saves them.
+INTERNAL_PARTS = r"\.modules_to_save\.default|\.default|\.original_module"
+# The warnings of PEFT 0.21 that are ignored.
+KNOWN_WARNINGS = (
+    # Of activation checkpointing, also in TRL 1.16: its name is deprecated in transformers 5.23.
+    ".*gradient_checkpointing(_kwargs|_enable)?` is deprecated",
+    # PEFT looks for the config of the base in a checkpoint.
+    r"Could not find a config file in builtin:",
+    # PEFT looks for the parts of a composite that are left out.
+    "You have passed exclude_modules=.* but no modules were excluded",
+    # PEFT looks among modules for the ranks that it gives to experts, which are parameters.
+    r"The following \w+_pattern keys did not match .*: \['\.\*\\\\\.gate_up_proj'\]",
+    # Ours, to users of plain PEFT.
+    rf"Unexpected keyword arguments \['{files.WARNING}'\]",
+)
 
 
 def prepare_for_tuning(
@@ -230,9 +247,8 @@ def load_adapter(model: PreTrainedModel, folder: Path, *, dropout: float = 0.0, 
             )
             _reload_saved_modules_in_float32(adapted, folder)
     except (OSError, ValueError, KeyError, RuntimeError, SafetensorError, UserWarning) as error:
-        reason = (str(error).strip() or repr(error)).splitlines()[-1]
         raise ModelError(
-            f"{folder}: the adapter does not fit its base ({reason}); name the base that it was tuned from"
+            f"{folder}: the adapter does not fit its base ({last_line(error)}); name the base that it was tuned from"
         ) from error
     _keep_the_dtype_of_activations(adapted)
     expected = peft.get_peft_model_state_dict(adapted, save_embedding_layers=False)
@@ -242,22 +258,10 @@ def load_adapter(model: PreTrainedModel, folder: Path, *, dropout: float = 0.0, 
 
 @contextmanager
 def without_known_warnings() -> Iterator[None]:
-    """Ignore five warnings of PEFT 0.21.
-
-    The name of activation checkpointing, also in TRL 1.16, is deprecated in transformers 5.23. PEFT looks for the
-    config of the base in a checkpoint, for the parts of a composite that are left out, and for the ranks that it gives
-    to experts among modules, though they are parameters. The fifth warning is ours, to users of plain PEFT.
-    """
+    """Ignore the known warnings of PEFT."""
     with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", ".*gradient_checkpointing(_kwargs|_enable)?` is deprecated", FutureWarning)
-        warnings.filterwarnings("ignore", r"Could not find a config file in builtin:", UserWarning)
-        warnings.filterwarnings(
-            "ignore", "You have passed exclude_modules=.* but no modules were excluded", UserWarning
-        )
-        warnings.filterwarnings(
-            "ignore", r"The following \w+_pattern keys did not match .*: \['\.\*\\\\\.gate_up_proj'\]", RuntimeWarning
-        )
-        warnings.filterwarnings("ignore", rf"Unexpected keyword arguments \['{files.WARNING}'\]", UserWarning)
+        for message in KNOWN_WARNINGS:
+            warnings.filterwarnings("ignore", message)
         yield
 
 
@@ -302,16 +306,13 @@ def _saved_module_wrappers(model: PeftModel) -> list[ModulesToSaveWrapper]:
     for module in model.modules():
         if isinstance(module, ModulesToSaveWrapper):
             original = module.original_module
-            is_norm = "Norm" in type(original).__name__ and _has_weights(original)
-            if is_norm or isinstance(original, (nn.Embedding, nn.Linear)):
+            if isinstance(original, (nn.Embedding, nn.Linear)) or _is_trainable_norm(original):
                 wrappers.append(module)
     return wrappers
 
 
 def _saved_name(name: str) -> str:
-    for internal in (".modules_to_save.default", ".default", ".original_module"):
-        name = name.replace(internal, "")
-    return name
+    return re.sub(INTERNAL_PARTS, "", name)
 
 
 def _modules_to_save(model: PreTrainedModel, tuning: Tuning) -> list[str]:
@@ -321,9 +322,8 @@ def _modules_to_save(model: PreTrainedModel, tuning: Tuning) -> list[str]:
     names = []
     embeddings = model.get_input_embeddings()
     for name, module in model.named_modules():
-        is_norm = "Norm" in type(module).__name__ and _has_weights(module)
         trains_as_embedding = tuning.with_embeddings and module is embeddings
-        trains_as_norm = tuning.with_norms and is_norm
+        trains_as_norm = tuning.with_norms and _is_trainable_norm(module)
         if trains_as_embedding or trains_as_norm:
             names.append(name)
     last_parts = _last_parts(names)
@@ -333,15 +333,16 @@ def _modules_to_save(model: PreTrainedModel, tuning: Tuning) -> list[str]:
     return sorted(last_parts)
 
 
-def _has_weights(module: nn.Module) -> bool:
-    """Whether a module has parameters of its own, which the norms of OLMo and some of Gemma 4 have not."""
-    return any(True for _ in module.parameters(recurse=False))
+def _is_trainable_norm(module: nn.Module) -> bool:
+    """Whether a module is a norm with parameters, which the norms of OLMo and some of Gemma 4 have not."""
+    parameters = list(module.parameters(recurse=False))
+    return "Norm" in type(module).__name__ and bool(parameters)
 
 
 def _attention_names(model: nn.Module) -> set[str]:
     """Return the last part of the names of the linear layers in attention, which differ between architectures."""
     linear_names = [name for name, module in model.named_modules() if isinstance(module, nn.Linear)]
-    return _last_parts(name for name in linear_names if "attn." in name or "attention." in name)
+    return _last_parts(filter(in_attention, linear_names))
 
 
 def _last_parts(names: Iterable[str]) -> set[str]:

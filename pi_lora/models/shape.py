@@ -103,17 +103,17 @@ def shape_of(model: "PreTrainedModel") -> Shape:
     if head is None or not layers:
         raise ModelError(f"model of type {config.model_type}: has no decoder layers with a head; no plan for it")
     hidden = config.hidden_size
-    widths = [_attention_widths(layer_config) for layer_config in config.per_layer_config]
+    query_widths, key_widths = zip(*map(_attention_widths, config.per_layer_config), strict=True)
     experts_per_token = getattr(config, "num_experts_per_tok", None)
     modules = dict(model.named_modules())
     experts = _experts(model)
     sinks = any(name.endswith(".sinks") for name, _ in model.named_parameters())
     soft_capped = bool(getattr(config, "attn_logit_softcapping", None))
     norms = {name: module for name, module in modules.items() if "Norm" in type(module).__name__}
-    attention_norms = [name for name in norms if _in_attention(name)]
+    attention_norms = [name for name in norms if in_attention(name)]
     linears = {name: module for name, module in modules.items() if isinstance(module, nn.Linear) and module is not head}
     full_layers, sliding_layers, window = _attended_layers(config.to_dict(), len(layers))
-    queries = max(queries for queries, _ in widths)
+    queries = max(query_widths)
     # Norms like Gemma's have a method for what precedes the multiplication, other classes have none.
     float_norms = any(hasattr(module, "_norm") for module in norms.values())
     projections = [module for name, module in linears.items() if name.endswith("q_proj")]
@@ -126,7 +126,7 @@ def shape_of(model: "PreTrainedModel") -> Shape:
         intermediate=max(_mlp_width(layer, hidden, experts_per_token) for layer in layers),
         heads=config.num_attention_heads,
         queries=queries,
-        keys=max(keys for _, keys in widths),
+        keys=max(key_widths),
         vocabulary=head.out_features,
         tied=head.weight is model.get_input_embeddings().weight,
         linear_weights=sum(module.weight.numel() for module in linears.values()),
@@ -189,10 +189,10 @@ def _lora_numbers(linears: "Mapping[str, nn.Linear]") -> dict[str, int]:
     """
     per_rank: Counter[str] = Counter()
     for name, module in linears.items():
-        targets = ["all-linear", name.rpartition(".")[2]]
-        if _in_attention(name):
-            targets.append("attention")
-        for target in dict.fromkeys(targets):
+        targets = {"all-linear", name.rpartition(".")[2]}
+        if in_attention(name):
+            targets.add("attention")
+        for target in targets:
             per_rank[target] += module.in_features + module.out_features
     return dict(sorted(per_rank.items()))
 
@@ -201,7 +201,8 @@ def _count_parameters(module: "nn.Module") -> int:
     return sum(parameter.numel() for parameter in module.parameters())
 
 
-def _in_attention(name: str) -> bool:
+def in_attention(name: str) -> bool:
+    """Whether a module of this name belongs to attention; architectures have two words for it."""
     return "attn." in name or "attention." in name
 
 
@@ -224,7 +225,7 @@ def _mlp_width(layer: "nn.Module", hidden: int, experts_per_token: int | None) -
 
     width = _active_numbers(_experts(layer), experts_per_token) // (3 * hidden)
     for name, module in layer.named_modules():
-        if isinstance(module, nn.Linear) and not _in_attention(name):
+        if isinstance(module, nn.Linear) and not in_attention(name):
             projects_back = module.out_features == hidden and module.in_features != hidden
             if projects_back:
                 width += module.in_features

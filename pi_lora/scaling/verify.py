@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from transformers import AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
 
-from pi_lora.errors import ScalingError
+from pi_lora.errors import ScalingError, last_line
 from pi_lora.scaling.config import (
     FULL_ATTENTION,
     LISTS,
@@ -114,9 +114,8 @@ def _building(kind: type[PreTrainedConfig]) -> Iterator[None]:
     try:
         yield
     except Exception as error:  # config classes and model code raise their own kinds
-        reason = (str(error).strip() or repr(error)).splitlines()[-1].strip()
         raise ScalingError(
-            f"model of type {kind.model_type}: cannot be built with this scaling ({reason:.200})"
+            f"model of type {kind.model_type}: cannot be built with this scaling ({last_line(error):.200})"
         ) from None
 
 
@@ -124,9 +123,9 @@ def _follows(plain: dict[str, torch.Tensor], scaled: dict[str, torch.Tensor], me
     """Return whether the `scaled` frequencies follow from the `plain` ones, and some have changed. The divisor is L'/L,
     or one for each frequency.
     """
-    if plain.keys() != scaled.keys():
-        return False
-    if any(plain[name].shape != scaled[name].shape for name in plain):
+    plain_shapes = {name: frequencies.shape for name, frequencies in plain.items()}
+    scaled_shapes = {name: frequencies.shape for name, frequencies in scaled.items()}
+    if plain_shapes != scaled_shapes:
         return False
     changed = [name for name in plain if not torch.equal(plain[name], scaled[name])]
     slack = 1 + 1e-5
