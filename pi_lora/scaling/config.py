@@ -111,8 +111,8 @@ def read_rope(config: Config) -> dict[str, Any]:
     if config.get("rope_theta") is None:
         raise _refused(config, "has no rotary position embeddings that its config describes; nothing to interpolate")
     scaling = dict(config.get("rope_scaling") or {})
-    rope_type = scaling.pop("rope_type", scaling.pop("type", "default"))
-    scaling.pop("type", None)
+    old_name = scaling.pop("type", "default")
+    rope_type = scaling.pop("rope_type", old_name)
     full = {**scaling, "rope_type": rope_type, "rope_theta": config["rope_theta"]}
     if config.get("rope_local_base_freq") is None:
         return full
@@ -224,11 +224,11 @@ def window_of(config: Config) -> int:
 
 def window_factor(config: Config, rope: Config) -> float:
     """Return the factor by which engines multiply the window that a config with this rope declares."""
-    if rope["rope_type"] == "linear" and config.get("model_type") in WINDOW_DECLARED:
+    rope_type = rope["rope_type"]
+    declares_extended = rope_type == "linear" and config.get("model_type") in WINDOW_DECLARED
+    if declares_extended or rope_type not in MULTIPLIES_WINDOW:
         return 1.0
-    if rope["rope_type"] in MULTIPLIES_WINDOW:
-        return float(rope.get("factor", 1))
-    return 1.0
+    return float(rope.get("factor", 1))
 
 
 def normalize_max_positions(config: dict[str, Any], longest_input: float | None) -> dict[str, Any]:
@@ -238,11 +238,10 @@ def normalize_max_positions(config: dict[str, Any], longest_input: float | None)
     marks them, but the `longest_input` of their tokenizer, in tokens, is the same number.
     """
     declared = config.get("max_position_embeddings")
-    rope = full_attention_rope(config)
-    multiplies = rope["rope_type"] == "linear" and config.get("model_type") not in WINDOW_DECLARED
-    if not multiplies or declared is None or declared != longest_input:
+    if declared is None or declared != longest_input:
         return config
-    return {**config, "max_position_embeddings": round(declared / rope["factor"])}
+    factor = window_factor(config, full_attention_rope(config))
+    return {**config, "max_position_embeddings": round(declared / factor)}
 
 
 def with_legacy_rope_keys(config: Config) -> dict[str, Any]:
@@ -275,17 +274,14 @@ def _legacy_rope_scaling(rope: Config, model_type: str) -> dict[str, Any] | None
     kind = rope["rope_type"]
     if kind == "default" and "mrope_section" not in rope:
         return None
-    if kind == "longrope":
+    keys = rope.keys() - {"rope_theta", "partial_rotary_factor"}
+    if kind == "longrope" and model_type in LONGROPE_ONLY:
         keys = {"short_factor", "long_factor"}
-        if model_type not in LONGROPE_ONLY:
-            keys = rope.keys() - {"rope_type", "rope_theta", "partial_rotary_factor"}
-    else:
-        keys = rope.keys() - {"rope_theta", "partial_rotary_factor"}
-        if model_type in TWO_FIELDS_IN_4:
-            keys -= {"rope_type"}
-        elif kind == "linear":
-            # CTranslate2 reads theta only here; transformers 4 warns that it does not need it.
-            keys |= {"rope_theta"}
+    elif kind == "longrope" or model_type in TWO_FIELDS_IN_4:
+        keys -= {"rope_type"}
+    elif kind == "linear":
+        # CTranslate2 reads theta only here; transformers 4 warns that it does not need it.
+        keys |= {"rope_theta"}
     return {"type": kind, **{key: value for key, value in rope.items() if key in keys}}
 
 
@@ -313,10 +309,10 @@ def local_window(config: Config) -> int | None:
 
 def is_extension_of(run: Config, base: Config) -> bool:
     """Return whether `run` can be an extension of `base`. If `base` is extended already, the rope types are equal."""
-    before, after = full_attention_rope(base), full_attention_rope(run)
-    if before["rope_type"] == "default":
+    type_before = full_attention_rope(base)["rope_type"]
+    if type_before == "default":
         return True
-    return before["rope_type"] == after["rope_type"] and window_of(run) >= window_of(base)
+    return full_attention_rope(run)["rope_type"] == type_before and window_of(run) >= window_of(base)
 
 
 def rotary_frequencies_of(config: Config) -> list[float]:
@@ -337,6 +333,7 @@ def rotary_dimensions(config: Config, rope: Config) -> tuple[int, int]:
     if rope["rope_type"] == "proportional":
         # Gemma 4 has larger heads in its full-attention layers.
         layers = config.get("per_layer_config") or {}
-        head = max([head, *(int(layer.get("head_dim", 0)) for layer in layers.values())])
+        for layer in layers.values():
+            head = max(head, int(layer.get("head_dim", 0)))
     rotary_share = float(rope.get("partial_rotary_factor") or 1)
     return head, int(head * rotary_share) // 2 * 2
