@@ -14,7 +14,7 @@ from pi_lora.models.composite import names_in
 from pi_lora.models.files import public_name
 from pi_lora.models.quantized import check_quantization, dequantized
 from pi_lora.models.quiet import quiet_loading
-from pi_lora.models.resolve import base_of_adapter, require_adapter
+from pi_lora.models.resolve import base_of_adapter
 from pi_lora.models.saving import save_without_weights, write_generation_config
 from pi_lora.models.source import Base, ModelSource
 from pi_lora.models.weights import read_weights
@@ -106,7 +106,9 @@ def plan_merge(run: ModelSource, *, dtype: str | None, sibling: bool) -> Merge:
     Raises:
         ModelError: `run` is no adapter, or the base is missing, damaged, of an unknown quantization, or another one.
     """
-    adapter = require_adapter(run.name, run.adapter)
+    adapter = run.adapter
+    if adapter is None:
+        raise ModelError(f"{run.name}: holds no adapter; name a run of lora tuning (full tuning needs no merge)")
     source = run
     before = None
     lines = []

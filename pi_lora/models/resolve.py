@@ -130,13 +130,6 @@ def extension_of(recipe: Recipe) -> Extension | None:
     return Extension(context.target, original=context.original, scaling=recipe.scaling, theta=context.theta, **divisors)
 
 
-def require_adapter(name: str, adapter: Path | None) -> Path:
-    """Return the folder of the adapter of the model `name`; raise ModelError if the model is no adapter."""
-    if adapter is None:
-        raise ModelError(f"{name}: holds no adapter; name a run of lora tuning (full tuning needs no merge)")
-    return adapter
-
-
 def run_folder(name: str) -> Path:
     """Return the folder of a run; of a hub id the one in the cache, with its scores. Raise ModelError if there is
     none.
