@@ -214,7 +214,7 @@ def blockwise_attention(
         values = value_blocks[among]
         if sink is not None:
             keys = (sink, *keys)
-            values = (torch.zeros_like(sink[..., : value.shape[-1]]), *values)
+            values = (torch.zeros_like(value[:, :, :1]), *values)
             visible = pad(visible, (1, 0), value=visible.dtype == torch.bool)
         output = attend(queries, torch.cat(keys, dim=2), torch.cat(values, dim=2), visible)
         outputs.append(output[..., :width])
@@ -244,14 +244,19 @@ def _with_sink_channels(
     The queries of a head have there the sink of the head, and so their product with that key is the score of the sink,
     for every kernel and its gradients. The value of the sink is 0, so the sink takes weight and gives nothing.
     """
-    batch, heads, queries, width = query.shape
-    of_heads = sinks.to(query.dtype).view(1, heads, 1, 1).expand(batch, heads, queries, 1)
-    query = pad(torch.cat([query, of_heads], dim=-1), (0, SINK_CHANNELS - 1))
+    width = query.shape[-1]
+    query = torch.cat([query, _sinks_of(query, sinks)], dim=-1)
+    query = pad(query, (0, SINK_CHANNELS - 1))
     key = pad(key, (0, SINK_CHANNELS))
     value = pad(value, (0, SINK_CHANNELS))
     sink = torch.zeros_like(key[:, :, :1])
     sink[..., width] = 1
     return query, key, value, sink
+
+
+def _sinks_of(query: torch.Tensor, sinks: torch.Tensor) -> torch.Tensor:
+    """Return the sink that each query meets, which is that of its head: (batch, heads, queries, 1)."""
+    return sinks.to(query.dtype)[:, None, None].expand_as(query[..., :1])
 
 
 def _folded(query: torch.Tensor, keys: torch.Tensor, visible: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
@@ -291,8 +296,8 @@ def _attend(
         mask = torch.zeros_like(mask, dtype=scores.dtype).masked_fill(~mask, torch.finfo(scores.dtype).min)
     scores = scores + mask
     if sinks is not None:
-        of_heads = sinks.to(scores.dtype).view(1, -1, 1, 1).expand(*query.shape[:3], 1)
-        scores = torch.cat([scores, of_heads.reshape(*scores.shape[:3], 1)], dim=-1)
+        of_queries = _sinks_of(query, sinks).reshape_as(scores[..., :1])
+        scores = torch.cat([scores, of_queries], dim=-1)
     at_least_float32 = torch.promote_types(scores.dtype, torch.float32)
     weights = torch.softmax(scores, dim=-1, dtype=at_least_float32).to(values.dtype)
     output = drop(weights[..., : keys.shape[2]], dropout) @ values

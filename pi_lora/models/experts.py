@@ -63,7 +63,9 @@ class Layout:
             first_pattern = reverse.target_patterns[0]
             of_projections = [stored_name.replace(first_pattern, other) for other in reverse.target_patterns]
             return [part.replace("*", str(expert)) for expert in experts for part in of_projections]
-        return [f"{name}[{expert}]" for expert in experts] if len(experts) > 1 else [name]
+        if len(experts) == 1:
+            return [name]
+        return [f"{name}[{expert}]" for expert in experts]
 
 
 def linear_targets(model: PreTrainedModel) -> tuple[str | list[str], list[str]]:

@@ -67,7 +67,7 @@ class Fp8(Quantized):
     for a matrix or for all.
     """
 
-    block: tuple[int, int] | None
+    block: list[int] | None
 
     def rows(self, start: int, stop: int) -> torch.Tensor:
         """Read rows `start` to `stop` (exclusive)."""
@@ -158,7 +158,7 @@ def dequantized(stored: Mapping[str, StoredTensor], config: Config) -> dict[str,
         name, part = _part_of(key)
         weights[name][part] = tensor
     block = config["quantization_config"].get("weight_block_size")
-    return {name: _joined(name, parts, block and tuple(block)) for name, parts in weights.items()}
+    return {name: _joined(name, parts, block) for name, parts in weights.items()}
 
 
 def _part_of(key: str) -> tuple[str, str]:
@@ -171,7 +171,7 @@ def _part_of(key: str) -> tuple[str, str]:
     return name, part
 
 
-def _joined(name: str, parts: dict[str, StoredTensor], block: tuple[int, int] | None) -> StoredTensor:
+def _joined(name: str, parts: dict[str, StoredTensor], block: list[int] | None) -> StoredTensor:
     numbers = parts.pop("blocks", None) or parts.pop(NUMBERS, None)
     if numbers is None:
         raise ModelError(f"{name}: has scales but no quantized weights; download the model again")

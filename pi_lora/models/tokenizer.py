@@ -89,9 +89,9 @@ def has_chat_template(name: str) -> bool:
     """Return whether a model has a chat template, without loading the tokenizer; False if the hub is not reached."""
     with suppress(ModelError):
         folder, _ = model_folder(name)
-        files = find_files(folder, (SETTINGS_FILE, CHAT_TEMPLATE, PROCESSOR_TEMPLATE))
-        settings = read_json(files[SETTINGS_FILE], Json, "") if SETTINGS_FILE in files else {}
-        return bool(files.keys() - {SETTINGS_FILE} or settings.get("chat_template"))
+        if find_files(folder, (CHAT_TEMPLATE, PROCESSOR_TEMPLATE)):
+            return True
+        return bool(read_json(folder / SETTINGS_FILE, Json, "").get("chat_template"))
     return False
 
 

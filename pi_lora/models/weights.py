@@ -100,7 +100,7 @@ class StoredTensor:
     def digest(self) -> str:
         """Return a SHA-256 of sampled bytes."""
         end = self.offset + self.size
-        middle = max(self.offset, (self.offset + end) // 2)
+        middle = self.offset + self.size // 2
         last = max(self.offset, end - SAMPLE_BYTES)
         digest = hashlib.sha256()
         with self.path.open("rb", buffering=0) as stream:
