@@ -90,8 +90,10 @@ class BlockwiseMask:
         """Return the block of some queries. Its keys begin and end with whole blocks of keys."""
         if self.causal:
             queries = self.queries[rows]
-            first = 0 if self.reach is None else queries[0] - self.reach + 1 - self.keys.start
             stop = queries[-1] + 1 - self.keys.start
+            first = 0
+            if self.reach:
+                first = queries[0] + 1 - self.reach - self.keys.start
         else:
             everything = Block(rows, slice(None))
             visible = self.part(everything).any(dim=(0, 1, 2)).nonzero()
@@ -107,7 +109,9 @@ class BlockwiseMask:
         head = torch.zeros(1, 1, 1, 1, dtype=torch.long, device=self.device)
         queries = self.queries[block.queries]
         keys = self.keys[block.keys]
-        visible = self.sees(batch, head, self._indices(queries)[None, None, :, None], self._indices(keys))
+        query = self._indices(queries)[None, None, :, None]
+        key = self._indices(keys)
+        visible = self.sees(batch, head, query, key)
         return visible.expand(-1, 1, len(queries), len(keys))
 
     def _indices(self, positions: range) -> torch.Tensor:

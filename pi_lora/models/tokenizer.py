@@ -62,7 +62,7 @@ def load_tokenizer(
         tokenizer.chat_template = read_json(template_file, Json, "download it again").get("chat_template")
     _let_special_tokens_be_split(tokenizer)
     if vocabulary:
-        highest = max(_ids_given(tokenizer), default=0)
+        highest = max(_ids_given(tokenizer))
         if highest >= vocabulary:
             raise ModelError(
                 f"{path}: its tokenizer gives token {highest}, and the model has {vocabulary}; use the model's own, "

@@ -86,9 +86,11 @@ def extend_config(config: Config, extension: Extension) -> dict[str, Any]:
     declared = math.ceil(extension.target / divisor - 1e-6)
     extended = {**with_full_rope(config, rope), "max_position_embeddings": declared}
     extended.pop(ORIGINAL_WINDOW, None)
-    if extension.scaling in ("theta", *LISTS) or (rope["rope_type"] == "longrope" and not constant_longrope(rope)):
+    is_constant = constant_longrope(rope) is not None
+    has_lists = rope["rope_type"] == "longrope" and not is_constant
+    if has_lists or extension.scaling in ("theta", *LISTS):
         extended[ORIGINAL_WINDOW] = extension.original_of(config)
-    if extension.scaling in LISTS or constant_longrope(rope):
+    if is_constant or extension.scaling in LISTS:
         extended["original_max_position_embeddings"] = declared
     return with_legacy_rope_keys(extended)
 

@@ -26,7 +26,7 @@ def clipped(frequencies: Sequence[float]) -> tuple[float, ...]:
     for index in range(first, len(frequencies)):
         angle = math.pi * (index - first) / (clipped_number - 1)
         kept = (1 + math.cos(angle)) / 2
-        divisors[index] = min(DROPPED, 1 / max(kept, 1 / DROPPED))
+        divisors[index] = 1 / kept if kept * DROPPED > 1 else DROPPED
     return tuple(divisors)
 
 
