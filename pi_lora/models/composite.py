@@ -5,7 +5,7 @@ the composite. The other parts are left out and take no memory.
 """
 
 import re
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from typing import Any
 
 from torch import nn
@@ -46,10 +46,7 @@ def _without_other_parts(composite: Any, config_class: type[PreTrainedConfig]) -
     def build(model: Any, *arguments: Any, **options: Any) -> None:
         composite.__init__(model, *arguments, **options)
         kept = {model.get_decoder(), model.get_output_embeddings()}
-        model.other_parts = list(_other_parts(model, kept))
-        for name in model.other_parts:
-            parent, _, attribute = name.rpartition(".")
-            setattr(model.get_submodule(parent), attribute, None)
+        model.other_parts = _leave_out_others(model, kept)
         classes = {type(module).__name__ for module in model.modules()}
         model._no_split_modules = classes & set(model._no_split_modules)
 
@@ -57,13 +54,16 @@ def _without_other_parts(composite: Any, config_class: type[PreTrainedConfig]) -
     return type(composite.__name__, (composite,), attributes)
 
 
-def _other_parts(parent: nn.Module, kept: set[nn.Module], prefix: str = "") -> Iterator[str]:
-    """Yield the names of the largest modules of `parent` that hold none of the `kept` ones, and are in none of them."""
+def _leave_out_others(parent: nn.Module, kept: set[nn.Module], prefix: str = "") -> list[str]:
+    """Replace the modules that hold none of the `kept` ones, and are in none of them, by None; return their names."""
+    left_out = []
     for name, module in parent.named_children():
         if kept.isdisjoint(module.modules()):
-            yield prefix + name
+            setattr(parent, name, None)
+            left_out.append(prefix + name)
         elif module not in kept:
-            yield from _other_parts(module, kept, f"{prefix}{name}.")
+            left_out += _leave_out_others(module, kept, f"{prefix}{name}.")
+    return left_out
 
 
 def other_parts(model: Any) -> list[str]:

@@ -109,8 +109,7 @@ def load_model(source: ModelSource, dtype: str | None = None) -> LoadedModel:
     elif on_cpu:
         weights_dtype = torch.float32
     else:
-        stored_dtype = str(source.base.config.get("dtype") or "float32").removeprefix("torch.")
-        weights_dtype = dtype_named(stored_dtype)
+        weights_dtype = dtype_named(source.base.config.get("dtype") or "float32")
     module = load_base(source, weights_dtype, placement="quantized" if quantized else "device").eval()
     if source.adapter is not None:
         # Imported here: PEFT takes seconds, and bases and full weights do without.

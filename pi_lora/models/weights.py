@@ -22,7 +22,7 @@ from transformers.utils import SAFE_WEIGHTS_INDEX_NAME, SAFE_WEIGHTS_NAME
 
 from pi_lora.errors import ModelError, first_line
 from pi_lora.models.files import find_file
-from pi_lora.storage import read_json, write_json
+from pi_lora.storage import digest_of, read_json, write_json
 
 # The numbers in a block: 2 MB in float32 stay in the cache of a processor.
 BLOCK = 500_000
@@ -218,7 +218,7 @@ def weights_digest(model: str, find: Callable[[str], Path | None]) -> str:
     digests = []
     for name, tensor in sorted(read_weights(model, find).items()):
         digests.append([name, [DTYPE_NAMES[tensor.dtype], tensor.shape, tensor.digest()]])
-    return hashlib.sha256(json.dumps(digests).encode()).hexdigest()
+    return digest_of(digests)
 
 
 def finite(values: torch.Tensor) -> bool:
