@@ -56,18 +56,7 @@ def prepare_for_tuning(
         return model.requires_grad_()
     # LongLoRA finds plain LoRA (Hu et al. 2021) worse at long context without embeddings and norms trained in full.
     modules_to_save = _modules_to_save(model, tuning)
-    target_modules: str | list[str]
-    target_parameters: list[str] = []
-    if tuning.target_modules == "all-linear":
-        target_modules, target_parameters = linear_targets(model)
-        if target_parameters and tuning.dropout:
-            raise RecipeError(
-                ["tuning.dropout: PEFT has none for experts; set it to 0, or target_modules to attention"]
-            )
-    elif tuning.target_modules == "attention":
-        target_modules = sorted(_attention_names(model))
-    else:
-        target_modules = sorted(tuning.target_names)
+    target_modules, target_parameters = _targets(model, tuning)
     config = LoraConfig(
         r=tuning.rank,
         lora_alpha=tuning.lora_alpha,
@@ -81,14 +70,27 @@ def prepare_for_tuning(
     )
     with without_known_warnings():
         tuned = peft.get_peft_model(model, config)
-    tuned.peft_config["default"].base_model_name_or_path = base_name
-    tuned.peft_config["default"].revision = revision
+    settings = tuned.peft_config["default"]
+    settings.base_model_name_or_path = base_name
+    settings.revision = revision
     # For readers that load the whole composite. PEFT would miss these parts here.
     parts = "|".join(map(re.escape, other_parts(model)))
-    tuned.peft_config["default"].exclude_modules = rf"({parts})\..*" if parts else None
+    settings.exclude_modules = rf"({parts})\..*" if parts else None
     _keep_the_dtype_of_activations(tuned)
     train_in_float32(tuned)
     return tuned
+
+
+def _targets(model: PreTrainedModel, tuning: Tuning) -> tuple[str | list[str], list[str]]:
+    """Return what LoRA adapts, as `target_modules` and `target_parameters` of PEFT."""
+    if tuning.target_modules == "attention":
+        return sorted(_attention_names(model)), []
+    if tuning.target_modules != "all-linear":
+        return sorted(tuning.target_names), []
+    modules, parameters = linear_targets(model)
+    if parameters and tuning.dropout:
+        raise RecipeError(["tuning.dropout: PEFT has none for experts; set it to 0, or target_modules to attention"])
+    return modules, parameters
 
 
 def check_shape(folder: Path, tuning: Tuning, base: PreTrainedModel) -> None:
