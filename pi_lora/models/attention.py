@@ -189,9 +189,10 @@ def blockwise_attention(
         options: Arguments of `sdpa`.
     """
     if softcap is None and s_aux is None and not isinstance(attention_mask, BlockwiseMask):
-        return sdpa_attention_forward(
+        output, _ = sdpa_attention_forward(
             module, query, key, value, attention_mask, dropout=dropout, scaling=scaling, **options
         )
+        return output, None
     mask = attention_mask
     if not isinstance(mask, BlockwiseMask):
         mask = _blocks_of(query, key, causal=attention_mask is None)

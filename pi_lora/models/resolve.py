@@ -344,4 +344,6 @@ def _stores_another_head(folder: Path) -> bool:
         embeddings = next(weights[name] for name in weights if name.endswith("embed_tokens.weight"))
         return not head.equals(embeddings)
     index = find_file(folder, SAFE_WEIGHTS_INDEX_NAME)
-    return any(name.endswith("lm_head.weight") for name in read_index(index)) if index else False
+    if index is None:
+        return False
+    return any(name.endswith("lm_head.weight") for name in read_index(index))

@@ -16,7 +16,7 @@ from typing import Annotated
 
 import numpy as np
 import torch
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import BaseModel, Field
 from safetensors import SafetensorError, safe_open
 from transformers.utils import SAFE_WEIGHTS_INDEX_NAME, SAFE_WEIGHTS_NAME
 
@@ -191,8 +191,6 @@ def read_weights(model: str, find: Callable[[str], Path | None]) -> dict[str, St
 
 class _Index(BaseModel):
     """The fields of an index that are read; there are others."""
-
-    model_config = ConfigDict(strict=True, extra="allow", frozen=True)
 
     weight_map: dict[str, Annotated[str, Field(pattern=r"^[\w.-]+\.safetensors$")]] = Field(min_length=1)
 
