@@ -13,7 +13,20 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import record
-from experiment import BASE, BOOKS, NOVELS, ORIGINAL, STRIDE, TARGET, Command, run_missing, score, split_books, untuned
+from experiment import (
+    BASE,
+    BOOKS,
+    NOVELS,
+    ORIGINAL,
+    STRIDE,
+    TARGET,
+    Command,
+    run_missing,
+    score,
+    split_books,
+    training,
+    untuned,
+)
 from record import parser_of
 
 RESULTS = record.RESULTS / "chats"
@@ -24,14 +37,10 @@ MIXTURES = {
     "novels_and_chats": "{name: books_16k/train, weight: 0.65}, {name: builtin:recall, weight: 0.2}, "
     "{name: chats/train.jsonl, column: messages, weight: 0.15}",
 }
-KEYS = {
-    "model.name": BASE,
-    "context.original": ORIGINAL,
-    "context.target": TARGET,
-    "scaling": "yarn",
-    "training.steps": 24,
-    "training.precision": "bfloat16",
-}
+KEYS = (
+    f"model.name={BASE} context.original={ORIGINAL} context.target={TARGET} scaling=yarn "
+    "training.steps=24 training.precision=bfloat16"
+)
 # Two novels each of two authors who are not trained on.
 MEASURED = "[FW]o[ro][ls]*_[AHLN]*"
 
@@ -39,19 +48,16 @@ MEASURED = "[FW]o[ro][ls]*_[AHLN]*"
 def commands() -> Iterator[Command]:
     """Yield the commands in order."""
     for name, sources in MIXTURES.items():
-        run = RUNS / name
-        words = [f"{key}={value}" for key, value in KEYS.items()]
-        words.append(f"data.source=[{sources}]")
-        yield run / "run.json", ["train", "smollm2_135m_16k_cpu", *words, "--output", str(run)]
-    models = {"tuned": [str(RUNS / name) for name in MIXTURES], "untuned": untuned("yarn")}
-    chats = ["--data", "chats/test.jsonl", "--base", BASE]
+        yield training(RUNS / name, KEYS, sources)
+    tuned = " ".join(str(RUNS / name) for name in MIXTURES)
+    models = {"tuned": tuned, "untuned": untuned("yarn")}
     for row, model in models.items():
-        yield score("chat", row, model, *chats, results=RESULTS, dtype="float32")
-    novels = f"--data {NOVELS / MEASURED} --windows {TARGET} --stride {STRIDE} --truncate {TARGET}".split()
+        yield score("chat", row, model, f"--data chats/test.jsonl --base {BASE}", results=RESULTS, dtype="float32")
+    novels = f"--data {NOVELS / MEASURED} --windows {TARGET} --stride {STRIDE} --truncate {TARGET}"
     for row, model in models.items():
-        yield score("perplexity", row, model, *novels, results=RESULTS)
-    few = f"--target {TARGET} --depths 8 --trials 1 --seed 7".split()
-    yield score("passkey", "tuned", models["tuned"], *few, results=RESULTS)
+        yield score("perplexity", row, model, novels, results=RESULTS)
+    few = f"--target {TARGET} --depths 8 --trials 1 --seed 7"
+    yield score("passkey", "tuned", tuned, few, results=RESULTS)
 
 
 def main() -> None:

@@ -15,6 +15,7 @@ from pathlib import Path
 
 import record
 from pi_lora.cli import app
+from pi_lora.staging import staging_path
 from record import parser_of
 
 RESULTS = Path("benchmarks/results/smollm2_16k")
@@ -85,54 +86,56 @@ def write_book(book: Path, part: str) -> None:
 
 
 def score(
-    measurement: str, row: str, model: list[str], *options: str, results: Path = RESULTS, dtype: str = "bfloat16"
+    measurement: str, row: str, model: str, options: str, *, results: Path = RESULTS, dtype: str = "bfloat16"
 ) -> Command:
     """Return the command that measures a model, and the file of the scores."""
-    file = results / f"{measurement} {row}.json".replace(" ", "-")
-    return file, ["eval", measurement, *model, "--dtype", dtype, *options, "--json", str(file)]
+    name = f"{measurement} {row}.json".replace(" ", "-")
+    file = results / name
+    words = f"eval {measurement} {model} --dtype {dtype} {options} --json {file}"
+    return file, words.split()
 
 
-def perplexity(row: str, model: list[str], part: str, windows: str, *options: str, stride: int = STRIDE) -> Command:
+def perplexity(row: str, model: str, part: str, windows: str, options: str = "", *, stride: int = STRIDE) -> Command:
     """Return the command that measures the first 16,384 tokens of each document of a part of the novels; with the short
     stride, of the beginnings of novels alone.
     """
-    documents = BOOKS / part / "*[0-9].txt" if stride == SHORT_STRIDE else BOOKS / part
-    text = ("--data", str(documents), "--windows", windows, "--stride", str(stride), "--truncate", str(TARGET))
-    return score("perplexity", f"{part} {row}", model, *text, *options)
+    documents = BOOKS / part
+    if stride == SHORT_STRIDE:
+        documents /= "*[0-9].txt"
+    text = f"--data {documents} --windows {windows} --stride {stride} --truncate {TARGET}"
+    return score("perplexity", f"{part} {row}", model, f"{text} {options}")
 
 
-def training(name: str, scaling: str, rate: str, steps: int) -> Command:
+def training(run: Path, keys: str, sources: str) -> Command:
+    """Return the command that tunes, and the file that says that the run is complete."""
+    words = ["train", "smollm2_135m_16k_cpu", *keys.split(), f"data.source=[{sources}]", "--output", str(run)]
+    if staging_path(run).exists():
+        words.append("--resume")
+    return run / "run.json", words
+
+
+def tuning(name: str, scaling: str, rate: str, steps: int) -> Command:
     """Return the command that tunes with a scaling, and the file that says that the run is complete."""
-    run = RUNS / name
-    control = scaling == CONTROL
-    keys = {
-        "model.name": BASE,
-        "context.target": ORIGINAL if control else TARGET,
-        "context.original": "null" if control else ORIGINAL,
-        "scaling": "keep" if control else scaling,
-        "training.learning_rate": rate,
-        "training.steps": steps,
-        "training.precision": "bfloat16",
-        "data.source": f"[{{name: {BOOKS}/train, weight: 0.75}}, {{name: builtin:recall, weight: 0.25}}]",
-    }
-    words = [f"{key}={value}" for key, value in keys.items()]
-    resume = ["--resume"] if run.with_name(f".{name}.partial").exists() else []
-    return run / "run.json", ["train", "smollm2_135m_16k_cpu", *words, "--output", str(run), *resume]
+    extension = f"context.target={TARGET} context.original={ORIGINAL} scaling={scaling}"
+    if scaling == CONTROL:
+        extension = f"context.target={ORIGINAL} context.original=null scaling=keep"
+    schedule = f"training.learning_rate={rate} training.steps={steps} training.precision=bfloat16"
+    return training(
+        RUNS / name,
+        keys=f"model.name={BASE} {extension} {schedule}",
+        sources=f"{{name: {BOOKS}/train, weight: 0.75}}, {{name: builtin:recall, weight: 0.25}}",
+    )
 
 
-def untuned(scaling: str) -> list[str]:
+def untuned(scaling: str) -> str:
     """Return the model and the options of the base under a scaling."""
-    return [BASE, "--original", str(ORIGINAL), "--target", str(TARGET), "--scaling", scaling]
-
-
-def tuned(name: str) -> list[str]:
-    """Return the run of that name."""
-    return [str(RUNS / name)]
+    return f"{BASE} --original {ORIGINAL} --target {TARGET} --scaling {scaling}"
 
 
 def merging(name: str) -> Command:
     """Return the command that merges a run, and the file that says that the merged model is complete."""
-    return MERGED / name / "config.json", ["merge", *tuned(name), "--output", str(MERGED / name)]
+    merged = MERGED / name
+    return merged / "config.json", ["merge", str(RUNS / name), "--output", str(merged)]
 
 
 def commands() -> Iterator[Command]:
@@ -149,13 +152,13 @@ def validation_commands() -> Iterator[Command]:
         window = ORIGINAL if scaling == CONTROL else TARGET
         for rate in rates:
             name = f"{scaling}_{rate}"
-            file, words = perplexity(name, tuned(name), "validation", windows=str(window))
+            file, words = perplexity(name, str(RUNS / name), "validation", windows=str(window))
             if not file.exists():
-                yield training(name, scaling, rate, TRIAL_STEPS)
+                yield tuning(name, scaling, rate, TRIAL_STEPS)
             yield file, words
-        yield training(scaling, scaling, CHOSEN_RATES[scaling], STEPS)
+        yield tuning(scaling, scaling, CHOSEN_RATES[scaling], STEPS)
     for scaling in SCALINGS:
-        yield perplexity(f"tuned {scaling}", tuned(scaling), "validation", windows=str(TARGET))
+        yield perplexity(f"tuned {scaling}", str(RUNS / scaling), "validation", windows=str(TARGET))
 
 
 def test_commands() -> Iterator[Command]:
@@ -163,9 +166,10 @@ def test_commands() -> Iterator[Command]:
     # Once, on novels and passkeys that chose nothing, and of the tuned models as they are served: merged.
     for name in (*SCALINGS, CONTROL):
         yield merging(name)
-    models = {"base": [BASE], **{f"untuned {scaling}": untuned(scaling) for scaling in SCALINGS}}
-    models |= {f"tuned {scaling}": [str(MERGED / scaling)] for scaling in SCALINGS}
-    models[CONTROL] = [str(MERGED / CONTROL)]
+    models = {"base": BASE}
+    models |= {f"untuned {scaling}": untuned(scaling) for scaling in SCALINGS}
+    models |= {f"tuned {scaling}": str(MERGED / scaling) for scaling in SCALINGS}
+    models[CONTROL] = str(MERGED / CONTROL)
     for row, model in models.items():
         yield perplexity(row, model, "test", windows=f"{ORIGINAL},{TARGET}")
     for row in ("base", BEST, CONTROL):
@@ -173,22 +177,25 @@ def test_commands() -> Iterator[Command]:
         yield perplexity(name, models[row], "test", windows=str(ORIGINAL), stride=SHORT_STRIDE)
     for row, model in models.items():
         if row != "untuned pi":
-            window = () if "--target" in model else ("--target", str(TARGET))
-            yield score("passkey", row, model, *window, "--depths", "8", "--trials", "3", "--seed", "5")
+            yield score("passkey", row, to_target(model, TARGET), "--depths 8 --trials 3 --seed 5")
+    questions = ",".join(QUESTIONS)
+    files = ",".join(f"{task}={SHORT}/{task}.jsonl" for task in QUESTIONS)
     for row in ("base", BEST):
-        files = ",".join(f"{task}={SHORT}/{task}.jsonl" for task in QUESTIONS)
-        limit = ("--tasks", ",".join(QUESTIONS), "--data", files, "--limit", "500", "--window", "2048")
-        yield score("benchmarks", row, models[row], *limit)
+        yield score("benchmarks", row, models[row], f"--tasks {questions} --data {files} --limit 500 --window 2048")
     # RULER: tasks were chosen by other prompts than those that count.
-    few = ("--windows", "4096", "--tasks", RULER_CANDIDATES, "--samples", "10", "--seed", "1")
-    yield score("ruler", "base at 4k", [BASE], *few)
+    few = f"--windows 4096 --tasks {RULER_CANDIDATES} --samples 10 --seed 1"
+    yield score("ruler", "base at 4k", BASE, few)
     for row in (BEST_UNTUNED, BEST, CONTROL):
-        yield score("ruler", row, models[row], "--windows", str(TARGET), "--tasks", RULER_TASKS, "--samples", "10")
+        yield score("ruler", row, models[row], f"--windows {TARGET} --tasks {RULER_TASKS} --samples 10")
     # How much bfloat16 changes: two documents in float32.
     for row in ("base", BEST):
-        name = f"{row} float32"
-        file, words = perplexity(name, models[row], "test", str(TARGET), "--documents", "2")
+        file, words = perplexity(f"{row} float32", models[row], "test", str(TARGET), "--documents 2")
         yield file, ["float32" if word == "bfloat16" else word for word in words]
+
+
+def to_target(model: str, target: int) -> str:
+    """Return a model with the target, unless its options have one already."""
+    return model if "--target" in model else f"{model} --target {target}"
 
 
 def run_missing(commands: Iterable[Command]) -> None:

@@ -69,20 +69,20 @@ def commands(name: str) -> Iterator[Command]:
         dtype = "float32"
     file = RESULTS / f"{name}.json"
     # The rows below are the test of the search.
-    words = f"{searched} --documents 1 --trials 1 --target {target} --dtype {dtype} --output {file}"
-    yield file, ["search", model, *words.split()]
+    words = f"search {model} {searched} --documents 1 --trials 1 --target {target} --dtype {dtype} --output {file}"
+    yield file, words.split()
     # The divisors first.
     for row in (FOUND, *ROWS[:-1]):
-        extended = [model, "--target", target]
         measured = partial(score, results=RESULTS / name, dtype=dtype)
+        extended = f"{model} --target {target}"
         if row != "base":
-            extended += ["--scaling", row]
+            extended += f" --scaling {row}"
         if row == FOUND:
-            extended += ["--factors", str(file)]
+            extended += f" --factors {file}"
         if (name, "perplexity", row) not in KNOWN:
-            yield measured("perplexity", row, [model] if row == "base" else extended, *text.split())
+            yield measured("perplexity", row, model if row == "base" else extended, text)
         if (name, "passkey", row) not in KNOWN:
-            yield measured("passkey", row, extended, *passkeys.split())
+            yield measured("passkey", row, extended, passkeys)
 
 
 def cells(name: str, row: str) -> dict[str, str]:

@@ -15,7 +15,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-from experiment import BOOKS, Command, run_missing, score
+from experiment import BOOKS, Command, run_missing, score, to_target, training
 from record import parser_of
 
 SEEDS = (1, 2)
@@ -23,10 +23,13 @@ CONTROL = "control"
 RELEASED = "adapters/smollm2_135m_16k"
 # As chats.py makes them.
 CHATS = "chats/test.jsonl"
-NOVELS = 0.75
-MIXTURE = {"builtin:recall": 0.25}
-AGGREGATION = {"builtin:recall": 0.1, "builtin:common_words": 0.075, "builtin:entities": 0.075}
-SELECT = ", select: {by: gain, keep: 0.3}"
+NOVELS = f"name: {BOOKS}/train, weight: 0.75"
+MIXTURE = f"{{{NOVELS}}}, {{name: builtin:recall, weight: 0.25}}"
+CHOSEN = (
+    f"{{{NOVELS}, select: {{by: gain, keep: 0.3}}}}, {{name: builtin:recall, weight: 0.1}}, "
+    "{name: builtin:common_words, weight: 0.075}, {name: builtin:entities, weight: 0.075}"
+)
+TEXTS = ("novels", "mathematics")
 # Rates to try, and the highest again doubled while it is the best.
 RATES = ("1e-3", "2e-3", "4e-3", "8e-3")
 
@@ -63,141 +66,122 @@ class Experiment:
     runs: Path
     results: Path
 
-    def training(
-        self, name: str, rate: str, mixture: dict[str, float], *, select: str = "", seed: int = 0, **keys: object
-    ) -> Command:
+    def training(self, name: str, rate: str, sources: str = MIXTURE, *, seed: int = 0, steps: int = 26) -> Command:
         """Return the command that tunes on whole sequences, and the file that says that the run is complete."""
-        setting = self.setting
-        control = name.startswith(CONTROL)
-        sources = [f"{{name: {BOOKS}/train, weight: {NOVELS}{select}}}"]
-        sources += [f"{{name: {source}, weight: {weight}}}" for source, weight in mixture.items()]
-        words = {
-            "model.name": setting.base,
-            "context.target": setting.original if control else setting.target,
-            "context.original": "null" if control else setting.original,
-            "scaling": "keep" if control else "yarn",
-            "data.source": f"[{', '.join(sources)}]",
-            "data.positions": "contiguous",
-            "data.sequence_tokens": "null",
-            "data.seed": seed,
-            "training.seed": seed,
-            "training.steps": 26,
-            "training.learning_rate": rate,
-            "training.global_batch_size": setting.target // setting.original if control else 1,
-            "training.warmup_steps": 2,
-            "training.precision": "bfloat16",
-            "training.log_every": 1,
-            "training.save_every": 1000,
-            **{key.replace("__", "."): value for key, value in keys.items()},
-        }
-        recipe = ["train", "smollm2_135m_16k_cpu", *(f"{key}={value}" for key, value in words.items())]
-        return self.runs / name / "run.json", [*recipe, "--output", str(self.runs / name)]
+        original = self.setting.original
+        target = self.setting.target
+        extension = f"context.target={target} context.original={original} scaling=yarn training.global_batch_size=1"
+        if name.startswith(CONTROL):
+            sequences = target // original
+            extension = (
+                f"context.target={original} context.original=null scaling=keep training.global_batch_size={sequences}"
+            )
+        keys = (
+            f"model.name={self.setting.base} {extension} "
+            f"data.positions=contiguous data.sequence_tokens=null data.seed={seed} training.seed={seed} "
+            f"training.steps={steps} training.learning_rate={rate} training.warmup_steps=2 "
+            "training.precision=bfloat16 training.log_every=1 training.save_every=1000"
+        )
+        return training(self.runs / name, keys, sources)
 
-    def score(self, measurement: str, row: str, model: list[str], *options: str) -> Command:
+    def score(self, measurement: str, row: str, model: str, options: str) -> Command:
         """Return the command that measures a model, and the file of the scores."""
-        return score(measurement, row, model, *options, results=self.results)
+        return score(measurement, row, model, options, results=self.results)
 
-    def context(self, row: str, model: list[str], text: str) -> Command:
+    def context(self, row: str, model: str, text: str) -> Command:
         """Return the command that measures the use of context on a text, on the key tokens of the evaluator."""
         setting = self.setting
         documents, windows = {
             "novels": (f"{BOOKS}/test/*[0-9].txt", setting.windows),
             "mathematics": ("math", 1),
         }[text]
-        options = {
-            "data": documents,
-            "window": setting.target,
-            "short-window": setting.near,
-            "stride": setting.stride,
-            "documents": setting.documents,
-            "truncate": windows * setting.target,
-            "seed": 0,
-        }
-        words = [word for key, value in options.items() for word in (f"--{key}", str(value))]
+        options = (
+            f"--data {documents} --window {setting.target} --short-window {setting.near} --stride {setting.stride} "
+            f"--documents {setting.documents} --truncate {windows * setting.target} --seed 0"
+        )
         if row != "evaluator":
-            words += ["--key-tokens", str(self.results / f"context-evaluator-{text}.json")]
-        return self.score("context", f"{row} {text}", model, *words)
+            options += f" --key-tokens {self.results}/context-evaluator-{text}.json"
+        return self.score("context", f"{row} {text}", model, options)
 
-    def untuned(self) -> list[str]:
-        """Return the base under YaRN without tuning."""
-        sizes = ["--original", str(self.setting.original), "--target", str(self.setting.target)]
-        return [self.setting.base, *sizes, "--scaling", "yarn"]
+    def untuned(self, scaling: str) -> str:
+        """Return the base under a scaling without tuning."""
+        setting = self.setting
+        return f"{setting.base} --original {setting.original} --target {setting.target} --scaling {scaling}"
 
-    def tuned(self, name: str) -> list[str]:
+    def tuned(self, name: str) -> str:
         """Return the run of that name."""
-        return [str(self.runs / name)]
+        return str(self.runs / name)
 
     def validation(self, name: str) -> Command:
         """Return the command that measures the first tokens of the validation novels, of the control in its window."""
         window = self.setting.original if name.startswith(CONTROL) else self.setting.target
-        text = ["--data", f"{BOOKS}/validation", "--truncate", str(self.setting.target)]
-        sizes = ["--windows", str(window), "--stride", str(window)]
-        return self.score("perplexity", f"validation {name}", self.tuned(name), *text, *sizes)
+        options = f"--data {BOOKS}/validation --truncate {self.setting.target} --windows {window} --stride {window}"
+        return self.score("perplexity", f"validation {name}", self.tuned(name), options)
 
     def rate(self, name: str, rates: tuple[str, ...]) -> Iterator[Command]:
         """Yield the commands that try rates; the best one is `best_rate`."""
         for rate in rates:
-            yield self.training(f"{name}_{rate}", rate, MIXTURE)
+            yield self.training(f"{name}_{rate}", rate)
             yield self.validation(f"{name}_{rate}")
 
     def best_rate(self, name: str) -> str:
         """Return the rate with the lowest perplexity on the validation novels."""
-        files = {rate: self.validation(f"{name}_{rate}")[0] for rate in RATES}
-        return min((rate for rate, file in files.items() if file.exists()), key=lambda rate: measured(files[rate]))
+        perplexities = {}
+        for rate in RATES:
+            file, _ = self.validation(f"{name}_{rate}")
+            if file.exists():
+                perplexities[rate] = measured(file)
+        return min(perplexities, key=perplexities.__getitem__)
 
     def commands(self) -> Iterator[Command]:
         """Yield the commands, those that matter most first."""
         yield from self.rate("whole", RATES)
         yield from self.rate(CONTROL, RATES[:3])
-        whole = self.best_rate("whole")
-        control = self.best_rate(CONTROL)
-        yield self.training("whole", whole, MIXTURE)
-        yield self.training(CONTROL, control, MIXTURE)
-        yield self.training("chosen", whole, AGGREGATION, select=SELECT)
-        for text in ("novels", "mathematics"):
-            yield self.context("evaluator", ["models/gemma3_270m"], text)
-        models = {
-            "untuned": self.untuned(),
-            "whole": self.tuned("whole"),
-            CONTROL: self.tuned(CONTROL),
-            "released": [RELEASED],
-            "chosen": self.tuned("chosen"),
-            "base": [self.setting.base],
-        }
-        yield from self.tests(models)
-        tuned = [*self.tuned("whole"), RELEASED, *self.tuned(CONTROL)]
-        yield self.score("chat", "whole released control", tuned, "--data", CHATS, "--base", self.setting.base)
+        rates = {name: self.best_rate(name) for name in ("whole", CONTROL)}
+        for name, rate in rates.items():
+            yield self.training(name, rate)
+        yield self.training("chosen", rates["whole"], CHOSEN)
+        for text in TEXTS:
+            yield self.context("evaluator", "models/gemma3_270m", text)
+        whole = self.tuned("whole")
+        control = self.tuned(CONTROL)
+        base = self.setting.base
+        yield from self.tests("untuned", self.untuned("yarn"))
+        yield from self.tests("whole", whole)
+        yield from self.tests(CONTROL, control)
+        yield from self.tests("released", RELEASED)
+        yield from self.tests("chosen", self.tuned("chosen"))
+        yield from self.tests("base", base)
+        chats = f"--data {CHATS} --base {base}"
+        yield self.score("chat", "whole released control", f"{whole} {RELEASED} {control}", chats)
         for seed in SEEDS:
-            names = {f"whole seed {seed}": f"whole_{seed}", f"{CONTROL} seed {seed}": f"{CONTROL}_{seed}"}
-            yield self.training(f"whole_{seed}", whole, MIXTURE, seed=seed)
-            yield self.training(f"{CONTROL}_{seed}", control, MIXTURE, seed=seed)
-            yield from self.tests({row: self.tuned(name) for row, name in names.items()})
-        yield self.training("whole_more", whole, MIXTURE, training__steps=208)
-        yield self.training(f"{CONTROL}_more", control, MIXTURE, training__steps=208)
-        names = {"whole more": "whole_more", f"{CONTROL} more": f"{CONTROL}_more"}
-        yield from self.tests({row: self.tuned(name) for row, name in names.items()})
+            for name, rate in rates.items():
+                yield self.training(f"{name}_{seed}", rate, seed=seed)
+            for name in rates:
+                yield from self.tests(f"{name} seed {seed}", self.tuned(f"{name}_{seed}"))
+        for name, rate in rates.items():
+            yield self.training(f"{name}_more", rate, steps=208)
+        for name in rates:
+            yield from self.tests(f"{name} more", self.tuned(f"{name}_more"))
 
-    def tests(self, models: dict[str, list[str]]) -> Iterator[Command]:
+    def tests(self, row: str, model: str) -> Iterator[Command]:
         """Yield the commands whose results are published."""
-        for row, model in models.items():
-            for text in ("novels", "mathematics"):
-                yield self.context(row, model, text)
-            window = () if "--target" in model else ("--target", str(self.setting.target))
-            trials = ("--depths", "8", "--trials", "5", "--seed", "11")
-            yield self.score("passkey", row, model, *window, *trials)
+        for text in TEXTS:
+            yield self.context(row, model, text)
+        yield self.score("passkey", row, to_target(model, self.setting.target), "--depths 8 --trials 5 --seed 11")
 
     def road(self) -> Iterator[Command]:
         """Yield the commands of a user with the base and novels, and the use of context under untuned scalings."""
         setting = self.setting
         base = setting.base
-        recipe = self.results / "recipe.yaml"
-        run = self.runs / "road"
-        target = ["--target", str(setting.target)]
+        to_extend = f"{base} --target {setting.target}"
         probe = self.results / "probe.json"
-        few = ["--documents", "1", "--trials", "3", "--json", str(probe)]
-        yield probe, ["probe", base, *target, "--data", f"{BOOKS}/validation", *few]
-        written = ["--gpu", "80GB", "--output", str(recipe)]
-        yield recipe, ["new", base, *target, "--data", f"{BOOKS}/train", *written]
+        words = f"probe {to_extend} --data {BOOKS}/validation --documents 1 --trials 3 --json {probe}"
+        yield probe, words.split()
+        recipe = self.results / "recipe.yaml"
+        words = f"new {to_extend} --data {BOOKS}/train --gpu 80GB --output {recipe}"
+        yield recipe, words.split()
+        run = self.runs / "road"
         # Fewer prompts and passes than `new` asks for.
         fewer = (
             "evaluation.passkey={depths: 8, trials: 3}",
@@ -205,12 +189,13 @@ class Experiment:
         )
         yield run / "run.json", ["train", str(recipe), *fewer, "--output", str(run)]
         comparison = self.results / "compare.json"
-        yield comparison, ["compare", base, str(run), "--dtype", "bfloat16", "--json", str(comparison)]
+        words = f"compare {base} {run} --dtype bfloat16 --json {comparison}"
+        yield comparison, words.split()
         merged = self.runs / "merged"
-        yield merged / "config.json", ["merge", str(run), "--check", "logits", "--output", str(merged)]
-        sizes = [*target, "--original", str(setting.original)]
-        rows = {"evaluator": [base, *sizes, "--scaling", "pi"], "base": [base], "tuned": [str(run)]}
-        rows |= {scaling: [base, *sizes, "--scaling", scaling] for scaling in ("yarn", "theta")}
+        words = f"merge {run} --check logits --output {merged}"
+        yield merged / "config.json", words.split()
+        rows = {"evaluator": self.untuned("pi"), "base": base, "tuned": str(run)}
+        rows |= {scaling: self.untuned(scaling) for scaling in ("yarn", "theta")}
         for row, model in rows.items():
             yield self.context(row, model, "novels")
 

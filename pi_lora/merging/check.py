@@ -48,7 +48,8 @@ def check_model(source: ModelSource, expected: PreTrainedModel, tensors: Sequenc
     config = read_config(folder)
     state_dict = {tensor.name: torch.empty(tensor.source.shape, device="meta") for tensor in tensors}
     built, report = load_on_meta(expected, config, state_dict)
-    problems = [f"{name} is missing" for name in report["missing_keys"]] + mismatches(report)
+    problems = mismatches(report)
+    problems += [f"{name} is missing" for name in report["missing_keys"]]
     for stored_name, name in names_in(built, state_dict).items():
         if name in built.all_tied_weights_keys:
             problems.append(f"{stored_name} is tied")
@@ -63,8 +64,10 @@ def check_model(source: ModelSource, expected: PreTrainedModel, tensors: Sequenc
 
 def _same_frequencies(built: PreTrainedModel, expected: PreTrainedModel) -> bool:
     built_frequencies = rotary_frequencies(built)
-    expected_frequencies = rotary_frequencies(expected)
-    return all(torch.equal(values, built_frequencies[name]) for name, values in expected_frequencies.items())
+    for name, frequencies in rotary_frequencies(expected).items():
+        if not torch.equal(frequencies, built_frequencies[name]):
+            return False
+    return True
 
 
 def check_tensors(run: Path, tensors: Sequence[OutputTensor], folder: Path, progress: Progress) -> str:
@@ -80,11 +83,14 @@ def check_tensors(run: Path, tensors: Sequence[OutputTensor], folder: Path, prog
             raise ModelError(CHECK_FAILED.format(run, f"{tensor.name} is not that of base + adapter"))
 
     in_threads(check, tensors, progress=progress, note="checking")
-    num_sums = sum(1 for tensor in tensors if tensor.delta is not None)
-    num_trained = sum(1 for tensor in tensors if tensor.source.path != tensor.file)
+    num_sums = sum(tensor.delta is not None for tensor in tensors)
+    num_trained = sum(tensor.source.path != tensor.file for tensor in tensors)
     num_copies = len(tensors) - num_sums - num_trained
-    trained = f"{num_trained} were trained in full"
-    return f"checked: {num_sums} tensors are base + adapter, {trained}, {num_copies} are the base's"
+    return (
+        f"checked: {num_sums} tensors are base + adapter, "
+        f"{num_trained} were trained in full, "
+        f"{num_copies} are the base's"
+    )
 
 
 def _is_written(tensor: OutputTensor, stored: StoredTensor | None) -> bool:
@@ -94,7 +100,8 @@ def _is_written(tensor: OutputTensor, stored: StoredTensor | None) -> bool:
     if isinstance(tensor.delta, Stack):
         source_rows = tensor.source.as_matrix()
         stored_rows = stored.as_matrix()
-        return all(_is_sum(source_rows, part, stored_rows, first) for first, part in tensor.delta.placed())
+        placed = tensor.delta.placed()
+        return all(_is_sum(source_rows, part, stored_rows, first) for first, part in placed)
     if isinstance(tensor.delta, LowRank) and tensor.delta.magnitude is None:
         return _is_sum(tensor.source, tensor.delta, stored)
     return all(map(torch.equal, tensor.blocks(), stored.blocks()))
@@ -107,10 +114,12 @@ def _is_sum(source: StoredTensor, delta: LowRank, stored: StoredTensor, first: i
     stored_kind = torch.finfo(stored.dtype)
     # Merging adds in float32: what is stored in float32 is computed with more digits.
     compute_dtype = torch.float64 if stored.dtype.itemsize > 2 else torch.float32
-    b, a = (factor.to(compute_dtype) for factor in delta.factors())
-    b = b * delta.scaling
+    b, a = delta.factors()
+    a = a.to(compute_dtype)
+    b = b.to(compute_dtype) * delta.scaling
     # By row, how far float32 may have moved the update of a number.
-    update_error = b.norm(dim=1, keepdim=True) * a.norm(dim=0).max() * FLOAT32_ERROR
+    longest = a.norm(dim=0).max()
+    update_error = b.norm(dim=1, keepdim=True) * longest * FLOAT32_ERROR
     # Or how far the smallest numbers of the dtype may have moved a rounded one.
     slack = update_error + stored_kind.tiny * stored_kind.eps
     for start, stop in spans(delta.shape):
@@ -121,7 +130,8 @@ def _is_sum(source: StoredTensor, delta: LowRank, stored: StoredTensor, first: i
         half_width = exact.abs() * FLOAT32_ERROR + slack[start:stop]
         low = (exact - half_width).to(stored.dtype)
         high = (exact + half_width).to(stored.dtype)
-        if not ((low <= written) & (written <= high)).all():
+        is_between = (low <= written) & (written <= high)
+        if not is_between.all():
             return False
     return True
 
@@ -143,13 +153,17 @@ def check_logits(source: ModelSource, run: Path, tensors: Sequence[OutputTensor]
     all_ids = source.tokenizer(inspect.getsource(argparse), verbose=False)["input_ids"]
     ids = all_ids[: min(source.window, MAX_TEXT_TOKENS)]
     with quiet_loading():
-        tuned_logits = _logits(load_adapter(load_base(source, torch.float32), run), ids)
-        merged_model = load_model(resolve_model(str(merged), permissions=source.permissions), "float32")
+        base = load_base(source, torch.float32)
+        tuned_logits = _logits(load_adapter(base, run), ids)
+        merged_source = resolve_model(str(merged), permissions=source.permissions)
+        merged_model = load_model(merged_source, "float32")
         merged_logits = _logits(merged_model.module, ids)
     centered = tuned_logits - tuned_logits.mean(dim=-1, keepdim=True)
-    difference = float((merged_logits - tuned_logits).norm() / centered.norm())
+    distance = (merged_logits - tuned_logits).norm()
+    difference = float(distance / centered.norm())
     line = f"logits at {len(ids)} tokens differ by {difference:.1e} of their size"
-    epsilon = max(torch.finfo(tensor.dtype).eps for tensor in tensors if tensor.dtype.is_floating_point)
+    dtypes = {tensor.dtype for tensor in tensors if tensor.dtype.is_floating_point}
+    epsilon = max(torch.finfo(dtype).eps for dtype in dtypes)
     tolerance = max(MIN_LOGIT_TOLERANCE, MAX_LOGIT_EPSILONS * epsilon)
     # A difference of NaN is refused as well.
     if not difference <= tolerance:

@@ -61,7 +61,8 @@ class LowRank:
     def factors(self) -> tuple[torch.Tensor, torch.Tensor]:
         """Return B and A in float32, or of a transposed matrix A and B transposed."""
         rank = self.a.shape[0] // self.num_experts
-        a = self.a.rows(self.expert * rank, (self.expert + 1) * rank).float()
+        start = self.expert * rank
+        a = self.a.rows(start, start + rank).float()
         b_of_all = keep(self.b.whole) if self.num_experts > 1 else self.b.whole()
         b_of_expert = b_of_all[:, self.expert :: self.num_experts]
         b = b_of_expert.chunk(self.num_projections)[self.projection].float()
@@ -75,7 +76,8 @@ class LowRank:
             rows.addmm_(b[start:stop], a, alpha=self.scaling)
             if self.magnitude:
                 lengths = self.magnitude.whole().float().chunk(self.num_projections)[self.projection]
-                rows *= (lengths[start:stop] / rows.norm(dim=1))[:, None]
+                factors = lengths[start:stop] / rows.norm(dim=1)
+                rows *= factors[:, None]
             yield rows
 
 
@@ -191,9 +193,8 @@ def read_adapter(folder: Path, model: PreTrainedModel, originals: Mapping[str, S
         raise ModelError(
             f"{file}: holds no weights or empty ones, as DeepSpeed saves those that it has not gathered; save it again"
         )
-    parts = _without_copies(
-        {key.removeprefix(PEFT_PREFIX).removesuffix(".weight"): tensor for key, tensor in stored.items()}
-    )
+    all_parts = {key.removeprefix(PEFT_PREFIX).removesuffix(".weight"): tensor for key, tensor in stored.items()}
+    parts = _without_copies(all_parts)
     _check_mergeable(folder, settings, parts)
     changes: dict[str, Change] = {}
     layout = Layout(model)
@@ -207,11 +208,13 @@ def read_adapter(folder: Path, model: PreTrainedModel, originals: Mapping[str, S
             b = parts.pop(f"{module}.lora_B")
             name = names[f"{module}.weight"]
             parameter = adapted.get(name.removesuffix(".weight"))
-            scaling = settings.scaling(parameter or module, a.shape[0] // layout.num_experts(parameter or name))
+            rank = a.shape[0] // layout.num_experts(parameter or name)
+            scaling = settings.scaling(parameter or module, rank)
             magnitude = parts.pop(f"{module}.lora_magnitude_vector", None)
             if settings.use_dora and magnitude is None:
                 raise ModelError(f"{folder}: lacks {module}.lora_magnitude_vector; tune or download it again")
-            changes |= _low_rank_changes(layout, parameter or name, a, b, scaling=scaling, magnitude=magnitude)
+            change = LowRank(a, b, scaling, magnitude=magnitude)
+            changes |= _divided(change, layout, parameter or name)
     # A trained bias is saved under the layer that PEFT has wrapped.
     others = {
         tensor.name.removeprefix(PEFT_PREFIX).replace(".base_layer.", ".").replace(TRAINED_ROWS, ".weight"): tensor
@@ -248,33 +251,23 @@ def _without_copies(parts: Mapping[str, StoredTensor]) -> dict[str, StoredTensor
     return trained
 
 
-def _low_rank_changes(
-    layout: Layout,
-    weight: str,
-    a: StoredTensor,
-    b: StoredTensor,
-    *,
-    scaling: float,
-    magnitude: StoredTensor | None,
-) -> dict[str, Change]:
-    """Return the changes of the matrices that a weight of the model joins, by name."""
+def _divided(change: LowRank, layout: Layout, weight: str) -> Iterator[tuple[str, LowRank]]:
+    """Yield the names of the matrices that a weight of the model joins, and their parts of its change."""
     names = layout.parts(weight)
     num_experts = layout.num_experts(weight)
     num_projections = len(names) // num_experts
-    changes: dict[str, Change] = {}
     for number, name in enumerate(names):
-        changes[name] = LowRank(
-            a,
-            b,
-            scaling,
-            expert=number // num_projections,
-            num_experts=num_experts,
-            projection=number % num_projections,
-            num_projections=num_projections,
-            is_transposed=layout.is_transposed(weight),
-            magnitude=magnitude,
+        yield (
+            name,
+            replace(
+                change,
+                expert=number // num_projections,
+                num_experts=num_experts,
+                projection=number % num_projections,
+                num_projections=num_projections,
+                is_transposed=layout.is_transposed(weight),
+            ),
         )
-    return changes
 
 
 def _check_mergeable(folder: Path, settings: AdapterSettings, parts: Iterable[str]) -> None:
@@ -343,15 +336,13 @@ def match_tensors(
             return replace(output, delta=Difference(change, tensor_before))
         return replace(output, source=change)
 
-    outputs = []
-    for name in sources:
+    def is_copy(name: str) -> bool:
         twin = tied.get(name)
-        is_copy = twin in sources and not (
-            _diverged(sources[name], sources[twin]) or _diverged(changes.get(name), changes.get(twin))
-        )
-        if not name.endswith(COMPUTED) and not is_copy:
-            outputs.append(output_tensor(name))
-    return outputs
+        if twin not in sources or _diverged(sources[name], sources[twin]):
+            return False
+        return not _diverged(changes.get(name), changes.get(twin))
+
+    return [output_tensor(name) for name in sources if not name.endswith(COMPUTED) and not is_copy(name)]
 
 
 def _stack_experts(changes: dict[str, Change], stored: Mapping[str, StoredTensor], layout: Layout) -> None:

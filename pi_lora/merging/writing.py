@@ -48,7 +48,9 @@ def write_tensors(tensors: Sequence[OutputTensor], folder: Path, progress: Progr
     stored: dict[str, StoredTensor] = {}
     files = sorted({tensor.file for tensor in tensors})
     for number, file in enumerate(files, start=1):
-        name = f"model-{number:05d}-of-{len(files):05d}.safetensors" if len(files) > 1 else SAFE_WEIGHTS_NAME
+        name = SAFE_WEIGHTS_NAME
+        if len(files) > 1:
+            name = f"model-{number:05d}-of-{len(files):05d}.safetensors"
         shard = [tensor for tensor in tensors if tensor.file == file]
         stored |= _write_header(shard, folder / name)
 

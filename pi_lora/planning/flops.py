@@ -12,6 +12,11 @@ def adapts_experts(shape: Shape, tuning: Tuning) -> bool:
     return tuning.method != "full" and tuning.target_modules == "all-linear" and shape.experts > 0
 
 
+def trains_head(shape: Shape, tuning: Tuning) -> bool:
+    """Return whether the head trains: with all weights, or as the embeddings to which it is tied."""
+    return tuning.method == "full" or (shape.tied and tuning.with_embeddings)
+
+
 def linear_adapter_parameters(shape: Shape, tuning: Tuning) -> int:
     """Count the numbers in LoRA's matrices on linear layers as PEFT 0.21 makes them: on target modules, never on the
     head.
@@ -98,14 +103,14 @@ def flops_of_training(
     products = 4.0 * _attention_pairs(shape, tokens, attention, on_cpu=loss_in_place) * width
     forward = layers + adapter + products
     weight_gradients = layers if tuning.method == "full" else adapter
-    if tuning.method == "full" or (shape.tied and tuning.with_embeddings):
+    if trains_head(shape, tuning):
         weight_gradients += head
     if adapts_experts(shape, tuning):
         weight_gradients += shape.active_experts * 2.0 * tokens
     backward = layers + head + adapter + 2 * products + weight_gradients
-    checkpointed = forward
     chunk = training.mlp_chunk_tokens or tokens
     in_chunks = chunk < tokens
+    checkpointed = forward
     if tuning.method == "full" and not in_chunks and shape.norms <= 2:
         checkpointed -= mlp_product
     if training.activation_checkpointing == "selective":

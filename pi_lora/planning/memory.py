@@ -9,7 +9,7 @@ from collections.abc import Mapping
 from typing import NamedTuple
 
 from pi_lora.models.shape import Shape
-from pi_lora.planning.flops import adapts_experts, linear_adapter_parameters, trained_parameters
+from pi_lora.planning.flops import adapts_experts, linear_adapter_parameters, trained_parameters, trains_head
 from pi_lora.planning.gpus import CPU, GIB, Gpu
 from pi_lora.planning.layer import (
     ADAPTED_EXPERTS,
@@ -143,14 +143,27 @@ def _moments_of_step(
 ) -> tuple[Moment, Moment, Moment, Moment]:
     """Return the moments before the loss, at the backward through the last and the first layer, and after it."""
     full = recipe.tuning.method == "full"
-    accumulates = recipe.training.global_batch_size > recipe.sequences_at_once
-    accumulated = states.gradients if accumulates else 0
     all_casts, kept_casts = _autocast_copies(shape, recipe, arithmetic)
     kept, working = _activations(shape, recipe, tokens, arithmetic, on_cpu)
     casts = all_casts if full else kept_casts
     if not full and arithmetic in ("bfloat16", "autocast"):
         # Copies of the adapter, until the forward pass ends.
         casts += linear_adapter_parameters(shape, recipe.tuning) * BFLOAT16
+    head = _head_gradient(shape, recipe.tuning) // recipe.shards
+    # The gradient of a tied head waits for that of the embedding, which comes last.
+    waiting = head if shape.tied else 0
+    embedding = shape.embedding * FLOAT32 // recipe.shards if full or recipe.tuning.with_embeddings else 0
+    if recipe.training.global_batch_size > recipe.sequences_at_once:
+        # Those of the sequences before.
+        accumulated = states.gradients
+        at_last_layer = accumulated + waiting
+        at_first_layer = at_last_layer
+    else:
+        accumulated = 0
+        at_last_layer = head
+        if full and recipe.shards > 1:
+            at_last_layer += _whole_gradients(shape)
+        at_first_layer = states.gradients - embedding + waiting
     before_loss = Moment(
         weights=states.weights + casts,
         gradients=accumulated,
@@ -158,24 +171,18 @@ def _moments_of_step(
         activations=kept,
         logits=0,
     )
-    head = _head_gradient(shape, recipe.tuning) // recipe.shards
-    # The gradient of a tied head waits for that of the embedding, which comes last.
-    waiting = head if shape.tied else 0
-    embedding = shape.embedding * FLOAT32 // recipe.shards if full or recipe.tuning.with_embeddings else 0
-    gradients = states.gradients + waiting if accumulates else states.gradients - embedding + waiting
-    whole = _whole_gradients(shape) if full and recipe.shards > 1 else 0
     last_layer = before_loss._replace(
         weights=states.weights + kept_casts,
-        gradients=accumulated + waiting if accumulates else head + whole,
+        gradients=at_last_layer,
         activations=kept + working,
     )
     first_layer = before_loss._replace(
         weights=states.weights,
-        gradients=gradients,
+        gradients=at_first_layer,
         activations=working + kept // shape.layers,
     )
     after_layers = first_layer._replace(
-        gradients=gradients + embedding,
+        gradients=at_first_layer + embedding,
         activations=hidden_states(shape, tokens, arithmetic),
     )
     return before_loss, last_layer, first_layer, after_layers
@@ -218,9 +225,7 @@ def measuring_bytes(shape: Shape, arithmetic: Arithmetic, *, on_cpu: bool) -> in
 
 def _head_gradient(shape: Shape, tuning: Tuning) -> int:
     """Return bytes of the gradient of the head, which is 0 if the head does not train."""
-    if tuning.method == "full" or (shape.tied and tuning.with_embeddings):
-        return shape.embedding * FLOAT32
-    return 0
+    return shape.embedding * FLOAT32 if trains_head(shape, tuning) else 0
 
 
 def _arithmetic(recipe: Recipe, gpu: Gpu, float32_weights: bool) -> Arithmetic:

@@ -184,11 +184,10 @@ def _scores_section(run: MeasuredRun) -> str:
     paragraphs = []
     if run.merged and run.scores:
         paragraphs.append("With the adapter, before it was merged:")
-    base = {name: stages[BASE] for name, stages in run.scores.items() if BASE in stages}
-    untuned = {name: stages[STEP_0] for name, stages in run.scores.items() if STEP_0 in stages}
-    verdict = verdict_of(base, untuned, run.last_scores, run.metadata.original)
+    verdict = verdict_of(run.scores_at(BASE), run.scores_at(STEP_0), run.last_scores, run.metadata.original)
     if verdict:
-        paragraphs.append("\n".join(f"- **{label}**: {literal(text)}." for label, text in verdict.items()))
+        lines = [f"- **{label}**: {literal(text)}." for label, text in verdict.items()]
+        paragraphs.append("\n".join(lines))
     elif not run.scores and (run.merged or run.untuned):
         commands = "`pi-lora eval perplexity . --data TEXT` and `pi-lora eval passkey .`"
         paragraphs.append(f"Not measured yet: {commands} measure it, in this folder.")

@@ -65,14 +65,18 @@ class MeasuredRun(Run):
                 measured.setdefault(name, {})[stage] = scores
         return dict(sorted(measured.items()))
 
+    def scores_at(self, stage: str) -> dict[str, Scores]:
+        """Return the scores of a stage by measurement."""
+        return {name: stages[stage] for name, stages in self.scores.items() if stage in stages}
+
     @property
     def last_scores(self) -> dict[str, Scores]:
         """The scores of the finished run, or else of the last step, by measurement."""
         last = {}
         for name, stages in self.scores.items():
-            for stage, scores in stages.items():
-                if stage != BASE:
-                    last[name] = scores
+            *_, stage = stages
+            if stage != BASE:
+                last[name] = stages[stage]
         return last
 
     def side_by_side(self, name: str) -> tuple[dict[str, Scores], dict[str, Scores]]:

@@ -152,8 +152,8 @@ def verdicts_table(title: str, verdicts: list[Verdict]) -> Table:
     """Return a row for each prompt, and below the explanations of the verdicts."""
     table = Table("prompt tokens", "asked for", "verdict", "equal tokens", "difference, nats", title=title)
     table.caption_justify = "left"
-    details = {f"{verdict.verdict}: {verdict.detail}": None for verdict in verdicts if verdict.detail}
-    table.caption = "\n".join(details)
+    details = [f"{verdict.verdict}: {verdict.detail}" for verdict in verdicts if verdict.detail]
+    table.caption = "\n".join(dict.fromkeys(details))
     for verdict in verdicts:
         tokens = f"{verdict.tokens:,}"
         asked = f"at {verdict.depth} %"
@@ -246,7 +246,7 @@ def _compare(computed: Answer, completion: Completion) -> tuple[float, int]:
     text = completion.text.lstrip(" ")
     if text:
         text = " " * spaces + text
-    agreed = sum(1 for end in computed.ends if text.startswith(computed.text[:end]))
+    agreed = sum(text.startswith(computed.text[:end]) for end in computed.ends)
     end = computed.ends[agreed - 1] if agreed else 0
     expected = computed.text[end:].rstrip("\ufffd")
     answered = text[end:]
@@ -258,4 +258,5 @@ def _compare(computed: Answer, completion: Completion) -> tuple[float, int]:
     if not follows and computed.margins[agreed] >= TIE_MARGIN:
         return inf, agreed
     pairs = zip(computed.logprobs[:agreed], completion.logprobs, strict=False)
-    return fmean([abs(here - there) for here, there in pairs] or [0.0]), agreed
+    distances = [abs(here - there) for here, there in pairs]
+    return fmean(distances or [0.0]), agreed

@@ -112,7 +112,8 @@ def reference_of(model: ModelSource, text: str = "") -> Reference:
     filler = text or sentences(random.Random(0), model.window)
     encoded = model.tokenizer(filler, return_offsets_mapping=True, verbose=False)
     starts = [start for start, _ in encoded["offset_mapping"]]
-    prompts = [_prompt(model, starts, model.window * 9 // 10, asked=asked) for asked in range(len(DEPTHS))]
+    long_tokens = model.window * 9 // 10
+    prompts = [_prompt(model, starts, long_tokens, asked=asked) for asked in range(len(DEPTHS))]
     prompts.append(_prompt(model, starts, model.original // 2, num_codes=1))
     reference = Reference(
         model=model.name,
@@ -140,9 +141,10 @@ def _prompt(
     if len(starts) <= text_tokens:
         raise DataError(f"--text: has fewer than {text_tokens:,} tokens; name a longer text")
     code_starts = []
-    for index in range(num_codes):
+    for index, depth in enumerate(DEPTHS[:num_codes]):
         # The middle of a statement stands at its depth.
-        text_before = tokens * DEPTHS[index] // 100 - round((index + 0.5) * statement_tokens)
+        statements_before = round((index + 0.5) * statement_tokens)
+        text_before = tokens * depth // 100 - statements_before
         code_starts.append(starts[min(max(0, text_before), text_tokens)])
     return Prompt(characters=starts[text_tokens], code_starts=code_starts, asked=asked)
 
@@ -208,7 +210,8 @@ class Reader:
     @torch.no_grad()
     def _logprobs(self, ids: list[int]) -> torch.Tensor:
         """Return the log probabilities after `ids`: (vocabulary)."""
-        shared = len([*takewhile(bool, map(eq, self.ids, ids[:-1]))])
+        equal = map(eq, self.ids, ids[:-1])
+        shared = len(list(takewhile(bool, equal)))
         if shared < len(self.ids):
             if keeps_all_tokens(self.cache) and not depends_on_length(self.loaded.source.config):
                 self.cache.crop(shared - len(self.ids))
