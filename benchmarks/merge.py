@@ -15,17 +15,9 @@ import sys
 import tempfile
 from pathlib import Path
 
-from record import cost_of, parser_of, write_run
+from record import add_tokenizer, cost_of, parser_of, write_run
 
 SHARD = "500MB"
-CONFIG = {
-    "num_hidden_layers": 22,
-    "hidden_size": 2048,
-    "intermediate_size": 5632,
-    "num_attention_heads": 32,
-    "num_key_value_heads": 4,
-    "max_position_embeddings": 2048,
-}
 PEFT = f"""
 import sys, torch
 from peft import PeftModel
@@ -48,12 +40,19 @@ def make(folder: Path) -> None:
     from peft import LoraConfig, get_peft_model
     from transformers import LlamaConfig, LlamaForCausalLM
 
-    from pi_lora.models.files import BUILTIN_FOLDER
-
     base = folder / "base"
     run = folder / "run"
     torch.set_default_dtype(torch.bfloat16)
-    model = LlamaForCausalLM(LlamaConfig(**CONFIG, dtype="bfloat16"))
+    config = LlamaConfig(
+        num_hidden_layers=22,
+        hidden_size=2048,
+        intermediate_size=5632,
+        num_attention_heads=32,
+        num_key_value_heads=4,
+        max_position_embeddings=2048,
+        dtype="bfloat16",
+    )
+    model = LlamaForCausalLM(config)
     model.save_pretrained(base, max_shard_size=SHARD)
     adapter = LoraConfig(r=16, lora_alpha=32, target_modules="all-linear", task_type="CAUSAL_LM")
     adapted = get_peft_model(model, adapter).float()
@@ -62,12 +61,10 @@ def make(folder: Path) -> None:
             torch.nn.init.normal_(weight, std=0.02)
     adapted.peft_config["default"].base_model_name_or_path = str(base)
     adapted.save_pretrained(run)
-    scaled = {"rope_type": "linear", "factor": 4.0, "rope_theta": model.config.rope_parameters["rope_theta"]}
-    model.config.rope_parameters = scaled
-    model.config.save_pretrained(run)
-    for each in (base, run):
-        for name in ("tokenizer.json", "tokenizer_config.json"):
-            shutil.copyfile(BUILTIN_FOLDER / "tiny" / name, each / name)
+    config.rope_parameters = {**config.rope_parameters, "rope_type": "linear", "factor": 4.0}
+    config.save_pretrained(run)
+    add_tokenizer(base)
+    add_tokenizer(run)
 
 
 def main() -> None:

@@ -24,7 +24,6 @@ from typing import Any
 import record  # first: it finds scripts/
 from family_plans import MODELS, chosen_plan
 from pi_lora.errors import PiLoraError
-from pi_lora.models.files import BUILTIN_FOLDER
 from pi_lora.models.resolve import resolve_for_training, resolve_model
 from pi_lora.planning.gpus import CPU, Gpu, device_here, find_gpu
 from pi_lora.planning.training_plan import plan_training
@@ -74,21 +73,23 @@ training: {{steps: 2, warmup_steps: 1, global_batch_size: 1, activation_checkpoi
 """
 
 
-def random_model(folder: Path, vocabulary: int) -> Path:
-    """A model of eight layers with SmolLM2's widths; the tokenizer is the built-in model's."""
+def random_model(folder: Path, vocabulary: int) -> None:
+    """Write a model of eight layers with SmolLM2's widths; the tokenizer is the built-in model's."""
     from transformers import AutoModelForCausalLM, GptOssConfig, LlamaConfig, PreTrainedConfig
 
-    widths = {"hidden_size": 576, "intermediate_size": 1536, "num_attention_heads": 9, "num_key_value_heads": 3}
     rope = {"rope_type": "default", "rope_theta": 100000.0}
     config: PreTrainedConfig = LlamaConfig(
         vocab_size=vocabulary,
         num_hidden_layers=8,
+        hidden_size=576,
+        intermediate_size=1536,
+        num_attention_heads=9,
+        num_key_value_heads=3,
         max_position_embeddings=8192,
         rope_parameters=rope,
         tie_word_embeddings=True,
         bos_token_id=0,
         eos_token_id=1,
-        **widths,
     )
     if vocabulary == GPT_OSS:
         config = GptOssConfig(
@@ -109,9 +110,7 @@ def random_model(folder: Path, vocabulary: int) -> Path:
             pad_token_id=0,
         )
     AutoModelForCausalLM.from_config(config).save_pretrained(folder)
-    for name in ("tokenizer.json", "tokenizer_config.json"):
-        (folder / name).write_bytes((BUILTIN_FOLDER / "tiny" / name).read_bytes())
-    return folder
+    record.add_tokenizer(folder)
 
 
 def settings(folder: Path) -> Iterator[tuple[str, Path, tuple[str, ...]]]:
@@ -119,9 +118,11 @@ def settings(folder: Path) -> Iterator[tuple[str, Path, tuple[str, ...]]]:
     for row, (tokens, vocabulary, changes) in ROWS.items():
         if GEMMA[0] in changes and not Path(GEMMA_FOLDER).exists():
             continue
-        model = folder / str(vocabulary) if vocabulary else MODEL
-        if vocabulary and not Path(model).exists():
-            random_model(folder / str(vocabulary), vocabulary)
+        model = Path(MODEL)
+        if vocabulary:
+            model = folder / str(vocabulary)
+            if not model.exists():
+                random_model(model, vocabulary)
         recipe = folder / "two_steps.yaml"
         recipe.write_text(RECIPE.format(model=model, data=DATA), encoding="utf-8")
         if "data.positions=contiguous" not in changes:

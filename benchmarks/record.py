@@ -2,6 +2,7 @@
 
 import json
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -23,8 +24,8 @@ if Path(sys.argv[0]).parent.name == "benchmarks":
 
 
 def read(name: str) -> dict[str, Any]:
-    """The results of a script; empty before its first run."""
-    file = RESULTS / f"{name}.json"
+    """The results of a script, or of one of its rows; empty before they are measured."""
+    file = RESULTS / f"{name}.json".replace(" ", "-")
     if not file.is_file():
         return {}
     result: dict[str, Any] = json.loads(file.read_text(encoding="utf-8"))
@@ -79,6 +80,14 @@ def training_log(*words: str) -> list[dict[str, Any]]:
         subprocess.run(command, check=True, stdout=subprocess.DEVNULL)
         log = (run / "training.jsonl").read_text(encoding="utf-8")
     return [json.loads(line) for line in log.splitlines()]
+
+
+def add_tokenizer(folder: Path) -> None:
+    """Copy the tokenizer of the built-in model into the folder of a random model."""
+    from pi_lora.models.files import BUILTIN_FOLDER
+
+    for name in ("tokenizer.json", "tokenizer_config.json"):
+        shutil.copyfile(BUILTIN_FOLDER / "tiny" / name, folder / name)
 
 
 def in_a_process(*arguments: str) -> Any:

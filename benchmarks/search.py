@@ -96,11 +96,12 @@ def cells(name: str, row: str) -> dict[str, str]:
         if all(contents):
             for change in compare(*map(MEASUREMENTS[measurement].scores.model_validate, contents)):
                 if change.unit != "tokens":
-                    bounds = " to ".join(f"{bound:+.1f}" for bound in change.interval or ())
-                    beside = f"; {change.change:+.1f} {change.unit} ({bounds})" if change.change else ""
-                    texts[change.measurement] = f"{change.run:.2f}{beside}"
+                    text = f"{change.run:.2f}"
+                    if change.change:
+                        text += f"; {change.change:+.1f} {change.unit} ({change.interval_text})"
                     if contents[1]["dtype"] != dtype:
-                        texts[change.measurement] += f" ({contents[1]['dtype']})"
+                        text += f" ({contents[1]['dtype']})"
+                    texts[change.measurement] = text
     return texts
 
 

@@ -57,8 +57,9 @@ def attention(result: Result) -> Lines:
         for kernel in ("sdpa", "auto"):
             cost = row.get(kernel)
             costs.append(f"{cost['seconds']:.1f} s, {cost['peak_bytes'] / 1e9:.1f} GB" if cost else "")
-        faster = format(row["times_as_fast"], ".1f") if "sdpa" in row else ""
-        rows.append((row["name"], f"{row['tokens']:,}", row["dtype"], *costs, faster))
+        tokens = f"{row['tokens']:,}"
+        faster = f"{row['times_as_fast']:.1f}" if "sdpa" in row else ""
+        rows.append((row["name"], tokens, row["dtype"], *costs, faster))
     yield from table(("", "tokens", "dtype", "`sdpa`", "`auto`", "times as fast"), rows)
     yield ""
     yield from machines_of(result["rows"])
@@ -71,20 +72,24 @@ def plan_memory(result: Result) -> Lines:
     for name, row in {**result["recipes"], **result["chosen"], **result["rows"]}.items():
         tensors = row["planned_tensors"] / row["simulated_tensors"] - 1
         operations = row["planned_flops"] / row["simulated_flops"] - 1
-        measured = f"{row['measured'] / 2**30:.2f} GiB" if "measured" in row else ""
         rows.append(
             (
                 name,
                 f"{row['method']}, {row['device']}",
                 f"{row['tokens']:,}",
-                f"{row['planned_tensors'] / 2**30:.2f} GiB ({tensors:+.1%})",
-                f"{row['simulated_tensors'] / 2**30:.2f} GiB",
+                f"{gib(row['planned_tensors'])} ({tensors:+.1%})",
+                gib(row["simulated_tensors"]),
                 f"{operations:+.1%}",
-                f"{row['planned'] / 2**30:.2f} GiB",
-                measured,
+                gib(row["planned"]),
+                gib(row["measured"]) if "measured" in row else "",
             )
         )
     yield from table(head, rows)
+
+
+def gib(size: float) -> str:
+    """Bytes in GiB."""
+    return f"{size / 2**30:.2f} GiB"
 
 
 def engines(result: Result) -> Lines:
@@ -102,13 +107,14 @@ def prompt_names(rows: Mapping[str, Result]) -> list[str]:
     """The lengths of the prompts, and where the codes stand, as the first engine that answered has them. Results of
     prompts without codes have no depth.
     """
-    for row in rows.values():
-        if "verdicts" in row:
-            return [
-                f"{verdict['tokens']:,} tokens" + (f", code at {verdict['depth']} %" if "depth" in verdict else "")
-                for verdict in row["verdicts"]
-            ]
-    return []
+    verdicts = next((row["verdicts"] for row in rows.values() if "verdicts" in row), ())
+    names = []
+    for verdict in verdicts:
+        name = f"{verdict['tokens']:,} tokens"
+        if "depth" in verdict:
+            name += f", code at {verdict['depth']} %"
+        names.append(name)
+    return names
 
 
 def engine_row(engine: str, row: Result) -> tuple[object, ...]:
@@ -159,8 +165,10 @@ def chats(_: Result) -> Lines:
     models = dict.fromkeys(model for cells in texts.values() for model in cells)
     rows = []
     for metric, cells in texts.items():
-        rows.append((metric, *(cells.get(model, "not asked") for model in models)))
-    yield from table(("", *(Path(model).name for model in models)), rows)
+        row = [cells.get(model, "not asked") for model in models]
+        rows.append((metric, *row))
+    names = [Path(model).name for model in models]
+    yield from table(("", *names), rows)
     yield "\nWith chats beside without, paired, 95 %:\n"
     for measurement in ("chat", "perplexity"):
         yield from chat_changes(measurement)
@@ -186,8 +194,8 @@ def chat_changes(measurement: str) -> Lines:
     for row in compare(validate(novels), validate(novels_and_chats)):
         if row.interval:
             low, high = row.interval
-            unit = f" {row.unit}" if row.unit else ""
-            yield f"- {row.measurement}: {row.change:+.3f}{unit} ({low:+.3f} to {high:+.3f})"
+            change = f"{row.change:+.3f} {row.unit}".rstrip()
+            yield f"- {row.measurement}: {change} ({low:+.3f} to {high:+.3f})"
 
 
 def methods(result: Result) -> Lines:
@@ -203,7 +211,8 @@ def methods(result: Result) -> Lines:
         passkeys = mean_and_range([run["success_rate"] for run in runs], ".0%")
         rows.append((label, len(runs), *perplexities, k_max, passkeys))
         machines[label] = runs[-1]
-    yield from table(("method", "seeds", *(f"ppl {window}" for window in windows), "k_max", "passkeys"), rows)
+    headings = [f"ppl {window}" for window in windows]
+    yield from table(("method", "seeds", *headings, "k_max", "passkeys"), rows)
     yield f"\n{result['steps']} steps each; {result['depths']} distances of {result['trials']} passkeys each."
     yield from machines_of(machines)
 

@@ -9,7 +9,8 @@ import record
 from pages import machines_of, table
 from pi_lora.evaluation.chat import Chats, ChatScores
 from pi_lora.evaluation.intervals import of_means
-from tables_smollm2 import in_percent, retrieved, validation_perplexity
+from pi_lora.report.comparison import Comparison
+from tables_smollm2 import change_in_percent, retrieved, validation_perplexity
 from use_context import RATES
 
 CONTROL = "control"
@@ -42,8 +43,7 @@ Result = Mapping[str, Any]
 
 def documents_of(results: str, row: str, text: str) -> Sequence[Result]:
     """The scores of the documents of a row."""
-    name = f"{results}/context-{row}-{text}".replace(" ", "-")
-    documents: Sequence[Result] = record.read(name)["per_document"]
+    documents: Sequence[Result] = record.read(f"{results}/context-{row}-{text}")["per_document"]
     return documents
 
 
@@ -65,14 +65,11 @@ def perplexities(documents: Sequence[Result]) -> list[str]:
 
 def beside_control(documents: Sequence[Result], control: Sequence[Result]) -> str:
     """The change from the perplexity of the control with the near context to that with the whole window."""
-    pairs = [
-        (before["loss"] + before["gain"], after["loss"], after["tokens"])
-        for before, after in zip(control, documents, strict=True)
-    ]
-    tokens = sum(weight for *_, weight in pairs)
-    change = sum((after - before) * weight for before, after, weight in pairs) / tokens
-    bounds = [in_percent(bound) for bound in of_means([pairs]) or ()]
-    return f"{in_percent(change)} % ({' to '.join(bounds)})"
+    losses = []
+    for before, after in zip(control, documents, strict=True):
+        near = before["loss"] + before["gain"]
+        losses.append((near, after["loss"], after["tokens"]))
+    return change_in_percent(losses)
 
 
 def key_gain(documents: Sequence[Result]) -> str:
@@ -136,14 +133,13 @@ def gemma3(machines: Result) -> Iterator[str]:
     head = ("Gemma 3 270M", "perplexity, near", "64k", "LongPPL, near", "64k")
     yield from table(head, rows)
     yield f"\n{len(documents)} novels, 65,536 tokens of each; {keys} key tokens of untuned PI.\n"
+    comparison = Comparison.model_validate(record.read("gemma3_64k/compare"))
     rows = []
-    for change in record.read("gemma3_64k/compare")["rows"]:
-        interval = " to ".join(f"{bound:+.1f}" for bound in change["interval"] or ())
-        rows.append(
-            (change["measurement"], f"{change['base']:,.2f}", f"{change['run']:,.2f}", change["verdict"], interval)
-        )
+    for change in comparison.rows:
+        values = (f"{value:,.2f}" for value in (change.base, change.run))
+        rows.append((change.measurement, *values, change.verdict, change.interval_text))
     yield from table(("`pi-lora compare`", "base", "run", "verdict", "95 % interval"), rows)
-    yield f"\n{record.read('gemma3_64k/compare')['settings']['perplexity']}.\n"
+    yield f"\n{comparison.settings['perplexity']}.\n"
     yield from machines_of(machines)
 
 

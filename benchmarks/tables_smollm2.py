@@ -12,7 +12,7 @@ from experiment import BEST, CONTROL, ORIGINAL, RATES, SHORT_STRIDE, STEPS, TARG
 from pages import machines_of, table
 from pi_lora.drawing import draw_curves, figure_of, save
 from pi_lora.evaluation.benchmarks import BenchmarkScores
-from pi_lora.evaluation.intervals import of_means, wilson
+from pi_lora.evaluation.intervals import Pairs, of_means, wilson
 from pi_lora.report.comparison import compare
 
 RESULTS = "smollm2_16k"
@@ -33,8 +33,7 @@ Result = Mapping[str, Any]
 
 def scores_of(measurement: str, row: str) -> Result:
     """The scores of a row; empty until they are measured."""
-    name = f"{measurement}-{row}".replace(" ", "-")
-    return record.read(f"{RESULTS}/{name}")
+    return record.read(f"{RESULTS}/{measurement}-{row}")
 
 
 def measured_scores(measurement: str, rows: Mapping[str, str]) -> dict[str, Result]:
@@ -74,29 +73,27 @@ def change(before: Result, after: Result) -> str:
         return ""
     losses_before = by_novel(before, ORIGINAL)
     losses_after = by_novel(after, TARGET, before)
-    pairs = [(losses_before[novel], loss, 1.0) for novel, loss in losses_after.items()]
-    mean = fmean(new - old for old, new, _ in pairs)
-    bounds = [in_percent(bound) for bound in of_means([pairs]) or ()]
-    return f"{in_percent(mean)} % ({' to '.join(bounds)})"
+    return change_in_percent([(losses_before[novel], loss, 1.0) for novel, loss in losses_after.items()])
 
 
-def in_percent(change_of_loss: float) -> str:
-    """The relative change of the perplexity that belongs to a change of the loss in nats."""
-    return f"{100 * math.expm1(change_of_loss):+.1f}"
+def change_in_percent(losses: Pairs) -> str:
+    """The change of the perplexity that belongs to losses in nats before and after, with the interval."""
+    mean = fmean((after - before for before, after, _ in losses), [weight for *_, weight in losses])
+    percents = [f"{100 * math.expm1(change):+.1f}" for change in (mean, *(of_means([losses]) or ()))]
+    return f"{percents[0]} % ({' to '.join(percents[1:])})"
 
 
 def retrieved(name: str) -> str:
     """The passkeys that were retrieved, with the interval."""
-    scores = record.read(name.replace(" ", "-"))
+    scores = record.read(name)
     if not scores:
         return "not asked"
     outcomes = [outcome for depth in scores["depths"] for outcome in depth["outcomes"]]
     trials = len(outcomes)
-    interval = percent(fmean(outcomes), trials)
-    return f"{sum(outcomes)} of {trials} {interval}"
+    return f"{sum(outcomes)} of {trials} {interval_of(fmean(outcomes), trials)}"
 
 
-def percent(share: float, trials: int) -> str:
+def interval_of(share: float, trials: int) -> str:
     """Wilson's interval of a share."""
     low, high = wilson(share, trials)
     return f"({low:.0%} to {high:.0%})"
@@ -144,7 +141,7 @@ def validation(_: Result) -> Iterator[str]:
 
 def validation_perplexity(results: str, name: str) -> str:
     """The perplexity of the longest window on the validation novels; empty if it is not measured."""
-    scores = record.read(f"{results}/perplexity-validation-{name}".replace(" ", "-"))
+    scores = record.read(f"{results}/perplexity-validation-{name}")
     if not scores:
         return ""
     longest = scores["windows"][-1]
@@ -172,7 +169,7 @@ def ruler() -> Iterator[str]:
         samples = scores["options"]["samples"]
         shares = []
         for name, task in length["tasks"].items():
-            interval = percent(task["score"], samples)
+            interval = interval_of(task["score"], samples)
             shares.append(f"{name} {task['score']:.0%} {interval}")
         yield f"RULER, {MODELS.get(row, row)}, {samples} prompts of a task: {', '.join(shares)}.\n"
 
@@ -183,8 +180,8 @@ def short_benchmarks() -> Iterator[str]:
     best = scores_of("benchmarks", BEST)
     if base and best:
         for row in compare(BenchmarkScores.model_validate(base), BenchmarkScores.model_validate(best)):
-            interval = " to ".join(f"{bound:+.1f}" for bound in row.interval or ())
-            yield f"{row.measurement}, 500 questions: {row.base:.1f} and {row.run:.1f} %, changed by {interval}.\n"
+            shares = f"{row.base:.1f} and {row.run:.1f} %"
+            yield f"{row.measurement}, 500 questions: {shares}, changed by {row.interval_text}.\n"
 
 
 def float32() -> Iterator[str]:

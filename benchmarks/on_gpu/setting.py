@@ -1,6 +1,5 @@
 """The shape that is measured, its recipes, and a model of it with random weights: nothing is downloaded."""
 
-import shutil
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from functools import cache
@@ -8,10 +7,10 @@ from pathlib import Path
 from typing import Any
 
 import pi_lora
-from pi_lora.models.files import BUILTIN_FOLDER
 from pi_lora.models.resolve import resolve_model
 from pi_lora.recipe.files import dump_recipe
 from pi_lora.recipe.schema import Recipe
+from record import add_tokenizer
 
 Changes = Mapping[str, Mapping[str, Any]]
 
@@ -118,8 +117,7 @@ def config_folder(setting_name: str, layers: int, folder: Path) -> Path:
     config = AutoConfig.for_model(**setting.config)
     config.architectures = ["LlamaForCausalLM"]
     config.save_pretrained(base)
-    for name in ("tokenizer.json", "tokenizer_config.json"):
-        shutil.copyfile(BUILTIN_FOLDER / "tiny" / name, base / name)
+    add_tokenizer(base)
     return base
 
 
