@@ -46,6 +46,7 @@ from pi_lora.training.trainer import _change_modules, _checkpointing_options
 aten = torch.ops.aten
 # Tokens between two states of the gated delta rule.
 DELTA_CHUNK = 64
+INDEXED = (aten.index.Tensor, aten.index_put.default, aten._index_put_impl_.default)
 COUNTED = {
     **flop_registry,
     aten._grouped_mm: None,
@@ -117,8 +118,6 @@ class Simulation(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch h
         self.part = "weights"
         self.parts: dict[int, str] = {}
         self.now: Counter[str] = Counter()
-        self.total = 0
-        self.most = 0
         self.at_most: Counter[str] = Counter()
         self.flops = 0.0
         self.sizes: dict[int, int] = {}
@@ -137,21 +136,21 @@ class Simulation(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch h
 
     def run(self, function: Any, args: Any, kwargs: Any) -> Any:
         """Run an operation. What a mask of tokens selects is all of them: the mask has no values."""
-        if function is aten.index.Tensor and args[1][0].dtype == torch.bool:
-            tensor = args[0]
-            return tensor.new_empty(args[1][0].numel(), *tensor.shape[args[1][0].dim() :])
-        if function is aten.masked_select.default:
-            return args[0].new_empty(args[0].numel())
         if function is aten._local_scalar_dense.default:
             return True
+        if function is aten.masked_select.default:
+            [tensor, _] = args
+            return tensor.new_empty(tensor.numel())
         if function is aten._grouped_mm.default:
-            left, right, offsets = args[0], args[1], kwargs.get("offs", args[-1])
+            left, right, *_ = args
+            offsets = kwargs.get("offs", args[-1])
             experts = (len(offsets),) if right.dim() == 2 else ()
             return left.new_empty(*experts, left.shape[0], right.shape[-1])
-        if function is aten.index_put.default and args[1][0].dtype == torch.bool:
-            return torch.empty_like(args[0])
-        if function is aten._index_put_impl_.default and args[1][0].dtype == torch.bool:
-            return args[0]
+        if function in INDEXED and args[1][0].dtype == torch.bool:
+            tensor, [mask, *_], *_ = args
+            if function is aten.index.Tensor:
+                return tensor.new_empty(mask.numel(), *tensor.shape[mask.dim() :])
+            return tensor if function is aten._index_put_impl_.default else torch.empty_like(tensor)
         return function(*args, **kwargs)
 
     def follow(self, storage: torch.UntypedStorage) -> None:
@@ -170,23 +169,20 @@ class Simulation(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch h
         change = storage.nbytes() - self.sizes[key]
         self.sizes[key] += change
         self.now[self.parts[key]] += change
-        self.total += change
-        if self.total > self.most:
-            self.most = self.total
+        if self.now.total() > self.at_most.total():
             self.at_most = self.now.copy()
 
     def forget(self, key: int) -> None:
         """No longer count a storage."""
-        size = self.sizes.pop(key)
-        self.now[self.parts.pop(key)] -= size
-        self.total -= size
+        part = self.parts.pop(key)
+        self.now[part] -= self.sizes.pop(key)
 
     def move(self, tensor: torch.Tensor, part: str) -> None:
         """Count the storage of a tensor as another part."""
-        storage = storage_of(tensor)
-        self.now[self.parts[storage._cdata]] -= storage.nbytes()
-        self.now[part] += storage.nbytes()
-        self.parts[storage._cdata] = part
+        key = storage_of(tensor)._cdata
+        self.now[self.parts[key]] -= self.sizes[key]
+        self.now[part] += self.sizes[key]
+        self.parts[key] = part
 
 
 class Dequantized(torch.autograd.Function):
@@ -226,10 +222,9 @@ class DeltaRule(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, query: Any, key: Any, value: Any, decay: Any, beta: Any) -> Any:
-        value, decay, beta = value.contiguous(), decay.contiguous(), beta.contiguous()
-        query, key = query.contiguous(), key.contiguous()
+        value, decay, beta, query, key = (tensor.contiguous() for tensor in (value, decay, beta, query, key))
         query, key = torch.empty_like(query), torch.empty_like(key)  # normalized
-        system = key.new_empty(*value.shape[:3], DELTA_CHUNK)
+        system = beside(value, key, DELTA_CHUNK)
         states_and_values = chunked(key, value)
         ctx.save_for_backward(query, key, value, torch.empty_like(decay), beta, system)
         del states_and_values
@@ -240,7 +235,7 @@ class DeltaRule(torch.autograd.Function):
         query, key, value, decay, beta, _ = ctx.saved_tensors
         gradient = gradient.contiguous()
         states_and_values = [*chunked(key, value), *chunked(key, value)]
-        of_keys = [key.new_empty(*value.shape[:3], key.shape[-1]) for _ in range(3)]
+        of_keys = [beside(value, key, key.shape[-1]) for _ in range(3)]
         del states_and_values, of_keys
         return tuple(torch.empty_like(tensor) for tensor in (query, key, value, decay, beta))
 
@@ -248,8 +243,15 @@ class DeltaRule(torch.autograd.Function):
 def chunked(key: Any, value: Any) -> list[Any]:
     """The states between chunks, keys as wide as the values, and two tensors of values."""
     sequences, tokens, heads, width = value.shape
-    states = key.new_empty(sequences, tokens // DELTA_CHUNK, heads, key.shape[-1], width)
-    return [states, key.new_empty(*value.shape[:3], key.shape[-1]), torch.empty_like(value), torch.empty_like(value)]
+    key_width = key.shape[-1]
+    states = key.new_empty(sequences, tokens // DELTA_CHUNK, heads, key_width, width)
+    keys = beside(value, key, key_width)
+    return [states, keys, torch.empty_like(value), torch.empty_like(value)]
+
+
+def beside(value: Any, key: Any, width: int) -> Any:
+    """A tensor in the dtype of the keys with the heads of the values."""
+    return key.new_empty(*value.shape[:3], width)
 
 
 class Convolution(torch.autograd.Function):
@@ -385,12 +387,14 @@ def make_fake(model: nn.Module) -> None:
     for module in model.modules():
         for tensors in (module._parameters, module._buffers):
             for name, tensor in tensors.items():
-                if tensor is not None and id(tensor) not in made:
+                if tensor is None:
+                    continue
+                if id(tensor) not in made:
                     fake = torch.empty_like(tensor, device="cpu")
-                    trains = tensor.requires_grad
-                    made[id(tensor)] = nn.Parameter(fake, trains) if isinstance(tensor, nn.Parameter) else fake
-                if tensor is not None:
-                    tensors[name] = made[id(tensor)]
+                    if isinstance(tensor, nn.Parameter):
+                        fake = nn.Parameter(fake, tensor.requires_grad)
+                    made[id(tensor)] = fake
+                tensors[name] = made[id(tensor)]
 
 
 @contextmanager
@@ -478,10 +482,11 @@ def take_step(simulation: Simulation, recipe: Recipe, trained: list[nn.Parameter
     if recipe.training.optimizer == "adamw":
         optimizer.step()
     else:
-        optimizer.moments = [
-            torch.empty(round(weight.numel() * (8 if weight is embedding else ADAMW_8BIT)), dtype=torch.uint8)
-            for weight in trained
-        ]
+        optimizer.moments = []
+        for weight in trained:
+            moment_bytes = 8 if weight is embedding else ADAMW_8BIT
+            moments = torch.empty(round(weight.numel() * moment_bytes), dtype=torch.uint8)
+            optimizer.moments.append(moments)
     if recipe.training.global_batch_size == recipe.sequences_at_once:
         optimizer.zero_grad()
     return optimizer

@@ -37,7 +37,7 @@ from tables import write_pages  # noqa: E402
 RUNS = Path("comparison")
 STEPS = 240
 TARGET = 1024
-WINDOWS = [256, 512, 768, 1024]
+WINDOWS = (256, 512, 768, 1024)
 STRIDE = 128
 DEPTHS = 32
 TRIALS = 20
@@ -47,7 +47,7 @@ RATES = (1.25e-3, 2.5e-3, 5e-3)
 # The documents by which rates are chosen, and those that are reported, with passkeys of this seed.
 SEED = 2
 VALIDATION = PerplexityOptions(
-    windows=tuple(WINDOWS),
+    windows=WINDOWS,
     stride=STRIDE,
     documents=12,
     truncate=4096,
@@ -80,32 +80,23 @@ Row = dict[str, Any]
 def tuned(name: str, rate: float, seed: int, choice: PerplexityOptions) -> Row:
     """The scores of a method with a rate and a seed, tuned first where no run did that."""
     run = RUNS / f"{name}-{rate:g}-{seed}"
-
-    def tune() -> str:
-        if not run.exists():
-            _, changes = METHODS[name]
-            overrides = [
-                f"training.steps={STEPS}",
-                # The same arithmetic on every processor, so that rows of two of them compare.
-                "training.precision=float32",
-                f"training.learning_rate={rate:g}",
-                *changes,
-                f"training.seed={seed}",
-                f"data.seed={seed}",
-            ]
-            train(run, overrides)
-        return str(run)
-
-    return measured(run.name, choice, tune)
+    _, changes = METHODS[name]
+    # The same arithmetic on every processor, so that rows of two of them compare.
+    schedule = f"training.steps={STEPS} training.precision=float32 training.learning_rate={rate:g}"
+    seeds = f"training.seed={seed} data.seed={seed}"
+    overrides = [*schedule.split(), *changes, *seeds.split()]
+    return measured(run.name, choice, lambda: trained(run, overrides))
 
 
-def train(run: Path, overrides: list[str]) -> None:
-    """Train the demo's recipe with `overrides`, from the last checkpoint if there is one."""
-    recipe = ROOT / "recipes" / "demo.yaml"
-    words = ["train", str(recipe), *overrides]
-    print(f"$ pi-lora {' '.join(words)} --output {run}", flush=True)
-    resume = ["--resume"] if staging_path(run).exists() else []
-    subprocess.run([sys.executable, "-m", "pi_lora", *words, "--output", str(run), *resume], check=True)
+def trained(run: Path, overrides: list[str]) -> str:
+    """Train the demo's recipe with `overrides`, from the last checkpoint if there is one; return the run."""
+    if not run.exists():
+        words = ["train", str(ROOT / "recipes" / "demo.yaml"), *overrides, "--output", str(run)]
+        print("$ pi-lora", *words, flush=True)
+        if staging_path(run).exists():
+            words.append("--resume")
+        subprocess.run([sys.executable, "-m", "pi_lora", *words], check=True)
+    return str(run)
 
 
 def measured(row: str, choice: PerplexityOptions, model: Callable[[], str], stretch: Extension | None = None) -> Row:
@@ -168,17 +159,15 @@ def untuned(label: str) -> Row:
 def main() -> None:
     parser_of(__doc__).parse_args()
     logging.getLogger("transformers").setLevel(logging.ERROR)
-    by_method = {name: compared(name) for name in METHODS}
     labels: dict[str, str] = {}
     rows: dict[str, list[Row]] = {}
+    rates: dict[str, dict[str, Row]] = {}
     for label in UNTUNED:
         labels[label] = label
         rows[label] = [untuned(label)]
-    rates: dict[str, dict[str, Row]] = {}
-    for name, (tried, runs) in by_method.items():
-        labels[name], _ = METHODS[name]
-        rows[name] = runs
-        rates[name] = tried
+    for name, (label, _) in METHODS.items():
+        labels[name] = label
+        rates[name], rows[name] = compared(name)
     result = {
         "steps": STEPS,
         "depths": DEPTHS,

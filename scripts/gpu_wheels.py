@@ -81,7 +81,6 @@ def environment(python: str) -> dict[str, str]:
         "platform_machine": "x86_64",
         "python_version": python,
         "python_full_version": f"{python}.0",
-        "extra": "",
     }
 
 
@@ -95,16 +94,8 @@ def has(machine: dict[str, str], name: str, requirement: Requirement) -> bool:
 
 def download(folder: Path, requirement: str, python: str) -> Path:
     """Fetch the wheel of one package, and return its file."""
-    platforms = [word for platform in PLATFORMS for word in ("--platform", platform)]
-    options = [
-        "--no-deps",
-        "--only-binary=:all:",
-        "--implementation",
-        "cp",
-        "--python-version",
-        python,
-        *platforms,
-    ]
+    options = f"--no-deps --only-binary=:all: --implementation cp --python-version {python}".split()
+    options += [f"--platform={platform}" for platform in PLATFORMS]
     before = set(folder.iterdir())
     pip(["download", *options, "--dest", str(folder), requirement])
     added = set(folder.iterdir()) - before
@@ -142,8 +133,7 @@ def keep(wheel: Path, stays: Callable[[str], bool]) -> None:
 
 def is_for_that_machine(name: str) -> bool:
     """Whether a file of bitsandbytes is needed there."""
-    _, _, file = name.rpartition("/")
-    return not file.endswith(".so") or file in KEPT_LIBRARIES
+    return not name.endswith(".so") or name.endswith(KEPT_LIBRARIES)
 
 
 def main() -> None:

@@ -19,34 +19,34 @@ import pi_lora
 from arguments import parser_of
 from pi_lora.types import Json
 
-TASKS = [
-    "Explain {topic} to a child.",
-    "What is {topic}?",
-    "Write a short poem about {topic}.",
-    "List five facts about {topic}.",
-    "Why does {topic} matter?",
-    "Write a short story about {topic}.",
-    "What are common mistakes about {topic}?",
-    "How would you begin to learn about {topic}?",
-    "Compare {topic} with {other}.",
-    "Write a polite letter that asks for help with {topic}.",
-    "Give me three questions for a quiz about {topic}, with answers.",
-    "Summarize what is known about {topic} in two sentences.",
-]
+TASKS = """\
+Explain {topic} to a child.
+What is {topic}?
+Write a short poem about {topic}.
+List five facts about {topic}.
+Why does {topic} matter?
+Write a short story about {topic}.
+What are common mistakes about {topic}?
+How would you begin to learn about {topic}?
+Compare {topic} with {other}.
+Write a polite letter that asks for help with {topic}.
+Give me three questions for a quiz about {topic}, with answers.
+Summarize what is known about {topic} in two sentences.
+""".splitlines()
 TOPICS = (
     "rain,the moon,bread,money,chess,bees,music,sleep,the sea,mathematics,bridges,poetry,trains,salt,history,computers,"
     "gardens,volcanoes,friendship,cooking,maps,light,trees,the human heart,painting,languages,clocks,glass,football,"
     "electricity,horses,coffee,democracy,dreams,paper,rivers,medicine,fear,the telephone,winter,atoms,wool,law,cities,"
     "birds,numbers,travel,water,recycling,dinosaurs,philosophy,vaccines,steel,libraries,jokes,deserts,rockets,soil"
 ).split(",")
-FOLLOW_UPS = [
-    "Can you say that more simply?",
-    "Give me an example.",
-    "What else should I know?",
-    "Why is that?",
-    "Say it in one sentence.",
-    "Are you sure? Explain.",
-]
+FOLLOW_UPS = """\
+Can you say that more simply?
+Give me an example.
+What else should I know?
+Why is that?
+Say it in one sentence.
+Are you sure? Explain.
+""".splitlines()
 
 
 def questions(number: int, turns: int, seed: int) -> list[str]:
@@ -63,8 +63,13 @@ def answer(model: pi_lora.LoadedModel, chats: Sequence[list[Json]], seed: int, l
     tokenizer = model.tokenizer
     tokenizer.padding_side = "left"
     tokenizer.pad_token = tokenizer.pad_token or tokenizer.eos_token
-    texts = [tokenizer.apply_chat_template(chat, tokenize=False, add_generation_prompt=True) for chat in chats]
-    inputs = tokenizer(texts, add_special_tokens=False, padding=True, return_tensors="pt").to(model.module.device)
+    inputs = tokenizer.apply_chat_template(
+        chats,
+        add_generation_prompt=True,
+        padding=True,
+        return_tensors="pt",
+        return_dict=True,
+    ).to(model.module.device)
     with torch.inference_mode():
         ids = model.module.generate(
             **inputs,
@@ -74,7 +79,8 @@ def answer(model: pi_lora.LoadedModel, chats: Sequence[list[Json]], seed: int, l
             top_p=0.95,
             pad_token_id=tokenizer.pad_token_id,
         )
-    texts = tokenizer.batch_decode(ids[:, inputs["input_ids"].shape[1] :], skip_special_tokens=True)
+    _, prompt_tokens = inputs["input_ids"].shape
+    texts = tokenizer.batch_decode(ids[:, prompt_tokens:], skip_special_tokens=True)
     return [text.strip() for text in texts]
 
 
@@ -98,14 +104,15 @@ def main() -> None:
             numbers = range(start, min(start + asked.batch_size, asked.chats))
             chats: list[list[Json]] = [[] for _ in numbers]
             asks = [questions(number, asked.turns, asked.seed) for number in numbers]
-            for turn in range(asked.turns):
-                talking = [number for number, each in enumerate(asks) if turn < len(each)]
-                for number in talking:
-                    chats[number].append({"role": "user", "content": asks[number][turn]})
-                seed = asked.seed + start + turn
-                replies = answer(model, [chats[number] for number in talking], seed, asked.tokens) if talking else []
-                for number, reply in zip(talking, replies, strict=True):
-                    chats[number].append({"role": "assistant", "content": reply})
+            for turn in range(max(map(len, asks))):
+                talking = []
+                for chat, asked_here in zip(chats, asks, strict=True):
+                    if turn < len(asked_here):
+                        chat.append({"role": "user", "content": asked_here[turn]})
+                        talking.append(chat)
+                replies = answer(model, talking, asked.seed + start + turn, asked.tokens)
+                for chat, reply in zip(talking, replies, strict=True):
+                    chat.append({"role": "assistant", "content": reply})
             file.writelines(json.dumps({"messages": chat}, ensure_ascii=False) + "\n" for chat in chats)
             file.flush()
             bar.update(len(chats))

@@ -1,9 +1,8 @@
-"""The parts of pre-training a small model: a tokenizer, a mixture of text and recall, Muon, and saving."""
+"""The parts of pre-training a small model: a tokenizer, a mixture of text and recall, and Muon."""
 
 import itertools
 import random
 from collections.abc import Iterator, Mapping
-from pathlib import Path
 
 import torch
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors, trainers
@@ -12,7 +11,6 @@ from transformers import LlamaForCausalLM, PreTrainedTokenizerFast
 
 from pi_lora.data.recall import recall_document
 from pi_lora.evaluation.passkey import FILLER, prompt
-from pi_lora.models.tokenizer import save_tokenizer
 
 BOS = "<s>"
 EOS = "</s>"
@@ -121,7 +119,8 @@ class Mixture:
         out = [self.recall_row(length) for _ in range(recall_rows)]
         out += [self.random_row(length) for _ in range(random_rows)]
         while len(out) < rows:
-            out.append(list(itertools.islice(self.text, length)))
+            text = itertools.islice(self.text, length)
+            out.append(list(text))
         return torch.tensor(out)
 
 
@@ -157,9 +156,3 @@ def train_step(
         optimizer.step()
         optimizer.zero_grad()
     return loss.detach()
-
-
-def save(model: LlamaForCausalLM, tokenizer: PreTrainedTokenizerFast, folder: Path, dtype: torch.dtype) -> None:
-    """Write config, tokenizer and weights of the trained model, which is rounded to `dtype`."""
-    model.to(dtype).save_pretrained(folder)
-    save_tokenizer(tokenizer, folder)

@@ -17,8 +17,9 @@ from transformers import LlamaConfig, LlamaForCausalLM, logging
 
 from arguments import parser_of
 from pi_lora.data.sources import STDLIB, find_table
+from pi_lora.models.tokenizer import save_tokenizer
 from pi_lora.recipe.data import Source
-from pretraining import Mixture, optimizers_for, save, train_step, train_tokenizer
+from pretraining import Mixture, optimizers_for, train_step, train_tokenizer
 
 VOCABULARY = 1024
 WINDOW = 256
@@ -105,7 +106,8 @@ def main() -> None:
                 f"step {step + 1} of {steps}: loss {loss:.4f}, held out {perplexity:.3f}, {seconds:.0f} s",
                 flush=True,
             )
-    save(model, tokenizer, output, torch.float16)
+    model.to(torch.float16).save_pretrained(output)
+    save_tokenizer(tokenizer, output)
 
 
 if __name__ == "__main__":
