@@ -112,10 +112,11 @@ def tables(_: Mapping[str, Any]) -> Iterator[str]:
         measured = {row: texts for row in ROWS if (texts := cells(name, row))}
         if found:
             headings = measured[YARN]
-            yield from table(
-                (model, *headings),
-                [(row, *(texts.get(each, "not measured") for each in headings)) for row, texts in measured.items()],
-            )
+            rows = []
+            for row, texts in measured.items():
+                cells_of_row = [texts.get(heading, "not measured") for heading in headings]
+                rows.append((row, *cells_of_row))
+            yield from table((model, *headings), rows)
             cost = f"{found['steps']} steps, {found['options']['minutes']:.0f} minutes"
             yield f"\nPasskeys in %; changes beside untuned YaRN, paired, 95 %. The search: {cost}.\n"
             yield from machines_of(record.read(f"search/{name}/machines"))

@@ -78,9 +78,11 @@ def change(before: Result, after: Result) -> str:
 
 def change_in_percent(losses: Pairs) -> str:
     """The change of the perplexity that belongs to losses in nats before and after, with the interval."""
-    mean = fmean((after - before for before, after, _ in losses), [weight for *_, weight in losses])
-    percents = [f"{100 * math.expm1(change):+.1f}" for change in (mean, *(of_means([losses]) or ()))]
-    return f"{percents[0]} % ({' to '.join(percents[1:])})"
+    changes = [after - before for before, after, _ in losses]
+    weights = [weight for *_, weight in losses]
+    interval = of_means([losses]) or ()
+    change, *bounds = [f"{100 * math.expm1(nats):+.1f}" for nats in (fmean(changes, weights), *interval)]
+    return f"{change} % ({' to '.join(bounds)})"
 
 
 def retrieved(name: str) -> str:
@@ -107,7 +109,8 @@ def perplexities() -> Iterator[str]:
         at_original = f"{perplexity_at(scores, ORIGINAL):.2f}"
         at_target = f"{perplexity_at(scores, TARGET):.2f}"
         changes = [change(measured.get(other, {}), scores) for other in ("base", CONTROL)]
-        cells.append((MODELS[row], at_original, at_target, *changes, retrieved(f"{RESULTS}/passkey-{row}")))
+        passkeys = retrieved(f"{RESULTS}/passkey-{row}")
+        cells.append((MODELS[row], at_original, at_target, *changes, passkeys))
     beside = (f"16k beside the {other} at 8k" for other in ("base", CONTROL))
     yield from table(("model", "perplexity at 8k", "at 16k", *beside, "passkeys at 16k"), cells)
     novels = by_novel(scores, TARGET)
@@ -133,8 +136,8 @@ def validation(_: Result) -> Iterator[str]:
     most = max(RATES.values(), key=len)
     for scaling in RATES:
         trials = [f"{scaling}_{rate}" for rate in most]
-        cells = [validation_perplexity(RESULTS, name) for name in (f"untuned {scaling}", *trials, f"tuned {scaling}")]
-        rows.append((scaling, *cells))
+        names = [f"untuned {scaling}", *trials, f"tuned {scaling}"]
+        rows.append((scaling, *(validation_perplexity(RESULTS, name) for name in names)))
     columns = (f"{TRIAL_STEPS} steps at {rate}" for rate in most)
     yield from table(("", "untuned", *columns, f"{STEPS} steps at the best rate"), rows)
 

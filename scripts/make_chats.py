@@ -84,6 +84,21 @@ def answer(model: pi_lora.LoadedModel, chats: Sequence[list[Json]], seed: int, l
     return [text.strip() for text in texts]
 
 
+def answered(model: pi_lora.LoadedModel, asks: list[list[str]], seed: int, longest: int) -> list[list[Json]]:
+    """Return the chats in which the model answers these questions, turn by turn."""
+    chats: list[list[Json]] = [[] for _ in asks]
+    for turn in range(max(map(len, asks))):
+        talking = []
+        for chat, questions_of_chat in zip(chats, asks, strict=True):
+            if turn < len(questions_of_chat):
+                chat.append({"role": "user", "content": questions_of_chat[turn]})
+                talking.append(chat)
+        replies = answer(model, talking, seed + turn, longest)
+        for chat, reply in zip(talking, replies, strict=True):
+            chat.append({"role": "assistant", "content": reply})
+    return chats
+
+
 def main() -> None:
     """Append chats to the file until it has as many as asked for."""
     parser = parser_of(__doc__)
@@ -102,17 +117,8 @@ def main() -> None:
     with asked.output.open("a", encoding="utf-8") as file, tqdm(total=asked.chats, initial=done) as bar:
         for start in range(done, asked.chats, asked.batch_size):
             numbers = range(start, min(start + asked.batch_size, asked.chats))
-            chats: list[list[Json]] = [[] for _ in numbers]
             asks = [questions(number, asked.turns, asked.seed) for number in numbers]
-            for turn in range(max(map(len, asks))):
-                talking = []
-                for chat, asked_here in zip(chats, asks, strict=True):
-                    if turn < len(asked_here):
-                        chat.append({"role": "user", "content": asked_here[turn]})
-                        talking.append(chat)
-                replies = answer(model, talking, asked.seed + start + turn, asked.tokens)
-                for chat, reply in zip(talking, replies, strict=True):
-                    chat.append({"role": "assistant", "content": reply})
+            chats = answered(model, asks, asked.seed + start, asked.tokens)
             file.writelines(json.dumps({"messages": chat}, ensure_ascii=False) + "\n" for chat in chats)
             file.flush()
             bar.update(len(chats))
