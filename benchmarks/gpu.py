@@ -11,7 +11,6 @@ writes docs/performance.md. `--tiny` runs every part in a small shape, on a CPU,
 
 import argparse
 import json
-import os
 import sys
 import tempfile
 import time
@@ -22,6 +21,7 @@ from machine import machine
 from on_gpu.contender import PI_LORA
 from on_gpu.parts import METHODS, PARTS, Bench, Job, Row, jobs
 from on_gpu.setting import TINY, setting_of
+from pi_lora.storage import write_json
 from record import parser_of
 
 # The most that a job may take: a step of the longest sequence.
@@ -55,10 +55,7 @@ class Rows:
         self.rows.append(row)
         print(json.dumps(row), file=sys.stderr, flush=True)
         if self.file:
-            part = self.file.with_suffix(".part")
-            content = {**self.facts, "rows": self.rows}
-            part.write_text(json.dumps(content, indent=2) + "\n")
-            os.replace(part, self.file)
+            write_json(self.file, {**self.facts, "rows": self.rows})
 
 
 def measure(bench: Bench, rows: Rows, options: argparse.Namespace) -> None:

@@ -40,8 +40,9 @@ def read_scores(name: str) -> list[dict[str, Any]]:
 
 def write(name: str, result: Mapping[str, Any]) -> None:
     """Keep the results of a script."""
-    content = json.dumps(result, indent=2)
-    (RESULTS / f"{name}.json").write_text(content + "\n", encoding="utf-8")
+    from pi_lora.storage import write_json
+
+    write_json(RESULTS / f"{name}.json", result)
 
 
 def write_run(name: str, result: Mapping[str, Any]) -> None:
@@ -74,12 +75,13 @@ def cost_here(work: Callable[[], object]) -> dict[str, Any]:
 
 def training_log(*words: str) -> list[dict[str, Any]]:
     """The lines of training.jsonl, one a step, of `pi-lora train` with these words."""
+    from pi_lora.run import Run
+
     with tempfile.TemporaryDirectory() as folder:
         run = Path(folder) / "run"
         command = [sys.executable, "-m", "pi_lora", "train", *words, "--output", str(run)]
         subprocess.run(command, check=True, stdout=subprocess.DEVNULL)
-        log = (run / "training.jsonl").read_text(encoding="utf-8")
-    return [json.loads(line) for line in log.splitlines()]
+        return Run(run).log
 
 
 def add_tokenizer(folder: Path) -> None:

@@ -1,7 +1,7 @@
 """The tables and the picture of SmolLM2 at 16k, from the results of experiment.py: of the rows that are measured."""
 
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from functools import partial
 from pathlib import Path
 from statistics import fmean
@@ -36,9 +36,9 @@ def scores_of(measurement: str, row: str) -> Result:
     return record.read(f"{RESULTS}/{measurement}-{row}")
 
 
-def measured_scores(measurement: str, rows: Mapping[str, str]) -> dict[str, Result]:
-    """The scores of the rows that are measured; `rows` maps a row to its name among the results."""
-    scores = {row: scores_of(measurement, name) for row, name in rows.items()}
+def measured_scores(measurement: str, rows: Iterable[str], suffix: str = "") -> dict[str, Result]:
+    """The scores of the rows that are measured, in files whose names end with `suffix`."""
+    scores = {row: scores_of(measurement, row + suffix) for row in rows}
     return {row: result for row, result in scores.items() if result}
 
 
@@ -103,14 +103,13 @@ def interval_of(share: float, trials: int) -> str:
 
 def perplexities() -> Iterator[str]:
     """Perplexity at 8k and 16k, the changes from 8k of the base and of the control, and passkeys, a model a row."""
-    measured = measured_scores("perplexity", {row: f"test {row}" for row in MODELS})
+    measured = measured_scores("perplexity-test", MODELS)
     cells = []
     for row, scores in measured.items():
-        at_original = f"{perplexity_at(scores, ORIGINAL):.2f}"
-        at_target = f"{perplexity_at(scores, TARGET):.2f}"
+        values = [f"{perplexity_at(scores, window):.2f}" for window in (ORIGINAL, TARGET)]
         changes = [change(measured.get(other, {}), scores) for other in ("base", CONTROL)]
         passkeys = retrieved(f"{RESULTS}/passkey-{row}")
-        cells.append((MODELS[row], at_original, at_target, *changes, passkeys))
+        cells.append((MODELS[row], *values, *changes, passkeys))
     beside = (f"16k beside the {other} at 8k" for other in ("base", CONTROL))
     yield from table(("model", "perplexity at 8k", "at 16k", *beside, "passkeys at 16k"), cells)
     novels = by_novel(scores, TARGET)
@@ -153,10 +152,10 @@ def validation_perplexity(results: str, name: str) -> str:
 
 def with_stride() -> Iterator[str]:
     """The change by a window of 16k beside a window of 8k that moves by 2,048 tokens, a model of 8k a row."""
-    best = scores_of("perplexity", f"test {BEST}")
-    names = {row: f"test {row} stride {SHORT_STRIDE}" for row in (BEST, CONTROL, "base")}
+    best = scores_of("perplexity-test", BEST)
+    measured = measured_scores("perplexity-test", (BEST, CONTROL, "base"), f" stride {SHORT_STRIDE}")
     rows = []
-    for row, scores in measured_scores("perplexity", names).items():
+    for row, scores in measured.items():
         at_original = f"{perplexity_at(scores, ORIGINAL):.2f}"
         rows.append((MODELS[row], at_original, change(scores, best)))
     if rows:
@@ -166,8 +165,7 @@ def with_stride() -> Iterator[str]:
 
 def ruler() -> Iterator[str]:
     """The share of the answers, a model a row; first those of the base at 4k that chose the tasks."""
-    names = {row: row for row in ("base at 4k", *MODELS)}
-    for row, scores in measured_scores("ruler", names).items():
+    for row, scores in measured_scores("ruler", ("base at 4k", *MODELS)).items():
         [length] = scores["lengths"]
         samples = scores["options"]["samples"]
         shares = []
@@ -189,9 +187,8 @@ def short_benchmarks() -> Iterator[str]:
 
 def float32() -> Iterator[str]:
     """The change by bfloat16, of the documents that were also measured in float32."""
-    names = {row: f"test {row} float32" for row in ("base", BEST)}
-    for row, scores in measured_scores("perplexity", names).items():
-        rounded = by_novel(scores_of("perplexity", f"test {row}"), TARGET)
+    for row, scores in measured_scores("perplexity-test", ("base", BEST), " float32").items():
+        rounded = by_novel(scores_of("perplexity-test", row), TARGET)
         for novel, exact in by_novel(scores, TARGET).items():
             difference = rounded[novel] - exact
             yield f"{MODELS[row]}, {novel}: bfloat16 changes the loss by {difference:+.4f} nats a token.\n"
@@ -200,7 +197,7 @@ def float32() -> Iterator[str]:
 def picture(file: Path) -> None:
     """The loss by position, and beside it the part up to the highest point of YaRN without tuning."""
     curves = {}
-    for row, scores in measured_scores("perplexity", {row: f"test {row}" for row in DRAWN}).items():
+    for row, scores in measured_scores("perplexity-test", DRAWN).items():
         bins = scores["by_position"]["bins"]
         curves[MODELS[row]] = [(part["from"], part["loss"]) for part in bins]
     top = max(loss for _, loss in curves["YaRN, untuned"])

@@ -13,10 +13,10 @@ import sys
 import tempfile
 import tomllib
 import zipfile
-from collections.abc import Callable, Iterator
-from email import message_from_string
+from collections.abc import Callable
 from pathlib import Path
 
+from packaging.metadata import Metadata
 from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
 
@@ -107,12 +107,12 @@ def pip(words: list[str]) -> None:
     subprocess.run([sys.executable, "-m", "pip", *words, "--quiet", "--disable-pip-version-check"], check=True)
 
 
-def requirements_of(wheel: Path) -> Iterator[Requirement]:
+def requirements_of(wheel: Path) -> list[Requirement]:
     """The requirements of a wheel."""
     with zipfile.ZipFile(wheel) as archive:
         name = next(file for file in archive.namelist() if file.endswith(".dist-info/METADATA"))
-        metadata = message_from_string(archive.read(name).decode())
-    return map(Requirement, metadata.get_all("Requires-Dist", []))
+        metadata = Metadata.from_email(archive.read(name), validate=False)
+    return metadata.requires_dist or []
 
 
 def keep(wheel: Path, stays: Callable[[str], bool]) -> None:

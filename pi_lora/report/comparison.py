@@ -95,16 +95,16 @@ def compare_run(
         raise ModelError(
             f"{run}: was tuned from another model ({folder.base.name}) than {base.name}; name its own, or add --another"
         )
-    run_scores = scores_of(folder, TUNED, all_requested, lambda: resolve(run), again=again, dtype=dtype, ui=ui)
+    measure = partial(scores_of, folder, again=again, dtype=dtype, ui=ui)
+    run_scores = measure(TUNED, all_requested, lambda: resolve(run))
     used_options = {name: scores.options for name, scores in run_scores.items()}
     base_name = base.name
     untuned_scores: Mapping[str, Scores] = {}
     if is_base:
-        base_scores = scores_of(folder, BASE, used_options, lambda: base, again=again, dtype=dtype, ui=ui)
+        base_scores = measure(BASE, used_options, lambda: base)
         extension = extension_of(folder.recipe)
         if untuned and extension and extension.scaling != "direct":
-            extended = partial(base.extended, extension)
-            untuned_scores = scores_of(folder, STEP_0, used_options, extended, again=again, dtype=dtype, ui=ui)
+            untuned_scores = measure(STEP_0, used_options, partial(base.extended, extension))
     else:
         base_name += " (another model)"
         measured = evaluate([base], used_options, {}, dtype=dtype, ui=ui)

@@ -18,6 +18,7 @@ from pi_lora.models.source import ModelSource
 from pi_lora.scaling.config import full_attention_rope, method_of
 
 CONVERTER = "convert_hf_to_gguf.py"
+ARCHITECTURE = "general.architecture"
 DIVISORS = "rope_freqs.weight"
 # Architectures whose graph in llama.cpp divides the frequencies by the tensor DIVISORS, as for Llama 3.1.
 READERS_OF_DIVISORS = (
@@ -68,8 +69,8 @@ def export_gguf(model: ModelSource, output: Path, script: Path, outtype: str | N
         outtype = model.base.config.get("dtype", "float32").replace("float", "f")
     with TemporaryDirectory(dir=output.parent) as folder:
         file = Path(folder) / output.name
-        command = [sys.executable, str(script), str(model.base.path), "--outfile", str(file), "--outtype", outtype]
-        completed = subprocess.run(command, capture_output=True, text=True, check=False)
+        words = [script, model.base.path, "--outfile", file, "--outtype", outtype]
+        completed = subprocess.run([sys.executable, *words], capture_output=True, text=True, check=False)
         if completed.returncode:
             reason = completed.stderr.strip().rpartition("\n")[2]
             raise ModelError(
@@ -77,7 +78,7 @@ def export_gguf(model: ModelSource, output: Path, script: Path, outtype: str | N
             )
         _add_divisors_and_attention_factor(file, model)
         reader: Any = GGUFReader(file, "r+")
-        architecture = _architecture_of(reader)
+        architecture = _value(reader, ARCHITECTURE)
         if not _has_scaling(reader, architecture, model):
             raise ModelError(
                 f"{model.name}: llama.cpp's converter drops this scaling of {architecture} models; serve it with vLLM"
@@ -86,8 +87,10 @@ def export_gguf(model: ModelSource, output: Path, script: Path, outtype: str | N
         file.replace(output)
 
 
-def _architecture_of(reader: Any) -> str:
-    return str(reader.get_field("general.architecture").contents())
+def _value(reader: Any, key: str) -> Any:
+    """Return the value of a key in the metadata, or None."""
+    field = reader.get_field(key)
+    return field.contents() if field else None
 
 
 def _add_divisors_and_attention_factor(file: Path, model: ModelSource) -> None:
@@ -103,7 +106,7 @@ def _add_divisors_and_attention_factor(file: Path, model: ModelSource) -> None:
     elif not is_list:
         return
     reader: Any = GGUFReader(file)
-    architecture = _architecture_of(reader)
+    architecture = _value(reader, ARCHITECTURE)
     removed = []
     if is_list and not _has_long_divisors(reader):
         if architecture not in READERS_OF_DIVISORS:
@@ -142,11 +145,9 @@ def _has_scaling(reader: Any, architecture: str, model: ModelSource) -> bool:
     of Gemma 4, and lists of divisors of all but Phi-3 and MiniCPM.
     """
     rope = full_attention_rope(model.config)
-    scaling_type = reader.get_field(f"{architecture}.rope.scaling.type")
-    theta = reader.get_field(f"{architecture}.rope.freq_base")
     divisors = next((tensor.data for tensor in reader.tensors if tensor.name == DIVISORS), None)
     if rope["rope_type"] in ("linear", "yarn"):
-        return bool(scaling_type and scaling_type.contents() == rope["rope_type"])
+        return bool(_value(reader, f"{architecture}.rope.scaling.type") == rope["rope_type"])
     if rope["rope_type"] == "longrope":
         return _has_long_divisors(reader) or divisors is not None
     if rope["rope_type"] == "llama3" and (divisors is None or architecture not in READERS_OF_DIVISORS):
@@ -156,7 +157,8 @@ def _has_scaling(reader: Any, architecture: str, model: ModelSource) -> bool:
         if factor != 1 and (divisors is None or not math.isclose(divisors[0], factor, rel_tol=1e-3)):
             return False
     if method_of(model.config) == "theta":
-        return bool(theta and math.isclose(theta.contents(), rope["rope_theta"], rel_tol=1e-3))
+        theta = _value(reader, f"{architecture}.rope.freq_base") or 0.0
+        return math.isclose(theta, rope["rope_theta"], rel_tol=1e-3)
     return True
 
 
