@@ -11,6 +11,7 @@ and measured on the test novels and with the passkeys of use_context.py, as the 
 whose result exists is left out. A processor without fast bfloat16 measures in float32.
 """
 
+import math
 from collections.abc import Iterator, Mapping
 from functools import partial
 from pathlib import Path
@@ -22,7 +23,9 @@ from pages import machines_of, table
 from pi_lora.evaluation.suite import MEASUREMENTS
 from pi_lora.models.device import has_fast_bfloat16
 from pi_lora.report.comparison import compare
+from pi_lora.types import Json
 from record import parser_of
+from tables_smollm2 import by_novel
 
 RESULTS = Path("benchmarks/results/search")
 YARN = "yarn"
@@ -85,15 +88,28 @@ def commands(name: str) -> Iterator[Command]:
             yield measured("passkey", row, extended, passkeys)
 
 
+def of_novels(content: Json) -> Json:
+    """Perplexities with one value for every novel: two documents of one novel are not independent."""
+    values: dict[str, list[Json]] = {}
+    for row in content["windows"]:
+        for novel, loss in by_novel(content, row["window"]).items():
+            value = {"window": row["window"], "perplexity": math.exp(loss), "tokens": row["tokens"]}
+            values.setdefault(novel, []).append(value)
+    novels = [{"name": novel, "tokens": 0, "windows": windows} for novel, windows in values.items()]
+    return {**content, "per_document": novels}
+
+
 def cells(name: str, row: str) -> dict[str, str]:
     """The perplexity in both windows and the share of passkeys by heading, as far as they are measured: the value, and
     its change from that of YaRN with the paired interval.
     """
     texts = {}
-    _, _, dtype, *_ = SETTINGS[name]
+    model, _, dtype, *_ = SETTINGS[name]
     for measurement in ("perplexity", "passkey"):
         contents = [record.read(result_of(name, measurement, each)) for each in (YARN, row)]
         if all(contents):
+            if measurement == "perplexity" and model == BASE:
+                contents = [of_novels(content) for content in contents]
             for change in compare(*map(MEASUREMENTS[measurement].scores.model_validate, contents)):
                 if change.unit != "tokens":
                     text = f"{change.run:.2f}"

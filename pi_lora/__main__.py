@@ -39,6 +39,9 @@ def open_closed_streams() -> None:
 def main() -> None:
     """Run the command line."""
     open_closed_streams()
+    if sys.flags.optimize > 1:
+        os.write(2, b"python -OO, PYTHONOPTIMIZE=2: transformers needs docstrings; run Python without it\n")
+        sys.exit(2)
     if signal.getsignal(signal.SIGINT) is signal.default_int_handler:
         signal.signal(signal.SIGINT, leave_at_once)
     if not os.isatty(2):

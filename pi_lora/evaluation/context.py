@@ -19,6 +19,7 @@ from pi_lora.data.tokens import added_prefix, token_spans
 from pi_lora.drawing import Panel, draw_curves, draw_marked_text
 from pi_lora.errors import DataError
 from pi_lora.evaluation.forward import check_numbers, pass_tokens
+from pi_lora.evaluation.intervals import of_means
 from pi_lora.evaluation.measurement import (
     Measurement,
     Metric,
@@ -28,7 +29,6 @@ from pi_lora.evaluation.measurement import (
     Value,
     average,
     header_of,
-    proportion,
 )
 from pi_lora.evaluation.perplexity import Piece, Sweep, scored_losses
 from pi_lora.evaluation.texts import TokenizedDocument, choose_documents, complete
@@ -169,8 +169,18 @@ class Context(Measurement[ContextOptions, ContextScores]):
         whose = "own key tokens"
         if scores.options.key_tokens:
             whose = f"key tokens of {Path(scores.evaluator).name}"
-        share = sum(document.key_tokens for document in documents) / sum(tokens)
-        yield proportion(whose, share, sum(tokens), at=scores.window)
+        shares = []
+        for document in documents:
+            share = 100 * document.key_tokens / document.tokens
+            shares.append((0.0, share, float(document.tokens)))
+        yield Metric(
+            label=whose,
+            value=100 * sum(document.key_tokens for document in documents) / sum(tokens),
+            unit="%",
+            at=scores.window,
+            digits=4,
+            interval=of_means([shares]),
+        )
         whole = []
         near = []
         for document in documents:

@@ -99,8 +99,8 @@ class Metric:
         return {value.name: value for value in self.values}
 
     def compares_with(self, other: "Metric") -> bool:
-        """Whether the ratio to another metric is meaningful: both have values of the same names, or no values."""
-        return not self.is_ratio or self.by_name.keys() == other.by_name.keys()
+        """Whether the change from another metric is meaningful: both have values of the same names, or no values."""
+        return self.by_name.keys() == other.by_name.keys()
 
     def change_from(self, before: "Metric") -> Interval | None:
         """Return the interval of the difference to the same metric of another model, from both intervals (Newcombe
@@ -118,18 +118,15 @@ class Metric:
 
 def proportion(label: str, mean: float, samples: int, **fields: Any) -> Metric:
     """Return a share of `samples` as a metric in percent with its Wilson interval, and the other `fields` of the
-    metric. A thousand samples or more get a digit after the point, a hundred thousand get four. For values between 0
-    and 1, or from several groups, the interval is conservative.
+    metric. A thousand samples or more get a digit after the point. For values between 0 and 1, or from several groups,
+    the interval is conservative.
     """
     low, high = wilson(mean, samples)
-    digits = 0
-    if samples >= 1000:
-        digits = 4 if samples >= 100_000 else 1
     return Metric(
         label=label,
         value=100 * mean,
         unit="%",
-        digits=digits,
+        digits=1 if samples >= 1000 else 0,
         interval=(100 * low, 100 * high),
         **fields,
     )

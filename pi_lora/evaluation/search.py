@@ -102,8 +102,9 @@ class Searched:
         # The first documents are those of the test.
         documents, _ = choose_documents(self.loaded, text_options, options.target)
         self.test_documents = min(options.documents, len(documents) - 1)
-        self.texts = documents[self.test_documents :]
-        if not self.test_documents:
+        tested = {document.digest for document in documents[: self.test_documents]}
+        self.texts = [document for document in documents if document.digest not in tested]
+        if not self.texts or not self.test_documents:
             text = text_options.data
             raise DataError(f"--data: {text}: one document is long enough; the search and its test need two")
         self.exams = Exams(self.loaded, [text.ids for text in self.texts], options.target, options.seed)

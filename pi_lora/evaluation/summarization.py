@@ -35,7 +35,7 @@ ROUGES = ("rouge1", "rouge2", "rougeL")
 
 
 class SummarizationScores(Scores):
-    """ROUGE F1 in percent over `examples`, the values `per_example`, and the number of truncated documents."""
+    """ROUGE F1 in percent over `examples`, `per_example` of the `rows`, and the number of truncated documents."""
 
     measurement = "summarization"
 
@@ -47,6 +47,7 @@ class SummarizationScores(Scores):
     rouge2: float
     rougeL: float
     per_example: dict[str, list[float]] = Field(default={})
+    rows: list[str] | None = None
 
 
 class Summarization(Measurement[SummarizationOptions, SummarizationScores]):
@@ -111,16 +112,18 @@ class Summarization(Measurement[SummarizationOptions, SummarizationScores]):
             documents_cut=sum(prompt.kept < prompt.document_tokens for prompt in prompts),
             **means,
             per_example=rouges,
+            rows=[name for name, _, _, _ in examples],
         )
 
     def metrics(self, scores: SummarizationScores) -> Iterator[Metric]:
         """Yield ROUGE-1, -2 and -L with intervals over examples."""
         for name in ROUGES:
             f1_scores = scores.per_example.get(name, ())
+            rows = scores.rows or range(len(f1_scores))
             yield average(
                 label=f"ROUGE-{name[-1]}",
                 mean=getattr(scores, name),
-                values=[Value(f"example {index}", f1_score) for index, f1_score in enumerate(f1_scores)],
+                values=[Value(f"example {row}", f1_score) for row, f1_score in zip(rows, f1_scores, strict=True)],
                 digits=2,
                 dataset=scores.options.data or "",
                 hub_name=name,

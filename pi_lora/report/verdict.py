@@ -109,4 +109,7 @@ def _changes(before: Mapping[str, Metric], after: list[Metric]) -> Iterator[str]
 
 def _in_words(row: Row) -> str:
     """Return the verdict on a change with the interval."""
-    return f"{row.verdict} ({row.interval_text} {row.unit})" if row.interval else row.verdict
+    if row.interval is None:
+        return row.verdict
+    interval = f"{row.interval_text} {row.unit}".rstrip()
+    return f"{row.verdict} ({interval})"
