@@ -2,7 +2,7 @@
 
 import math
 from collections.abc import Callable, Mapping, Sequence
-from itertools import cycle, pairwise
+from itertools import pairwise
 from pathlib import Path
 from statistics import fmean
 from textwrap import fill
@@ -16,7 +16,7 @@ ORANGE = "#E69F00"
 PURPLE = "#CC79A7"
 GREY = "#999999"
 # Colours with markers, which tell curves apart in black and white.
-STYLES = ((VERMILION, "o"), (GREY, "s"), (BLUE, "^"), (ORANGE, "D"), (GREEN, "v"), (PURPLE, "P"))
+STYLES = {"color": (VERMILION, GREY, BLUE, ORANGE, GREEN, PURPLE), "marker": ("o", "s", "^", "D", "v", "P")}
 DOTS_PER_INCH = 120
 # Inches of a panel, narrow enough that the letters can be read on a phone.
 WIDTH = 5.0
@@ -93,9 +93,10 @@ def plain(axes: Any, title: str = "", **legend: Any) -> None:
 
 def draw_curves(curves: Mapping[str, Curve], axes: Any, **settings: Any) -> None:
     """Draw curves by label, in different styles, and apply `settings` such as axis labels to the axes."""
-    for (label, points), (colour, marker) in zip(curves.items(), cycle(STYLES), strict=False):
+    axes.set_prop_cycle(**STYLES)
+    for label, points in curves.items():
         coordinates = zip(*points, strict=True)
-        axes.plot(*coordinates, color=colour, marker=marker, markersize=5, label=label)
+        axes.plot(*coordinates, markersize=5, label=label)
     axes.set(**settings)
 
 
@@ -103,18 +104,20 @@ def draw_marked_text(pieces: Sequence[tuple[str, float]], title: str, axes: Any)
     """Draw a text of `pieces`, with a background that is the stronger the greater the value of a piece is, up to 4."""
     from matplotlib.patches import Rectangle
 
-    column = line = 0
+    column = 0
+    line = 0
     for piece, value in pieces:
         strength = min(1.0, max(0.0, value / 4))
         for character in piece:
             if character == "\n" or column == TEXT_COLUMNS:
                 column = 0
                 line += 1
-            if character.isspace():
-                column += character != "\n"
+            if character == "\n":
                 continue
-            axes.add_patch(Rectangle((column, line), 1, 1, color=ORANGE, alpha=strength, linewidth=0))
-            axes.text(column + 0.5, line + 0.5, character, family="monospace", fontsize=6, ha="center", va="center")
+            if not character.isspace():
+                background = Rectangle((column, line), 1, 1, color=ORANGE, alpha=strength, linewidth=0)
+                axes.add_patch(background)
+                axes.text(column + 0.5, line + 0.5, character, family="monospace", fontsize=6, ha="center", va="center")
             column += 1
     axes.set(xlim=(0, TEXT_COLUMNS), ylim=(line + 1, 0), xticks=[], yticks=[])
     axes.set_title(title, fontsize=9)
