@@ -16,7 +16,10 @@ ORANGE = "#E69F00"
 PURPLE = "#CC79A7"
 GREY = "#999999"
 # Colours with markers, which tell curves apart in black and white.
-STYLES = {"color": (VERMILION, GREY, BLUE, ORANGE, GREEN, PURPLE), "marker": ("o", "s", "^", "D", "v", "P")}
+STYLES = {
+    "color": (VERMILION, GREY, BLUE, ORANGE, GREEN, PURPLE),
+    "marker": ("o", "s", "^", "D", "v", "P"),
+}
 DOTS_PER_INCH = 120
 # Inches of a panel, narrow enough that the letters can be read on a phone.
 WIDTH = 5.0
@@ -45,8 +48,8 @@ def sparkline(values: Sequence[float]) -> str:
     bounds = [len(values) * index // groups for index in range(groups + 1)]
     means = [fmean(values[first:last]) for first, last in pairwise(bounds)]
     bottom = min(means)
-    top = max(means)
-    scale = (len(BARS) - 1) / (top - bottom) if top > bottom else 0
+    spread = max(means) - bottom or 1
+    scale = (len(BARS) - 1) / spread
     heights = [round((mean - bottom) * scale) for mean in means]
     return "".join(BARS[height] for height in heights)
 

@@ -55,7 +55,9 @@ def interpolation_bound(head_dim: int, theta: float, s: float, papers: bool = Fa
     294.73
     """
     share = s % 1.0
-    largest_curvature = head_dim / (4 * math.log(theta)) if papers else curvature(head_dim, theta)
+    largest_curvature = curvature(head_dim, theta)
+    if papers:
+        largest_curvature = head_dim / (4 * math.log(theta))
     return largest_curvature * share * (1 - share) / 2
 
 
@@ -80,7 +82,8 @@ def partial_sums(head_dim: int, theta: float, s: ArrayLike) -> Reals:
     >>> float(partial_sums(128, 1e4, 0.0)), sum(range(1, 65))  # at distance 0 every A_k is k
     (2080.0, 2080)
     """
-    waves = (np.exp(1j * np.asarray(s) * frequency) for frequency in frequencies(head_dim, theta))
+    turns = 1j * np.asarray(s)
+    waves = (np.exp(turns * frequency) for frequency in frequencies(head_dim, theta))
     return np.asarray(sum(map(np.abs, accumulate(waves))))
 
 

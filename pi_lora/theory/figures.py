@@ -62,7 +62,7 @@ def _positions(setting: Setting) -> Any:
     trained = positions[positions < length]
     unseen = positions[positions >= length]
 
-    def wave(positions: bounds.Reals) -> bounds.Reals:
+    def wave(positions: bounds.Reals) -> Any:
         return np.sin(positions * frequency)
 
     def draw(axes: Any, title: str, others: bounds.Reals, marker: str, color: str, label: str) -> None:
@@ -117,9 +117,10 @@ def _bound(setting: Setting) -> Any:
     heights = bounds.partial_sums(setting.head_dim, setting.theta, s) / setting.head_dim
     axes.plot(s, heights, color=BLUE, linewidth=1.2)
     axes.axhline(1, **DASHED)
-    low = int(heights.argmin())
-    lowest = f"lowest: {heights[low]:.3f}, at {s[low]:.0f} tokens"
-    axes.plot(s[low], heights[low], "o", color=VERMILION, label=lowest)
+    lowest = heights.min()
+    lowest_at = s[heights.argmin()]
+    label = f"lowest: {lowest:.3f}, at {lowest_at:.0f} tokens"
+    axes.plot(lowest_at, lowest, "o", color=VERMILION, label=label)
     axes.set(xlabel=DISTANCE, ylabel="$B(s)/d$", xlim=(0, setting.target), ylim=(0, None))
     title = f"Extrapolation bound: $B(s)/d$ for $d = {setting.head_dim}$, $c = {setting.theta:g}$"
     plain(axes, title, frameon=False, fontsize=10)
