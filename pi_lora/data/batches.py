@@ -48,9 +48,10 @@ class TrainingData:
     @property
     def digest(self) -> str:
         """A SHA-256 of the number of rows and of about a thousand of them."""
-        digest = hashlib.sha256(f"{len(self.rows)}".encode())
-        step = max(1, len(self.rows) // 1000)
-        for index in range(0, len(self.rows), step):
+        number = len(self.rows)
+        digest = hashlib.sha256(f"{number}".encode())
+        step = max(1, number // 1000)
+        for index in range(0, number, step):
             for values in self.rows[index].values():
                 digest.update(values.numpy().tobytes())
         return digest.hexdigest()
@@ -105,7 +106,9 @@ def training_data(
     if data.has_examples:
         _check_epochs(len(rows), data, training)
     longest = max(tokens)
-    messages = [f"{len(rows):,} sequences of at most {longest:,} tokens", *format_counts(counts), *notes]
+    messages = [f"{len(rows):,} sequences of at most {longest:,} tokens"]
+    messages += format_counts(counts)
+    messages += notes
     if tokenizer.chat_template is not None and "loss_mask" not in columns:
         messages.append(NO_CHATS_WARNING)
     return TrainingData(rows, tokens, messages, padding_id(tokenizer))

@@ -40,11 +40,12 @@ def messages_of(row_name: str, given: list[Any]) -> list[Json]:
     DataError that names the row if a message has neither form.
     """
     messages = []
-    for message in given:
-        if isinstance(message, dict) and "from" in message:
+    for entry in given:
+        message = dict(entry) if isinstance(entry, dict) else {}
+        if "from" in message:
             sender = message["from"]
-            message = {**message, "role": ROLES.get(sender, sender), "content": message.get("value")}
-        if not isinstance(message, dict) or not isinstance(message.get("role"), str):
+            message |= {"role": ROLES.get(sender, sender), "content": message.get("value")}
+        if not isinstance(message.get("role"), str):
             raise DataError(
                 f"{row_name}: holds a message without role and content; "
                 "write {role: user, content: ...}, or {from: human, value: ...}"
@@ -224,12 +225,14 @@ def _check_turns(messages: list[Json], render: partial[str]) -> None:
     for message in marked:
         if message["content"] not in text:
             raise Unusable(f"with turns of the {message['role']}, unknown to the chat template,")
-    numbers = [number for number, message in enumerate(marked) if any(map(message.get, REASONING))]
-    if numbers:
-        *before, turn = marked[: numbers[-1] + 1]
+    while marked:
+        turn = marked.pop()
         reasoning = [key for key in REASONING if turn.get(key)]
-        if "reason." not in render([*before, turn | dict.fromkeys(reasoning, "reason.")]):
-            raise Unusable(f"with {reasoning[0]}, unknown to the chat template,")
+        if reasoning:
+            marked_turn = turn | dict.fromkeys(reasoning, "reason.")
+            if "reason." not in render([*marked, marked_turn]):
+                raise Unusable(f"with {reasoning[0]}, unknown to the chat template,")
+            return
 
 
 def _turns(
@@ -238,6 +241,7 @@ def _turns(
     """Yield the start and end of the assistant's turns in the rendered `text`. A turn is the text that follows the
     prompt when the chat is rendered up to that turn. A `special` token after it is part of a turn that ends with none.
     """
+    boundaries = ("\n", " ", *special)
     for number, message in enumerate(messages):
         if message["role"] != "assistant" or is_masked(message):
             continue
@@ -246,17 +250,19 @@ def _turns(
         prompt = _after_content(messages[:number], number, partial(render, add_generation_prompt=True))
         start = min(_equal_characters(prompt, until), _equal_characters(prompt, rest))
         # Some prompts begin what earlier turns do not have, as Qwen 3.5 <think>, which begins like <tool_call>.
-        while 0 < start < len(prompt) and not prompt[:start].endswith(("\n", " ", *special)):
+        while 0 < start < len(prompt) and not prompt.endswith(boundaries, 0, start):
             start -= 1
         turn = until[start:]
-        length = _length_in(rest[start:], turn) or _length_in(rest[start:], _without_end(turn, special))
+        following = rest[start:]
+        length = _length_in(following, turn) or _length_in(following, _without_end(turn, special))
         if not length:
             raise TemplateError("earlier turns change with later ones")
         first = len(text) - len(rest) + start
         end = first + length
         # GLM ends a turn with the token of the next role, gpt-oss with another token than the last turn.
         if not text[first:end].rstrip().endswith(special):
-            end += next((len(token) for token in special if text.startswith(token, end)), 0)
+            closing = next((token for token in special if text.startswith(token, end)), "")
+            end += len(closing)
         yield first, end
 
 
@@ -268,8 +274,9 @@ def _after_content(messages: list[Json], number: int, render: partial[str]) -> s
     if not number:
         return text
     turn = messages[number - 1]
-    changed = [*messages[: number - 1], turn | {"content": turn["content"] + "#"}, *messages[number:]]
-    length = _equal_characters(text[::-1], render(changed)[::-1])
+    changed_turn = turn | {"content": turn["content"] + "#"}
+    changed = render([*messages[: number - 1], changed_turn, *messages[number:]])
+    length = _equal_characters(text[::-1], changed[::-1])
     return text[len(text) - length :]
 
 

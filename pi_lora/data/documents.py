@@ -101,7 +101,8 @@ def fingerprint(files: Iterable[Path]) -> str:
     digest = hashlib.sha256()
     for file in files:
         state = file.stat()
-        digest.update(f"{file.resolve()}\0{state.st_size}\0{state.st_mtime_ns}\n".encode(errors="surrogateescape"))
+        line = f"{file.resolve()}\0{state.st_size}\0{state.st_mtime_ns}\n"
+        digest.update(line.encode(errors="surrogateescape"))
     return digest.hexdigest()
 
 
@@ -109,18 +110,17 @@ def rows_in(file: File, name: str, columns: Sequence[str]) -> Iterator[NamedJson
     """Yield `(name:row, row)` for every row of a file; a file of text is one row with the column `text`. Raise
     DataError that names the row if a row cannot be read.
     """
-    names: Iterator[str] = itertools.repeat(name)
+    row_name = name
     if suffix_of(file.name) in TABLE_SUFFIXES:
-        names = (f"{name}:{number}" for number in itertools.count(1))
-    row_name = next(names)
+        row_name = f"{name}:1"
     try:
-        for row in _rows(file, columns):
+        for next_number, row in enumerate(_rows(file, columns), 2):
             if not isinstance(row, dict):
                 raise ValueError("the row does not have one value for each column")
             # Half of a character, or a byte that is not UTF-8, cannot be encoded.
             json.dumps([row.get(column) for column in columns], ensure_ascii=False, default=str).encode()
             yield row_name, row
-            row_name = next(names)
+            row_name = f"{name}:{next_number}"
     except (OSError, EOFError, ValueError, lzma.LZMAError, csv.Error) as error:
         raise DataError(
             f"{row_name}: cannot be read ({first_line(error)}); correct it, save it as UTF-8, or download it again"
@@ -137,10 +137,11 @@ def _rows(file: File, columns: Sequence[str]) -> Iterator[Any]:
         import pyarrow.parquet  # takes a second, and journals import this file
 
         with pyarrow.parquet.ParquetFile(file) as table:
-            _check_names(table.schema_arrow.names, columns)
+            names = table.schema_arrow.names
+            _check_names(names, columns)
             # All columns are read of chats, and if one is missing, so that a message can name them.
-            has_columns = set(columns) <= set(table.schema_arrow.names).difference(CHAT_COLUMNS)
-            columns_read = list(columns) if has_columns else None
+            readable = set(names).difference(CHAT_COLUMNS)
+            columns_read = list(columns) if readable.issuperset(columns) else None
             for batch in table.iter_batches(256, columns=columns_read):
                 yield from batch.to_pylist()
         return
@@ -155,11 +156,11 @@ def _rows(file: File, columns: Sequence[str]) -> Iterator[Any]:
     with decoded(_opened(file), newline="" if suffix in DELIMITERS else None) as stream:
         if suffix in DELIMITERS:
             csv.field_size_limit(sys.maxsize)  # a cell may hold a whole report
-            reader = csv.reader(stream, delimiter=DELIMITERS[suffix], strict=True)
-            names = next(reader, [])
-            _check_names(names, columns)
-            for cells in filter(None, reader):
-                yield dict(zip(names, cells, strict=True)) if len(cells) == len(names) else cells
+            rows = csv.DictReader(stream, delimiter=DELIMITERS[suffix], strict=True)
+            _check_names(rows.fieldnames or [], columns)
+            for row in rows:
+                has_every_cell = None not in row and None not in row.values()
+                yield row if has_every_cell else None
         elif suffix in TABLE_SUFFIXES:
             lines = filter(str.strip, stream)
             first = next(lines, "[]")

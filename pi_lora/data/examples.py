@@ -93,6 +93,7 @@ class Prompter:
 
     def __init__(self, data: Data, tokenizer: Any, window: int) -> None:
         self.data = data
+        self.document = data.document or ""
         self.task = Task(data)
         self.prefix = added_prefix(tokenizer)
         self.eos = tokenizer.eos_token_id
@@ -131,7 +132,7 @@ class Prompter:
         with one document are held out together, or of the columns of the prompt.
         """
         share = table.source.hold_out
-        decisive = [self.data.document] if self.data.document else self.task.prompt_columns
+        decisive = [self.document] if self.document else self.task.prompt_columns
         for name, row in table.read(self.task.columns, None):
             text = "\n".join(row[column] for column in decisive)
             if share is None or (hash_to_unit(text) < share) == held_out:
@@ -141,7 +142,7 @@ class Prompter:
         """Yield the rows with a completion, a document if there is one, and text in some column of the prompt: the
         `input` of Alpaca may be empty.
         """
-        needed = [self.task.completion, self.data.document or self.task.completion]
+        needed = [self.task.completion, self.document or self.task.completion]
         for name, row in rows:
             prompt_has_text = any(row[column].strip() for column in self.task.prompt_columns)
             if prompt_has_text and all(row[column].strip() for column in needed):
@@ -151,8 +152,7 @@ class Prompter:
 
     def prompts(self, rows: Sequence[Json]) -> list[Prompt]:
         """Return the prompts of rows, with the BOS of the tokenizer. The documents are encoded in parallel."""
-        column = self.data.document or ""
-        documents = [row.get(column, "") for row in rows]
+        documents = [row.get(self.document, "") for row in rows]
         encoded = self.tokenizer(documents, add_special_tokens=False, return_offsets_mapping=True)
         return list(map(self._prompt, rows, encoded["offset_mapping"]))
 
@@ -160,7 +160,8 @@ class Prompter:
         """Return the prompt of a row with the first `document_tokens` of the document, or with fewer until the prompt
         fits.
         """
-        kept = min(len(offsets), self.data.document_tokens, max(0, self.longest))
+        room = max(0, self.longest)
+        kept = min(len(offsets), self.data.document_tokens, room)
         ids = self._framed(row, offsets, kept)
         # The text around the document takes tokens too, and tokens may differ where the cut is.
         while len(ids) > self.longest and kept:
@@ -176,9 +177,8 @@ class Prompter:
         without the EOS that some add.
         """
         if kept < len(offsets):
-            column = self.data.document or ""
-            end = offsets[kept - 1][1] if kept else 0
-            row = {**row, column: row[column][:end]}
+            _, end = offsets[kept - 1] if kept else (0, 0)
+            row = {**row, self.document: row[self.document][:end]}
         encoded = self.tokenizer(self.task.prompt(row))["input_ids"]
         ids: list[int] = strip_eos(with_one_prefix(encoded, self.prefix), self.eos)
         return ids
@@ -202,7 +202,8 @@ class Prompter:
                 # The prompt and the text merge into one token: the text is tokenized by itself.
                 completion = plain(text)["input_ids"]
             completion = strip_eos(completion, self.eos)
-            completions.append([*completion[: self.data.completion_tokens], self.eos])
+            first_tokens = completion[: self.data.completion_tokens]
+            completions.append([*first_tokens, self.eos])
         return completions
 
 
@@ -228,8 +229,8 @@ def data_problems(data: Data, ask_hub: bool = False, *, held_out: bool = False) 
             else:
                 next(table.documents(held_out=held_out), None)
         except DataError as problem:
-            problems.append(str(problem))
-    return [f"data.source: {problem}" for problem in problems]
+            problems.append(f"data.source: {problem}")
+    return problems
 
 
 def amount_problems(recipe: Recipe, original: int) -> list[str]:
@@ -240,7 +241,8 @@ def amount_problems(recipe: Recipe, original: int) -> list[str]:
     if data.has_examples:
         return []
     length = data.tokens_per_sequence(original, recipe.context.target)
-    sequences = recipe.training.steps * recipe.training.global_batch_size * (1 - data.keep_short)
+    training = recipe.training
+    sequences = training.steps * training.global_batch_size * (1 - data.keep_short)
     weights = sum(source.weight for source in data.source)
     problems = []
     for source in data.source:
@@ -254,9 +256,10 @@ def amount_problems(recipe: Recipe, original: int) -> list[str]:
         most_tokens = (training_bytes + len(table.texts)) * data.epochs
         needed = int(sequences * source.weight / weights)
         if most_tokens < needed * length:
+            held = most_tokens / length + 1
             problems.append(
-                f"data.source: {source.name}: holds fewer than {most_tokens / length + 1:,.0f} sequences of {length:,} "
-                f"tokens in data.epochs: {data.epochs}; {needed:,} are needed for its share; add text, raise "
-                "data.epochs, or lower training.steps"
+                f"data.source: {source.name}: holds fewer than {held:,.0f} sequences of {length:,} tokens in "
+                f"data.epochs: {data.epochs}; {needed:,} are needed for its share; add text, raise data.epochs, or "
+                "lower training.steps"
             )
     return problems

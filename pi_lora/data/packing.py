@@ -121,13 +121,16 @@ def grouped(texts: Iterator[Labelled], room: int, rng: random.Random) -> Iterato
     >>> [[len(text.ids) for text in group] for group in grouped(texts, 6, random.Random(1))]
     [[5], [2, 3]]
     """
-    while batch := sorted(itertools.islice(texts, GROUPED_TEXTS), key=lambda text: len(text.ids)):
-        groups: list[list[Labelled]] = [[]]
+    while batch := list(itertools.islice(texts, GROUPED_TEXTS)):
+        batch.sort(key=lambda text: len(text.ids))
+        group: list[Labelled] = []
+        groups = [group]
         for text in batch:
-            padded = (len(groups[-1]) + 1) * len(text.ids)
-            if groups[-1] and padded > room:
-                groups.append([])
-            groups[-1].append(text)
+            padded = (len(group) + 1) * len(text.ids)
+            if group and padded > room:
+                group = []
+                groups.append(group)
+            group.append(text)
         rng.shuffle(groups)
         yield from groups
 
@@ -217,10 +220,14 @@ class Stream:
     def _synthetic(self) -> Iterator[list[int]]:
         """Yield sequences that begin with a document, so that facts and their questions are in the same sequence."""
         write = WRITERS[self.source.name]
-        frame = len(self.encode([""])[0])  # BOS and EOS
+
+        def encode(text: str) -> Tokens:
+            return self.encode([text])[0]
+
+        frame = len(encode(""))  # BOS and EOS
 
         def count(text: str) -> int:
-            return len(self.encode([text])[0]) - frame
+            return len(encode(text)) - frame
 
         texts = self.texts or [self.table]
         lines: list[str] = []
@@ -234,7 +241,7 @@ class Stream:
             budget = self.length // documents - frame
             while len(ids) < self.length:
                 text = write(rng, budget, count, lines)
-                ids += self.encode([text])[0]
+                ids += encode(text)
             yield ids[: self.length]
 
     @cached_property
@@ -257,10 +264,11 @@ class Stream:
 
     def _chats(self, longest: int) -> Iterator[Labelled]:
         """Yield the chats of at most `longest` tokens."""
+        column = self.source.column
         for epoch in range(self.data.epochs):
-            rows = self.table.read([self.source.column], self.data.seed + epoch)
+            rows = self.table.read([column], self.data.seed + epoch)
             counts = Counter() if epoch else self.counts
-            for _, chat in self._template.chats(rows, self.source.column, longest, counts):
+            for _, chat in self._template.chats(rows, column, longest, counts):
                 yield chat
 
     def _examples(self) -> Iterator[list[Labelled]]:

@@ -56,10 +56,15 @@ def selected(table: Table, gains: Callable[[Selection], Scorer] | None, notes: l
             raise DataError(f"data.source: {table.source.name}: no document has distant context; name longer ones")
         scored.sort(reverse=True)
         # Rounded, since 0.07 * 100 is a little more than 7.
-        kept = math.ceil(round(select.keep * len(scored), 6))
-        first = (len(scored) - kept) // 2 if select.by == "gzip" else 0
-        notes.append(f"{table.source.name}: {kept:,} of {len(scored):,} documents chosen by {select.by}")
-        for value, _, name in scored[:NAMED] + scored[NAMED:][-NAMED:]:
+        number = len(scored)
+        kept = math.ceil(round(select.keep * number, 6))
+        first = 0
+        if select.by == "gzip":
+            first = (number - kept) // 2
+        notes.append(f"{table.source.name}: {kept:,} of {number:,} documents chosen by {select.by}")
+        best = scored[:NAMED]
+        worst = scored[NAMED:][-NAMED:]
+        for value, _, name in best + worst:
             notes.append(f"{select.by} {value:.4f}: {name}")
         return {digest for _, digest, _ in scored[first : first + kept]}
 

@@ -72,8 +72,10 @@ class Table:
         """
         empty = True
         chosen = self.choose()
-        for row_name, row in self.read([self.source.column], seed):
-            document = Document(row_name, self._part(row_name, row[self.source.column], held_out))
+        column = self.source.column
+        for row_name, row in self.read([column], seed):
+            part = self._part(row_name, row[column], held_out)
+            document = Document(row_name, part)
             if document.text.strip() and (chosen is None or document.digest in chosen):
                 empty = False
                 yield document

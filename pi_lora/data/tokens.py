@@ -36,9 +36,9 @@ def tokenized(tokenizer: Any, texts: Sequence[str], special_tokens: bool = False
     pieces is two tokens, and a tokenizer that puts a space before a text puts one before each piece.
     """
     encode = partial(tokenizer, split_special_tokens=not special_tokens, verbose=False)
-    short = [text for text in texts if len(text) <= 2 * PIECE]
+    short = list(filter(_is_short, texts))
     encoded = iter(encode(short)["input_ids"] if short else [])
-    sequences = [next(encoded) if len(text) <= 2 * PIECE else _in_pieces(tokenizer, encode, text) for text in texts]
+    sequences = [next(encoded) if _is_short(text) else _in_pieces(tokenizer, encode, text) for text in texts]
     # Without `special_tokens`, no text begins with a special token.
     prefix = added_prefix(tokenizer) if special_tokens else []
     return [with_one_prefix(ids, prefix) for ids in sequences]
@@ -50,7 +50,7 @@ def token_spans(tokenizer: Any, text: str) -> list[tuple[int, int]]:
     """
     check_offsets(tokenizer)
     encode = partial(tokenizer, split_special_tokens=True, return_offsets_mapping=True, verbose=False)
-    if len(text) <= 2 * PIECE:
+    if _is_short(text):
         spans: list[tuple[int, int]] = encode(text)["offset_mapping"]
         return spans
     spans = [(0, 0)] * len(added_prefix(tokenizer))
@@ -95,18 +95,23 @@ def special_tokens_of(tokenizer: Any) -> tuple[str, ...]:
 def with_one_prefix(ids: Any, prefix: list[int]) -> Any:
     """Return the tokens of a text without a second `prefix`, such as BOS, if text and tokenizer both give one."""
     added = len(prefix)
-    return ids[added:] if prefix and list(ids[added : 2 * added]) == prefix else ids
+    next_tokens = list(ids[added : 2 * added])
+    return ids[added:] if next_tokens == prefix else ids
 
 
 def strip_eos(ids: Any, eos: int | None) -> Any:
     """Return the tokens of a text without the EOS that some tokenizers add."""
-    return ids[:-1] if ids and ids[-1] == eos else ids
+    return ids[:-1] if eos in ids[-1:] else ids
 
 
 def prompt_ids(tokenizer: Any, text: str) -> Any:
     """Return the tokens of a text with the BOS of the tokenizer, without EOS."""
     ids = tokenizer(text, verbose=False)["input_ids"]
     return strip_eos(with_one_prefix(ids, added_prefix(tokenizer)), tokenizer.eos_token_id)
+
+
+def _is_short(text: str) -> bool:
+    return len(text) <= 2 * PIECE
 
 
 def _in_pieces(tokenizer: Any, encode: Callable[..., Any], text: str) -> Tokens:
