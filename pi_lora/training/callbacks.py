@@ -88,7 +88,7 @@ class ScheduledMeasurements(TrainerCallback):
         is_missing = not all(self.run.scores_file(name, stage).is_file() for name in names)
         must_measure = any_process(is_main_process() and is_missing)
         if must_measure:
-            self.measure(self.run, state.global_step)
+            self.measure(state.global_step)
 
     def on_step_end(self, args: Any, state: TrainerState, control: TrainerControl, **_: Any) -> None:
         """Ask for the checkpoint that precedes a measurement."""
@@ -98,28 +98,28 @@ class ScheduledMeasurements(TrainerCallback):
     def on_save(self, args: Any, state: TrainerState, control: TrainerControl, **_: Any) -> None:
         """Measure after the checkpoint, unless a signal ends the training."""
         if self._is_due(state) and not self.stop.stopped:
-            self.measure(self.run, state.global_step)
+            self.measure(state.global_step)
 
-    def measure(self, run: Run, step: int) -> None:
-        """Measure a step into `run`; raise Interrupted after a signal."""
+    def measure(self, step: int) -> None:
+        """Measure a step; raise Interrupted after a signal."""
 
         def stop_if_signalled(done: int, total: int, note: str = "") -> None:
             # Several processes measure different parts and meet at the end.
             if self.stop.signals and world_size() == 1:
-                remedy = self._remedy(run)
-                raise Interrupted(f"{self.model.name}: interrupted while step {step} was measured; {remedy}")
+                raise Interrupted(f"{self.model.name}: interrupted while step {step} was measured; {self._remedy()}")
 
         with _as_when_loaded(self.model):
             scores = measure(self.model, self.evaluation, stop_if_signalled)
         if is_main_process():
             for name, result in scores.items():
-                write_scores([result.model_copy(update={"step": step})], run.scores_file(name, f"step {step}"))
+                of_step = result.model_copy(update={"step": step})
+                write_scores([of_step], self.run.scores_file(name, f"step {step}"))
 
-    def _remedy(self, run: Run) -> str:
+    def _remedy(self) -> str:
         """Return how to go on after an interruption, which depends on what is kept of the run."""
-        if run.path == Path(self.model.name):
-            return f"the run is finished; measure it with {shlex.join(['pi-lora', 'eval', 'all', self.model.name])}"
-        if run.last_checkpoint:
+        if self.run.path == Path(self.model.name):
+            return f"the run is finished; measure it with pi-lora eval all {shlex.quote(self.model.name)}"
+        if self.run.last_checkpoint:
             return "continue with --resume"
         return "no step was done, and nothing is kept; start it again"
 
@@ -201,6 +201,7 @@ class TrainingLog(TrainerCallback):
         if "loss" not in logs:
             return
         tokens = state.num_input_tokens_seen
+        memory = peak_memory()
         speed = (tokens - self.logged_tokens) / (self.seconds - self.logged_seconds)
         self.logged_seconds = self.seconds
         self.logged_tokens = tokens
@@ -211,7 +212,7 @@ class TrainingLog(TrainerCallback):
             "gradient_norm": logs["grad_norm"],
             "tokens": tokens,
             "tokens_per_second": round(speed, 1),
-            "peak_memory": peak_memory(),
+            "peak_memory": memory,
             "seconds": round(self.seconds, 2),
         }
         if state.global_step == state.max_steps:
@@ -219,7 +220,7 @@ class TrainingLog(TrainerCallback):
         elif is_main_process():
             with (self.run.path / TRAINING_LOG).open("a", encoding="utf-8") as file:
                 file.write(json.dumps(line) + "\n")
-        self.note = f"loss {logs['loss']:.3f} {speed:,.0f} tokens/s {line['peak_memory'] / 2**30:.1f} GiB"
+        self.note = f"loss {logs['loss']:.3f} {speed:,.0f} tokens/s {memory / 2**30:.1f} GiB"
 
 
 def _trained_weights_are_finite(model: Any) -> bool:

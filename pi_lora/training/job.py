@@ -110,9 +110,11 @@ class TrainingJob:
                 write_card(self.output)
             if self.recipe.evaluation.every:
                 # The run is whole by now: a signal loses no more than these scores.
-                loaded = tuned or load_model(resolve_model(str(self.output), permissions=self.source.permissions))
-                measurements = ScheduledMeasurements(self.recipe.evaluation, loaded, finished, stop)
-                measurements.measure(finished, self.recipe.training.steps)
+                if tuned is None:
+                    source = resolve_model(str(self.output), permissions=self.source.permissions)
+                    tuned = load_model(source)
+                measurements = ScheduledMeasurements(self.recipe.evaluation, tuned, finished, stop)
+                measurements.measure(self.recipe.training.steps)
                 if is_main_process():
                     write_card(self.output)
         return finished
@@ -175,7 +177,8 @@ class TrainingJob:
         with staged(self.output, resume=self.resume) if is_main_process() else waiting as staging:
             run = Run(staging)
             if is_main_process():
-                fingerprint = self.source.base.fingerprint(tokenizer_identity(self.source.tokenizer), data.digest)
+                tokenizer = tokenizer_identity(self.source.tokenizer)
+                fingerprint = self.source.base.fingerprint(tokenizer, data.digest)
                 # Downloaded now: after hours the hub may not be reached.
                 _ = self.source.tokenizer_files
                 _ = self.source.processor_files
@@ -233,7 +236,8 @@ def load_for_tuning(recipe: Recipe, source: ModelSource) -> Any:
     base = load_base(source, devices.dtype_of_base(recipe), attention=attention, placement=_placement(recipe))
     if recipe.sharded and world_size() > 1:
         # transformers reads the weights of some modules in float32 even if asked for bfloat16.
-        dtypes = all_gather_objects([{name: weight.dtype for name, weight in base.named_parameters()}])[0]
+        own_dtypes = {name: weight.dtype for name, weight in base.named_parameters()}
+        dtypes = all_gather_objects([own_dtypes])[0]
         for name, weight in base.named_parameters():
             weight.data = weight.data.to(dtypes[name])
     if base.can_generate():
@@ -302,17 +306,18 @@ def closing_lines(recipe: Recipe, run: Run) -> list[str]:
     """Return how a training ended, and the command that measures it on the text that its recipe names; a source was
     trained on whole, so another text is asked for.
     """
+    name = str(run)
     last = run.log[-1]
     speed = last["tokens"] / last["seconds"]
     hours = hours_in_words(last["seconds"] / 3600)
-    command = ["pi-lora", "eval", "all", str(run.path)]
+    arguments = ["all", name]
     if recipe.data.has_examples:
-        command = ["pi-lora", "eval", "summarization", str(run.path)]
+        arguments = ["summarization", name]
         if all(looks_local(source.name) and not source.hold_out for source in recipe.data.source):
-            command += ["--data", "HELD_OUT_ROWS"]
+            arguments += ["--data", "HELD_OUT_ROWS"]
     elif not requested_measurements(recipe.evaluation):
-        command = ["pi-lora", "eval", "perplexity", str(run.path), "--data", "HELD_OUT_TEXT"]
+        arguments = ["perplexity", name, "--data", "HELD_OUT_TEXT"]
     return [
-        f"{run.path}: step {last['step']}, loss {last['loss']:.3f}, {hours}, {speed:,.0f} tokens/s",
-        f"measure it with {shlex.join(command)}",
+        f"{name}: step {last['step']}, loss {last['loss']:.3f}, {hours}, {speed:,.0f} tokens/s",
+        f"measure it with pi-lora eval {shlex.join(arguments)}",
     ]

@@ -10,10 +10,8 @@ from typing import Any
 import torch
 from torch.nn.functional import cross_entropy
 
+from pi_lora.data.batches import IGNORED
 from pi_lora.planning.memory import FLOAT_LOGITS, LOSS_TOKENS
-
-# The label of a token without a loss.
-IGNORED = -100
 
 
 def compute_loss_in_place(model: Any) -> None:
@@ -25,19 +23,22 @@ def compute_loss_in_place(model: Any) -> None:
             return whole_forward(*args, **inputs)
         layers = model.base_model
         outputs = layers(*args, **inputs)
-        has_loss = labels[:, 1:] != IGNORED
+        next_labels = labels[:, 1:]
+        has_loss = next_labels != IGNORED
         states = outputs.last_hidden_state[:, :-1][has_loss]
-        targets = labels[:, 1:][has_loss]
+        targets = next_labels[has_loss]
         num_targets = num_items_in_batch or len(targets)
         weights = [weight for weight in model.get_output_embeddings().parameters() if weight.requires_grad]
-        tensors = [states.detach().requires_grad_(), *weights]
+        detached = states.detach().requires_grad_()
+        tensors = [detached, *weights]
         gradients = [torch.zeros_like(tensor, dtype=torch.float32) for tensor in tensors]
         loss = torch.zeros(())
         run_layers = layers.forward
         # The model's own forward scales and caps the logits. Its layers return a piece of their output.
         layers.forward = lambda *_, **__: outputs
-        pieces = zip(torch.split(tensors[0], LOSS_TOKENS), torch.split(targets, LOSS_TOKENS), strict=True)
-        for piece, answers in pieces:
+        pieces = torch.split(detached, LOSS_TOKENS)
+        answers_of_pieces = torch.split(targets, LOSS_TOKENS)
+        for piece, answers in zip(pieces, answers_of_pieces, strict=True):
             outputs.last_hidden_state = piece[None]
             logits = whole_forward(*args, **inputs).logits
             numbers = logits.detach()
@@ -56,7 +57,9 @@ def replace_by_gradients(logits: torch.Tensor, targets: torch.Tensor, num_target
     """Return the sum of the losses over `num_targets`, and write the gradients over the logits (tokens, vocabulary)."""
     loss = torch.zeros(())
     tokens = max(1, FLOAT_LOGITS // logits.shape[-1])
-    for some, answers in zip(torch.split(logits, tokens), torch.split(targets, tokens), strict=True):
+    pieces = torch.split(logits, tokens)
+    answers_of_pieces = torch.split(targets, tokens)
+    for some, answers in zip(pieces, answers_of_pieces, strict=True):
         numbers = some.float().detach().requires_grad_()
         part = cross_entropy(numbers, answers, reduction="sum") / num_targets
         (gradient,) = torch.autograd.grad(part, numbers)

@@ -81,8 +81,10 @@ class Gains:
             return None
         window = min(target, len(ids))
         gains: list[float] = []
-        for start in range(0, len(ids) - window + 1, window)[: self.select.windows]:
-            far, near = context_losses(self._model, ids[start : start + window], short_window, stride)
+        starts = range(0, len(ids) - window + 1, window)
+        for start in starts[: self.select.windows]:
+            context = ids[start : start + window]
+            far, near = context_losses(self._model, context, short_window, stride)
             gains += (near - far).tolist()
         gain = fmean(gains)
         check_numbers(self._model, math.isfinite(gain))

@@ -74,11 +74,11 @@ def test_a_signal_during_a_measurement_ends_training_after_a_checkpoint(small_mo
     recipe = small_recipe(small_model, evaluation={"every": 2, "passkey": {"depths": 2, "trials": 2}})
     measured: list[int] = []
 
-    def hang_up(self: ScheduledMeasurements, run: Run, step: int) -> None:
+    def hang_up(self: ScheduledMeasurements, step: int) -> None:
         measured.append(step)
         if measured == [0, 2]:
             os.kill(os.getpid(), signal.SIGHUP)
-        measure(self, run, step)
+        measure(self, step)
 
     measure = ScheduledMeasurements.measure
     with pytest.MonkeyPatch.context() as patch:
@@ -109,10 +109,10 @@ def test_the_message_of_an_interrupted_measurement_says_what_is_kept(
     recipe = small_recipe(small_model, evaluation={"every": 2, "passkey": {"depths": 2, "trials": 2}})
     measure = ScheduledMeasurements.measure
 
-    def hang_up(self: ScheduledMeasurements, run: Run, at: int) -> None:
+    def hang_up(self: ScheduledMeasurements, at: int) -> None:
         if at == step:
             os.kill(os.getpid(), signal.SIGHUP)
-        measure(self, run, at)
+        measure(self, at)
 
     monkeypatch.setattr(ScheduledMeasurements, "measure", hang_up)
     output = tmp_path / "run"
