@@ -187,7 +187,7 @@ def launch(command: Sequence[str]) -> int:
     failures: dict[int, Any] = {}
     # torch's launcher logs the end of a worker in dozens of lines. Only one is printed below.
     logging.disable()
-    with tempfile.TemporaryDirectory() as folder, patch_environment(**{FAILED_ENV: str(Path(folder, "failed"))}):
+    with tempfile.TemporaryDirectory() as folder, patch_environment(**{FAILED_ENV: Path(folder, "failed")}):
         arguments.log_dir = folder
         try:
             with handle_signals(_pass_on_to_workers) as received:

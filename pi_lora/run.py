@@ -25,9 +25,14 @@ from pi_lora.recipe.schema import Recipe
 from pi_lora.storage import read_json, read_json_lines, write_json, write_whole
 from pi_lora.types import Json, Permissions
 
-RUN_FILE, TRAINING_LOG, SCORES = "run.json", "training.jsonl", "scores"
-CHECKPOINTS, COMPLETE = "checkpoints", "complete"
-BASE, STEP_0, TUNED = "base", "step 0", "tuned"
+RUN_FILE = "run.json"
+TRAINING_LOG = "training.jsonl"
+SCORES = "scores"
+CHECKPOINTS = "checkpoints"
+COMPLETE = "complete"
+BASE = "base"
+STEP_0 = "step 0"
+TUNED = "tuned"
 # The name of a file of scores: the measurement, and an earlier stage.
 SCORES_NAME = re.compile(r"(.+?)(?:-(base|step-\d+))?")
 CHECKPOINT_NAME = re.compile(r"checkpoint-\d+")

@@ -9,8 +9,6 @@ from pi_lora.errors import PiLoraError
 from pi_lora.recipe.section import LIST, Section
 from pi_lora.storage import read_json
 
-ADVICE = "name a file that pi-lora search wrote"
-
 
 class Factors(Section):
     """Divisors of the frequencies for `scaling: factors`: this section, a list, or a file of `pi-lora search`."""
@@ -32,7 +30,7 @@ class _SearchFile(Factors, extra="ignore"):
 
 def read_factors(file: Path) -> Factors:
     """Read a file that `pi-lora search` wrote; raise ModelError if it holds no factors."""
-    content = read_json(file, _SearchFile, ADVICE)
+    content = read_json(file, _SearchFile, remedy="name a file that pi-lora search wrote")
     factors = Factors(factors=content.factors, attention_factor=content.attention_factor)
     if content.original and content.target:
         return factors.changed(searched=(content.original, content.target))

@@ -3,7 +3,7 @@ together.
 """
 
 import re
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -86,7 +86,7 @@ def load_recipe(path: Path, overrides: Iterable[str] = ()) -> ResolvedRecipe:
         problems: dict[KeyPath, list[Any]] = {}
         for problem in error.errors():
             problems.setdefault(_key_of(problem), []).append(problem)
-        raise RecipeError([_problem(path, key, *found, origins=origins) for key, found in problems.items()]) from None
+        raise RecipeError([_problem(key, found, origins) for key, found in problems.items()]) from None
     return ResolvedRecipe(recipe, _origins_by_key(recipe, origins))
 
 
@@ -143,7 +143,7 @@ def recipe_summary(path: Path) -> str:
 
 
 def _read_tree(path: Path) -> tuple[dict[str, Any], dict[KeyPath, str]]:
-    """Return the tree of a YAML file, and the `file:line` of every key."""
+    """Return the tree of a YAML file, and the `file:line` of every key. The empty key stands for the file."""
     try:
         content = path.read_bytes()
         node = yaml.compose(content, _Loader)
@@ -159,7 +159,7 @@ def _read_tree(path: Path) -> tuple[dict[str, Any], dict[KeyPath, str]]:
         raise RecipeError([f"{path}: is not a text file; give a YAML file"]) from None
     if not isinstance(tree, dict):
         raise RecipeError([f"{path}: holds no keys; write `key: value` lines, at least of model, context and data"])
-    origins: dict[KeyPath, str] = {}
+    origins: dict[KeyPath, str] = {(): str(path)}
     for key, origin in _key_lines(node, path):
         if key in origins:
             dotted = ".".join(map(str, key))
@@ -230,8 +230,10 @@ def _key_of(problem: Any) -> KeyPath:
     return location
 
 
-def _problem(path: Path, location: KeyPath, *alternatives: Any, origins: Mapping[KeyPath, str]) -> str:
-    """Return pydantic's errors about a key as a line with the origin of the value."""
+def _problem(location: KeyPath, alternatives: Sequence[Any], origins: Mapping[KeyPath, str]) -> str:
+    """Return pydantic's errors about a key as a line with the origin of the value, or of the innermost section around
+    it that has one.
+    """
     kind = alternatives[0]["type"]
     if kind == "extra_forbidden":
         problem = f"unknown key; {_known_keys(location)}"
@@ -239,17 +241,10 @@ def _problem(path: Path, location: KeyPath, *alternatives: Any, origins: Mapping
         problem = "missing; add it"
     else:
         problem = problem_text(*alternatives)
-    origin = _origin_of(location, origins) or str(path)
     key = ".".join(map(str, location))
-    return f"{origin}: {key}: {problem}" if key else f"{origin}: {problem}"
-
-
-def _origin_of(location: KeyPath, origins: Mapping[KeyPath, str]) -> str | None:
-    """Return the origin of a key, or of the innermost section around it that has one."""
-    for length in range(len(location), 0, -1):
-        if location[:length] in origins:
-            return origins[location[:length]]
-    return None
+    while location not in origins:
+        location = location[:-1]
+    return ": ".join(filter(None, [origins[location], key, problem]))
 
 
 def _known_keys(location: KeyPath) -> str:

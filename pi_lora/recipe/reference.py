@@ -25,7 +25,8 @@ def reference_page() -> str:
     parts = [HEAD, "\n## The recipe itself\n\n", TABLE_HEAD, *_rows("", Recipe)]
     for name, field in Recipe.model_fields.items():
         for section in sections_in(field.annotation):
-            parts += [f"\n## `{name}`\n\n{_summary(section)}\n\n", TABLE_HEAD, *_rows(f"{name}.", section)]
+            parts += [f"\n## `{name}`\n\n{_summary(section)}\n\n", TABLE_HEAD]
+            parts += _rows(f"{name}.", section)
     return "".join(parts)
 
 
