@@ -173,13 +173,16 @@ class Context(Measurement[ContextOptions, ContextScores]):
         for document in documents:
             share = 100 * document.key_tokens / document.tokens
             shares.append((0.0, share, float(document.tokens)))
+        interval = of_means([shares])
+        if interval:
+            interval = max(0.0, interval[0]), interval[1]
         yield Metric(
             label=whose,
             value=100 * sum(document.key_tokens for document in documents) / sum(tokens),
             unit="%",
             at=scores.window,
             digits=4,
-            interval=of_means([shares]),
+            interval=interval,
         )
         whole = []
         near = []

@@ -99,8 +99,12 @@ class Metric:
         return {value.name: value for value in self.values}
 
     def compares_with(self, other: "Metric") -> bool:
-        """Whether the change from another metric is meaningful: both have values of the same names, or no values."""
-        return self.by_name.keys() == other.by_name.keys()
+        """Whether the change from another metric is meaningful: both have values of the same names, or no values; a
+        share or mean is compared if one of them has none.
+        """
+        if self.is_ratio or (self.values and other.values):
+            return self.by_name.keys() == other.by_name.keys()
+        return True
 
     def change_from(self, before: "Metric") -> Interval | None:
         """Return the interval of the difference to the same metric of another model, from both intervals (Newcombe

@@ -153,8 +153,8 @@ def check_logits(source: ModelSource, run: Path, tensors: Sequence[OutputTensor]
     all_ids = source.tokenizer(inspect.getsource(argparse), verbose=False)["input_ids"]
     ids = all_ids[: min(source.window, MAX_TEXT_TOKENS)]
     with quiet_loading():
-        base = load_base(source, torch.float32)
-        tuned_logits = _logits(load_adapter(base, run), ids)
+        # Without a name, the tuned model is freed before the merged one is loaded.
+        tuned_logits = _logits(load_adapter(load_base(source, torch.float32), run), ids)
         merged_source = resolve_model(str(merged), permissions=source.permissions)
         merged_model = load_model(merged_source, "float32")
         merged_logits = _logits(merged_model.module, ids)

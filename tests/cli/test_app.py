@@ -76,6 +76,14 @@ def test_a_command_runs_with_streams_that_its_caller_closed(streams: str) -> Non
     assert (completed.returncode, completed.stderr) == (0, b"")
 
 
+def test_a_python_without_docstrings_is_refused() -> None:
+    """transformers builds the documentation of classes when it is imported."""
+    command = [sys.executable, "-OO", "-m", "pi_lora", "plan", DEMO]
+    completed = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert (completed.returncode, completed.stderr.count("\n")) == (2, 1)
+    assert "run Python without it" in completed.stderr
+
+
 @pytest.mark.parametrize(
     ("arguments", "line"),
     [

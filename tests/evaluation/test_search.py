@@ -364,6 +364,16 @@ def test_a_search_that_was_interrupted_in_its_test_is_tested(tmp_path: Path, mon
         pi_lora.search("builtin:tiny", 512, file, **options)
 
 
+def test_copies_of_tested_documents_are_not_searched(tmp_path: Path) -> None:
+    lines = [f"The road to house {number} is long, and the door of it is open. " * 100 for number in range(3)]
+    for name, text in zip("abcd", [lines[0], lines[1], lines[0], lines[2]], strict=True):
+        (tmp_path / f"{name}.txt").write_text(text)
+    options = SearchOptions(target=512, minutes=1, documents=2, data=str(tmp_path))
+    found = Searched(resolve_model("builtin:tiny"), options, "float32")
+    assert found.test_documents == 2
+    assert [Path(text.name).name for text in found.texts] == ["d.txt"]
+
+
 def test_bad_input_is_one_line(tmp_path: Path, lora_run: Path) -> None:
     base = resolve_model("builtin:tiny")
     with pytest.raises(PiLoraError, match="not longer than the model's own window"):

@@ -20,9 +20,10 @@ from pi_lora.evaluation.passkey import PasskeyScores
 from pi_lora.evaluation.perplexity import PerplexityScores
 from pi_lora.evaluation.ruler import RulerScores
 from pi_lora.evaluation.suite import differences
+from pi_lora.evaluation.summarization import SummarizationScores
 from pi_lora.recipe.files import dump_recipe, load_recipe
 from pi_lora.report.comparison import compare
-from reported import make_run, passkey, passkey_map, perplexity, ruler
+from reported import make_run, passkey, passkey_map, perplexity, ruler, summarization
 
 
 def read(windows: dict[int, list[float]], tokens: int = 1000) -> PerplexityScores:
@@ -173,6 +174,16 @@ def test_the_interval_is_of_successes_only_if_every_outcome_is_one(before: list[
     assert expected
     assert row.interval == pytest.approx([100 * bound for bound in expected])
     assert (row.unit, row.pairs) == ("points", 5)
+
+
+def test_summaries_of_other_rows_are_not_compared() -> None:
+    """A longer window takes longer rows."""
+    rows = [f"rows.jsonl:{number}" for number in range(1, 4)]
+    base = SummarizationScores.model_validate({**summarization(40, 20, 30), "rows": rows})
+    run = SummarizationScores.model_validate({**summarization(42, 22, 32), "rows": rows})
+    other = SummarizationScores.model_validate({**summarization(20, 10, 15), "rows": [*rows[:2], "rows.jsonl:9"]})
+    assert one(base, run)["ROUGE-1"].change == 2
+    assert not one(base, other)
 
 
 def test_ruler_is_paired_by_prompt() -> None:
