@@ -106,15 +106,16 @@ class Run:
 
     @property
     def texts(self) -> list[Source]:
-        """The texts that the run was tuned on, under their absolute names where they are on this machine; none without
-        a recipe.
+        """The texts that the run and the run before it were tuned on, by the paths that they had; none without a
+        recipe.
         """
-        texts: list[Source] = []
         if not self.has_recipe:
-            return texts
+            return []
         folder = Path(self.metadata.directory or "")
+        before = Run(folder / self.recipe.model.name)
+        texts = [] if before.path.resolve() == self.path.resolve() else before.texts
         for source in self.recipe.data.source:
-            path = folder / source.name
+            path = folder / Path(source.name).expanduser()
             is_here = glob.has_magic(source.name) or path.exists()
             texts.append(source.changed(name=str(path)) if is_here else source)
         return texts

@@ -344,7 +344,9 @@ def trains_on(sources: Iterable[Source], measured: Source) -> bool:
     texts = texts_of(measured)
     for source in sources:
         trained = texts_of(source)
-        are_held_out = source.hold_out is not None and source.hold_out == measured.hold_out and trained == texts
+        # Rows are held out by their text, which is another in another column.
+        is_same = trained == texts and source.column == measured.column
+        are_held_out = is_same and source.hold_out is not None and source.hold_out == measured.hold_out
         if not are_held_out and not trained.isdisjoint(texts):
             return True
     return False
@@ -353,7 +355,10 @@ def trains_on(sources: Iterable[Source], measured: Source) -> bool:
 def held_out_share(sources: Iterable[Source], measured: Source) -> float | None:
     """Return the share of the texts of `measured` that these sources of a training hold out."""
     texts = texts_of(measured)
-    shares = [source.hold_out for source in sources if source.hold_out and texts_of(source) == texts]
+    shares = []
+    for source in sources:
+        if source.hold_out and source.column == measured.column and texts_of(source) == texts:
+            shares.append(source.hold_out)
     return max(shares, default=None)
 
 

@@ -23,6 +23,7 @@ from pi_lora.evaluation.summarization import Summarization
 from pi_lora.evaluation.texts import measured_source, training_notes
 from pi_lora.models.loaded import LoadedModel, load_model
 from pi_lora.models.source import ModelSource
+from pi_lora.recipe.data import Source
 from pi_lora.recipe.evaluation import Evaluation, PasskeyOptions, PerplexityOptions
 from pi_lora.recipe.section import Section
 from pi_lora.run import TUNED, Run, check_tuned
@@ -86,13 +87,18 @@ def evaluate(
                         loaded = load_model(model, dtype)
                 with ui.progress(f"{name} {model.name}") as session.progress:
                     result = measurements[name].measure(loaded, options, session)
-                measured = measured_source(options)
-                if measured and trains_on(loaded.source.run.texts, measured):
-                    result = result.model_copy(update={"tuned_on": True})
-                results.append(result)
+                results.append(marked(result, loaded.source.run.texts))
             if is_main_process() and name in files:
                 write_scores(results, files[name])
         scores[name] = results
+    return scores
+
+
+def marked(scores: Scores, texts: Sequence[Source]) -> Scores:
+    """Return scores with the mark that the model is tuned on what is measured, if `texts` of the tuning were."""
+    measured = measured_source(scores.options)
+    if measured and trains_on(texts, measured):
+        return scores.model_copy(update={"tuned_on": True})
     return scores
 
 
@@ -199,8 +205,6 @@ def setting_of(scores: Scores) -> str:
             parts.append(f"{key.replace('_', ' ')} {value}")
     if isinstance(scores, PerplexityScores) and scores.bos not in (None, "none"):
         parts.append(f"BOS in {scores.bos}")
-    if scores.tuned_on:
-        parts.append("the model is tuned on it")
     numbers = dict.fromkeys(len(metric.values) for metric in metrics_of(scores) if metric.values)
     parts += [f"n = {number}" for number in numbers]
     return ", ".join(parts)
@@ -272,6 +276,9 @@ def scores_table(scores: Sequence[Scores]) -> Table:
     scales = " / ".join(result.scale_text for result in scores)
     dtypes = ", ".join(dict.fromkeys(str(result.dtype) for result in scores))
     table.caption = f"scale {scales}, {dtypes}, {setting_of(scores[0])}"
+    for result in scores:
+        if result.tuned_on:
+            table.caption += f"; {result.model} is tuned on it"
     if any(metric.interval for column in columns for metric in column.values()):
         table.caption += "; 95 % intervals"
     return table

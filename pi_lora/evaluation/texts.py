@@ -46,7 +46,7 @@ def complete(options: OptionsT, models: Sequence[ModelSource], **sizes: Any) -> 
     data = options.data or STDLIB
     default = {"data": data, **sizes, **DEFAULTS.get(data, {})}
     completed = options.changed(**default | options.model_dump(exclude_none=True))
-    measured = Source(name=data, **completed.model_dump(include={"subset", "split"}))
+    measured = Source(name=data, **completed.model_dump(include={"subset", "split", "column"}))
     shares = [held_out_share(model.run.texts, measured) for model in models]
     # The part that a run was not tuned on.
     share = next(filter(None, [options.hold_out, *shares]), None)
@@ -57,7 +57,7 @@ def measured_source(options: Section) -> Source | None:
     """Return the text or rows that options of a measurement name, as a source; None if they name none."""
     if not isinstance(options, TextOptions | SummarizationOptions | ChatOptions) or options.data is None:
         return None
-    values = options.model_dump(include={"subset", "split", "hold_out"})
+    values = options.model_dump(include={"subset", "split", "column", "hold_out"})
     # Summaries are of the validation split by default.
     return Source(name=options.data, **values | {"split": options.split or "validation"})
 

@@ -121,10 +121,10 @@ def refresh_scores(run: MeasuredRun) -> None:
     section = re.compile(f"{SCORES_BEGIN}.*?{SCORES_END}", re.DOTALL)
     after = section.sub(lambda _: _scores_section(run), before)
     results = list(eval_results(run.last_scores))
-    if results:
-        card = ModelCard(after)
-        card.data["model_name"] = run.name
-        card.data["eval_results"] = results
+    card = ModelCard(after)
+    if results or card.data.get("eval_results"):
+        card.data["model_name"] = run.name if results else None
+        card.data["eval_results"] = results or None
         after = str(card)
     if after != before:
         write_whole(file, after)

@@ -118,8 +118,12 @@ def compare_run(
         if name in untuned_scores:
             comparison.untuned.extend(compare(untuned_scores[name], scores))
         comparison.settings[name] = setting_of(scores)
+        if scores.tuned_on:
+            comparison.settings[name] += "; the run is tuned on it"
         if not rows:
-            comparison.settings[name] += "; not compared: the base reads other tokens"
+            comparison.settings[name] += (
+                "; not compared: the base reads other rows or tokens; see --again"
+            )
     return comparison
 
 

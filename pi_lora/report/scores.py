@@ -128,7 +128,8 @@ def scores_section(run: MeasuredRun, name: str) -> Iterator[str]:
 def public_setting(scores: Scores) -> str:
     """Return the text and settings of a measurement, without paths of this machine."""
     data = str(scores.options.model_dump().get("data"))
-    return setting_of(scores).replace(data, public_name(data))
+    setting = setting_of(scores).replace(data, public_name(data))
+    return f"{setting}, the model is tuned on it" if scores.tuned_on else setting
 
 
 def eval_results(results: Mapping[str, Scores]) -> Iterator[EvalResult]:

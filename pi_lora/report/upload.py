@@ -110,6 +110,7 @@ def _content(folder: Path, name: str) -> bytes | Path:
         return dump_recipe(recipe.changed(**sections)).encode()
     if any(file.match(pattern) for pattern in FILES_WITH_PATHS):
         content = json.loads(file.read_text(encoding="utf-8"))
+        content.pop("directory", None)  # of a run: where its relative names are on this machine
         text = json.dumps(_without_paths(content), indent=2) + "\n"
         return text.encode()
     return file

@@ -23,7 +23,8 @@ def verdict_of(
     Args:
         base: The scores of the base by measurement. Those with other options than the run's do not count.
         untuned: The scores of the base under the scaling of the run, without tuning, likewise.
-        run: The scores of the run by measurement. What was not measured has no line.
+        run: The scores of the run by measurement. What was not measured, or only on texts that the run is tuned on, has
+            no line.
         original: The original window (L) in tokens.
     """
     lines = {}
@@ -31,6 +32,8 @@ def verdict_of(
     tuning: list[str] = []
     costs: list[str] = []
     for name, scores in run.items():
+        if scores.tuned_on:
+            continue
         before = _comparable(base, name, scores)
         without_tuning = _comparable(untuned, name, scores)
         after = list(shown_metrics(scores).values())

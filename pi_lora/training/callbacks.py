@@ -25,7 +25,7 @@ from pi_lora.distributed import (
     world_size,
 )
 from pi_lora.errors import Diverged, Interrupted
-from pi_lora.evaluation.suite import measure, requested_measurements, write_scores
+from pi_lora.evaluation.suite import marked, measure, requested_measurements, write_scores
 from pi_lora.models.attention import use_blockwise
 from pi_lora.models.loaded import LoadedModel
 from pi_lora.models.quiet import quiet_loading
@@ -113,6 +113,8 @@ class ScheduledMeasurements(TrainerCallback):
         if is_main_process():
             for name, result in scores.items():
                 of_step = result.model_copy(update={"step": step})
+                if step > 0:
+                    of_step = marked(of_step, self.run.texts)
                 write_scores([of_step], self.run.scores_file(name, f"step {step}"))
 
     def _remedy(self) -> str:

@@ -506,3 +506,6 @@ def test_texts_that_train_are_known_by_their_files(tmp_path: Path, monkeypatch: 
     for measured in (Source(name="books"), Source(name="books", hold_out=0.2), Source(name="books/old", hold_out=0.4)):
         assert trains_on(in_part, measured)
     assert held_out_share(in_part, Source(name="books/old")) is None
+    other_column = Source(name="books", column="answer", hold_out=0.4)
+    assert trains_on(in_part, other_column)
+    assert held_out_share(in_part, other_column) is None

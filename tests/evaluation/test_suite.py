@@ -255,15 +255,20 @@ def trains_on(folder: Path, **source: Any) -> None:
 def test_texts_that_train_are_marked_and_not_published(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, own_run: Path
 ) -> None:
+    words = ("eval", "all", "run", "--data", "./text.txt")
+    run_captured(capsys, monkeypatch, *words)
+    run_captured(capsys, monkeypatch, "report", "run")
+    assert "perplexity at 256" in (own_run / "README.md").read_text().partition("\n---\n")[0]
     trains_on(own_run, name="text.txt")
-    status, out, err = run_captured(capsys, monkeypatch, "eval", "all", "run", "--data", "./text.txt")
+    status, out, err = run_captured(capsys, monkeypatch, *words, "--again")
     assert status == 0
     assert err.startswith("./text.txt: run is tuned on it; measure other texts, or tune with data.source.hold_out\n")
-    assert "the model is tuned on it" in " ".join(out.split())
+    assert "run is tuned on it" in " ".join(out.split())
     assert json.loads((own_run / "scores" / "perplexity-text_text_txt.json").read_text())["tuned_on"]
     run_captured(capsys, monkeypatch, "report", "run")
     card = (own_run / "README.md").read_text()
     assert "the model is tuned on it" in card
+    assert "**Reads**" not in card
     metadata, _, _ = card.removeprefix("---\n").partition("\n---\n")
     [results] = yaml.safe_load(metadata)["model-index"]
     assert {entry["metrics"][0]["name"].split(",")[0] for entry in results["results"]} == {"k_max at 256"}
@@ -292,3 +297,17 @@ def test_the_held_out_part_of_a_training_text_is_measured_by_default(
     trains_on(own_run, name="gone/", hold_out=0.3)
     _, _, err = run_captured(capsys, monkeypatch, "eval", "perplexity", "../run", "--data", "../books", *words)
     assert err.startswith("gone/: is not here, and ../run is tuned on it; measure none of the same texts\n")
+
+
+def test_a_run_is_tuned_on_the_texts_of_the_run_before_it(own_run: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HOME", str(own_run.parent))
+    trains_on(own_run, name="~/text.*")
+    assert [source.name for source in Run(own_run).texts] == [str(own_run.parent / "text.*")]
+    further = Path(shutil.copytree(own_run, own_run.parent / "further"))
+    recipe = yaml.safe_load((further / RECIPE_FILE).read_text())
+    recipe |= {"model": {"name": "run"}, "data": {"source": "other.txt"}}
+    (further / RECIPE_FILE).write_text(yaml.safe_dump(recipe))
+    facts = json.loads((further / "run.json").read_text()) | {"directory": str(own_run.parent)}
+    (further / "run.json").write_text(json.dumps(facts))
+    names = [Path(source.name).name for source in Run(further).texts]
+    assert names == ["text.*", "other.txt"]

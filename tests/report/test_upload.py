@@ -1,7 +1,6 @@
 """Uploads to a hub on this machine."""
 
 import json
-import os
 import re
 import shutil
 import sys
@@ -34,9 +33,10 @@ def contents(folder: Path, model: Path | None = None) -> dict[str, bytes]:
     files = {str(path.relative_to(folder)): path.read_bytes() for path in folder.rglob("*") if path.is_file()}
     if model is None:
         return files
-    for name, content in files.items():
-        files[name] = content.replace(str(model).encode(), b"model").replace(os.getcwd().encode(), b"main")
-    return files
+    facts = json.loads(files["run.json"])
+    del facts["directory"]
+    files["run.json"] = json.dumps(facts, indent=2).encode() + b"\n"
+    return {name: content.replace(str(model).encode(), b"model") for name, content in files.items()}
 
 
 @pytest.mark.parametrize("run", ["lora_run", "full_run"])

@@ -10,6 +10,7 @@ import pytest
 import torch
 from transformers import TrainerControl, TrainerState
 
+from conftest import small_recipe, train
 from pi_lora.errors import Diverged
 from pi_lora.recipe.evaluation import Evaluation
 from pi_lora.run import TRAINING_LOG, Run
@@ -201,3 +202,16 @@ def test_a_training_ends_where_loss_or_saved_weights_are_not_finite(
     expected = f"^training.learning_rate: {line} became infinite or NaN at a rate of 0.0002; lower it and start again$"
     with pytest.raises(Diverged, match=expected):
         stop.on_step_end(arguments, state, control, model=model)
+
+
+def test_steps_measured_on_the_training_text_are_marked(small_model: Path, tmp_path: Path) -> None:
+    text = tmp_path / "text.txt"
+    text.write_text("The door is open and the road is long. " * 500)
+    recipe = small_recipe(
+        small_model,
+        data={"source": [{"name": str(text)}]},
+        evaluation={"every": 2, "perplexity": {"data": str(text), "windows": [64]}},
+    )
+    scores = train(recipe, tmp_path / "run") / "scores"
+    assert not json.loads((scores / "perplexity-step-0.json").read_text()).get("tuned_on")
+    assert json.loads((scores / "perplexity-step-2.json").read_text())["tuned_on"]
