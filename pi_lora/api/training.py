@@ -121,7 +121,7 @@ def resolve_training(
                 lines += training_notes(measured, "the run", resolved.data.source)
         if any(text.select and text.select.by == "gain" for text in resolved.data.source):
             lines.append("data: the base scores the documents before they are packed, if their scores are not cached")
-    for line in lines:
+    for line in dict.fromkeys(lines):
         ui.show(line)
     return job
 

@@ -143,12 +143,15 @@ def _onto_sibling(run: ModelSource, tuned_on: Base) -> ModelSource:
     far as the run.
     """
     sibling = run.base
-    theta, other_theta = (full_attention_rope(base.config)["rope_theta"] for base in (tuned_on, sibling))
+    rope = full_attention_rope(tuned_on.config)
+    other_rope = full_attention_rope(sibling.config)
+    differing = [key for key in rope | other_rope if rope.get(key) != other_rope.get(key)]
     window = window_of(sibling.config)
     problem = None
-    if theta != other_theta:
-        problem = f"rope_theta {other_theta:g} instead of {theta:g}"
-    elif window >= run.window:
+    if differing:
+        key = differing[0]
+        problem = f"{key} {other_rope.get(key)} instead of {rope.get(key)}"
+    elif window >= run.window > window_of(tuned_on.config):
         problem = f"a window of {window} tokens, and the run extends to {run.window}"
     if problem:
         raise ModelError(f"{sibling.name}: is no sibling of {tuned_on.name}: {problem}; name another")

@@ -121,9 +121,7 @@ def compare_run(
         if scores.tuned_on:
             comparison.settings[name] += "; the run is tuned on it"
         if not rows:
-            comparison.settings[name] += (
-                "; not compared: the base reads other rows or tokens; see --again"
-            )
+            comparison.settings[name] += "; not compared: the base reads other rows or tokens; see --again"
     return comparison
 
 

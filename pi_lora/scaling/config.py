@@ -232,7 +232,7 @@ def window_factor(config: Config, rope: Config) -> float:
 
 
 def normalize_max_positions(config: dict[str, Any], longest_input: float | None) -> dict[str, Any]:
-    """Return a config whose `linear` rope multiplies `max_position_embeddings`, as transformers documents it.
+    """Return a config with a `linear` rope that multiplies `max_position_embeddings`, as transformers documents it.
 
     Some published configs (DeepSeek-Coder, Chinese-Alpaca-2-16k) declare the extended window there instead. No key
     marks them, but the `longest_input` of their tokenizer, in tokens, is the same number.

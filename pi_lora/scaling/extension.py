@@ -82,8 +82,9 @@ def extend_config(config: Config, extension: Extension) -> dict[str, Any]:
     check_extendable(config, extension)
     rope = _extended_rope(config, extension)
     divisor = 1.0 if rope["rope_type"] == "yarn" else window_factor(config, rope)
-    # Rounded up, but for errors of the division.
-    declared = math.ceil(extension.target / divisor - 1e-6)
+    declared = round(extension.target / divisor)
+    if extension.scaling in ("theta", "direct") and declared * divisor < extension.target:
+        declared += 1
     extended = {**with_full_rope(config, rope), "max_position_embeddings": declared}
     extended.pop(ORIGINAL_WINDOW, None)
     is_constant = constant_longrope(rope) is not None

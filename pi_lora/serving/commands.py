@@ -12,7 +12,17 @@ from pi_lora.scaling.config import LONGROPE_ONLY, full_attention_rope, window_of
 # The types of rope in which vLLM 0.32 reads the sections for time, height and width.
 VLLM_MROPE_TYPES = ("default", "yarn")
 # Models whose lists of divisors llama.cpp reads from a file of `pi-lora export gguf`.
-DIVISORS_IN_LLAMA_CPP = ("apertus", "arcee", "granite", "llama", "ministral3", "mistral", *LONGROPE_ONLY)
+DIVISORS_IN_LLAMA_CPP = (
+    "apertus",
+    "arcee",
+    "granite",
+    "granitemoe",
+    "granitemoehybrid",
+    "llama",
+    "ministral3",
+    "mistral",
+    *LONGROPE_ONLY,
+)
 
 
 def serving_lines(config: PreTrainedConfig, folder: Path = Path()) -> list[str]:
@@ -38,7 +48,9 @@ def serving_lines(config: PreTrainedConfig, folder: Path = Path()) -> list[str]:
     if rope["rope_type"] == "longrope" and has_latent_attention:
         vllm = ["# vLLM 0.32 drops the divisors of models with latent attention; it serves yarn"]
     llama_cpp = []
-    if rope["rope_type"] != "longrope" or language.model_type in DIVISORS_IN_LLAMA_CPP:
+    needs_divisors = rope["rope_type"] in ("longrope", "llama3")
+    is_dropped = rope["rope_type"] == "proportional" and rope.get("factor", 1) != 1
+    if not is_dropped and (not needs_divisors or language.model_type in DIVISORS_IN_LLAMA_CPP):
         if language is not config:
             llama_cpp.append("# the GGUF file has no towers; llama.cpp's own converter writes them with --mmproj")
         llama_cpp += [

@@ -30,8 +30,10 @@ READERS_OF_DIVISORS = (
     "exaone4",
     "granite",
     "granitehybrid",
+    "granitemoe",
     "llama",
     "llama4",
+    "minicpm",
     "mistral3",
     "step35",
 )
@@ -95,7 +97,7 @@ def _value(reader: Any, key: str) -> Any:
 
 def _add_divisors_and_attention_factor(file: Path, model: ModelSource) -> None:
     """Rewrite a GGUF file with the list of divisors of its model, if llama.cpp reads it for this architecture, and with
-    the factor of the attention, which the converter drops.
+    the factor of the attention under the key that llama.cpp reads.
     """
     rope = full_attention_rope(model.config)
     is_list = method_of(model.config) == "factors"
@@ -107,7 +109,8 @@ def _add_divisors_and_attention_factor(file: Path, model: ModelSource) -> None:
         return
     reader: Any = GGUFReader(file)
     architecture = _value(reader, ARCHITECTURE)
-    removed = []
+    # llama.cpp computes this number itself.
+    removed = [f"{architecture}.rope.scaling.yarn_attn_factor"]
     if is_list and not _has_long_divisors(reader):
         if architecture not in READERS_OF_DIVISORS:
             return
