@@ -507,7 +507,7 @@ angles, and logits to float32 precision. `pi-lora eval` measures how well a real
   a sliding window. Configs with `"sliding_window": null` (Mistral-7B-v0.2 and later, Phi-4) have no such limit.
 - `phi3` accepts only the `rope_type` `longrope`. `pi` of a plain rope becomes a longrope that divides all frequencies by the same number. `pi` of
   a longrope with searched factors multiplies the long factors; short inputs keep theirs. The attention factor grows with the window, also for short
-  inputs, as the authors of Phi define it: from 1.190 to 1.225 for Phi-4-mini from 131,072 to 262,144 tokens.
+  inputs, as the authors of Phi define it.
 - transformers 4 (4.57) reads the same files with these exceptions. Use transformers 5 for them:
     - it ignores all scalings of `nemotron`;
     - only Gemma 3 and OLMo 3 have ropes per layer type;

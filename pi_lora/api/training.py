@@ -100,7 +100,7 @@ def resolve_training(
     with ui.working(LIBRARIES):
         from pi_lora.evaluation.probe import better_scaling
         from pi_lora.evaluation.suite import requested_measurements
-        from pi_lora.evaluation.texts import measured_source, training_notes
+        from pi_lora.evaluation.texts import training_notes
         from pi_lora.models.resolve import resolve_for_training
         from pi_lora.preflight import check, plan_or_refuse
         from pi_lora.training.job import TrainingJob
@@ -116,9 +116,7 @@ def resolve_training(
         if not resume:
             lines += better_scaling(source.base, resolved.context.target, resolved.scaling)
         for options in requested_measurements(resolved.evaluation).values():
-            measured = measured_source(options)
-            if measured:
-                lines += training_notes(measured, "the run", resolved.data.source)
+            lines += training_notes(options, "the run", resolved.data.source)
         if any(text.select and text.select.by == "gain" for text in resolved.data.source):
             lines.append("data: the base scores the documents before they are packed, if their scores are not cached")
     for line in dict.fromkeys(lines):

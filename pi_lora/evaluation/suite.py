@@ -67,11 +67,14 @@ def evaluate(
         prepared = {name: measurements[name].prepare(options, sources) for name, options in requested.items()}
         for name, options in prepared.items():
             measurements[name].check(options)
-            measured = measured_source(options)
-            if measured:
-                for source in sources:
-                    for note in training_notes(measured, source.name, source.run.texts):
-                        ui.say(note)
+        notes = [
+            note
+            for options in prepared.values()
+            for source in sources
+            for note in training_notes(options, source.name, source.run.texts)
+        ]
+    for note in dict.fromkeys(notes):
+        ui.say(note)
 
     scores: dict[str, list[Scores]] = {}
     loaded: LoadedModel | None = None

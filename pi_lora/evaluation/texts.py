@@ -62,10 +62,13 @@ def measured_source(options: Section) -> Source | None:
     return Source(name=options.data, **values | {"split": options.split or "validation"})
 
 
-def training_notes(measured: Source, name: str, sources: Sequence[Source]) -> Iterator[str]:
-    """Yield a line if texts of `measured` train the run `name`, or may train it: texts that were moved are not
+def training_notes(options: Section, name: str, sources: Sequence[Source]) -> Iterator[str]:
+    """Yield a line if options measure texts that train the run `name`, or may train it: texts that were moved are not
     recognized.
     """
+    measured = measured_source(options)
+    if measured is None:
+        return
     if trains_on(sources, measured):
         yield f"{measured.name}: {name} is tuned on it; measure other texts, or tune with data.source.hold_out"
     elif looks_local(measured.name):

@@ -14,12 +14,13 @@ from pi_lora.models.saving import OTHER_WEIGHTS_FILE
 from pi_lora.recipe.files import RECIPE_FILE, dump_recipe, load_recipe
 from pi_lora.report.card import refresh_scores
 from pi_lora.report.scores import MeasuredRun
+from pi_lora.run import RUN_FILE
 from pi_lora.staging import check_finished
 from pi_lora.types import Progress, silent
 
 # JSON files that name bases, runs and data, which may be files and folders of this machine.
 FILES_WITH_PATHS = [
-    "run.json",
+    RUN_FILE,
     "merge.json",
     "config.json",
     "generation_config.json",
@@ -110,7 +111,8 @@ def _content(folder: Path, name: str) -> bytes | Path:
         return dump_recipe(recipe.changed(**sections)).encode()
     if any(file.match(pattern) for pattern in FILES_WITH_PATHS):
         content = json.loads(file.read_text(encoding="utf-8"))
-        content.pop("directory", None)  # of a run: where its relative names are on this machine
+        if name == RUN_FILE:
+            content.pop("directory", None)
         text = json.dumps(_without_paths(content), indent=2) + "\n"
         return text.encode()
     return file

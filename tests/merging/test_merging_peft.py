@@ -239,6 +239,10 @@ def test_merging_into_a_sibling_needs_the_option(lora_run: Path, small_model: Pa
             {"rope_parameters": {"rope_type": "default", "rope_theta": 1e6}},
             "rope_theta 1000000.0 instead of 500.0",
         ),
+        (
+            {"rope_parameters": {"rope_type": "linear", "rope_theta": 500.0, "factor": 1.5}},
+            "(rope_type linear instead of default|factor 1.5 instead of None|own scale 1.5 does not lead)",
+        ),
         ({"max_position_embeddings": 128}, "a window of 128 tokens, and the run extends to 128"),
     ],
 )
@@ -252,3 +256,11 @@ def test_a_model_with_other_positions_is_no_sibling(
     (sibling / "config.json").write_text(json.dumps(config | entries))
     with pytest.raises(ModelError, match=problem):
         merge(run, tmp_path / "merged", base=str(sibling), sibling=True)
+
+
+def test_a_run_that_extends_nothing_is_merged_into_a_sibling_of_the_same_window(
+    small_model: Path, tmp_path: Path
+) -> None:
+    run = train(small_recipe(small_model, scaling="keep", context={"target": 64}), tmp_path / "run")
+    merged = merge(run, tmp_path / "merged", base=str(sibling_of(small_model, tmp_path)), sibling=True)
+    assert json.loads((merged.folder / "config.json").read_text())["max_position_embeddings"] == 64

@@ -81,7 +81,14 @@ def test_vllm_drops_the_divisors_of_the_latent_attention_of_deepseek(kind: str, 
 
 @pytest.mark.parametrize(
     ("model_type", "scaling", "exported"),
-    [("llama", "yarn", True), ("llama", "cope", True), ("qwen3", "yarn", True), ("qwen3", "cope", False)],
+    [
+        ("llama", "yarn", True),
+        ("llama", "llama3", True),
+        ("llama", "cope", True),
+        ("qwen3", "yarn", True),
+        ("qwen3", "llama3", False),
+        ("qwen3", "cope", False),
+    ],
 )
 def test_llama_cpp_is_named_where_its_converter_keeps_the_scaling(
     model_type: str, scaling: Method, exported: bool, small_model: Path, tmp_path: Path
@@ -92,6 +99,13 @@ def test_llama_cpp_is_named_where_its_converter_keeps_the_scaling(
     lines = serving_lines(resolve_model(str(folder), Extension(128, scaling=scaling)).typed_config)
     assert any("llama-server" in line for line in lines) == exported
     assert lines[0].startswith("vllm serve")
+
+
+@pytest.mark.parametrize(("factor", "exported"), [(1.0, True), (2.0, False)])
+def test_llama_cpp_is_not_named_for_pi_of_gemma4(factor: float, exported: bool) -> None:
+    config = AutoConfig.for_model("gemma4_text")
+    config.rope_parameters["full_attention"]["factor"] = factor
+    assert any("llama-server" in line for line in serving_lines(config)) == exported
 
 
 def test_a_composite_is_exported_without_towers() -> None:

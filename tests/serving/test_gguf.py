@@ -4,9 +4,12 @@ import json
 import math
 import shutil
 from pathlib import Path
+from types import SimpleNamespace
 
 import gguf
+import numpy as np
 import pytest
+from transformers import AutoConfig
 
 import pi_lora
 from pi_lora import cli
@@ -14,7 +17,7 @@ from pi_lora.errors import ModelError, RunExistsError
 from pi_lora.models.resolve import resolve_model
 from pi_lora.scaling.config import Method
 from pi_lora.scaling.extension import Extension
-from pi_lora.serving.gguf import CONVERTER, export_gguf, find_converter
+from pi_lora.serving.gguf import CONVERTER, _has_scaling, export_gguf, find_converter
 from random_runs import put_on_hub
 
 # What llama.cpp's converter writes about positions, and one tensor.
@@ -155,6 +158,22 @@ def test_the_divisors_of_llama3_need_an_architecture_that_reads_them(
     else:
         with pytest.raises(ModelError, match=f"converter drops this scaling of {architecture} models"):
             export_gguf(resolve_model(str(extended)), file, script)
+
+
+@pytest.mark.parametrize(("written", "is_kept"), [(1.0, False), (2.0, True)])
+def test_pi_of_gemma4_needs_divisors_in_the_file(written: float, is_kept: bool, tmp_path: Path) -> None:
+    """The converter writes 1 for the dimensions that are rotated."""
+    config = AutoConfig.for_model("gemma4_text").to_dict()
+    config["rope_parameters"]["full_attention"]["factor"] = 2.0
+    file = tmp_path / "model.gguf"
+    writer = gguf.GGUFWriter(file, "gemma4")
+    writer.add_tensor("rope_freqs.weight", np.array([written, 1e30], np.float32))
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    model = SimpleNamespace(config=config)
+    assert _has_scaling(gguf.GGUFReader(file), "gemma4", model) == is_kept  # type: ignore[arg-type]
 
 
 def test_an_attention_factor_of_yarn_is_that_of_the_file(small_model: Path, tmp_path: Path) -> None:
