@@ -311,3 +311,17 @@ def test_a_run_is_tuned_on_the_texts_of_the_run_before_it(own_run: Path, monkeyp
     (further / "run.json").write_text(json.dumps(facts))
     names = [Path(source.name).name for source in Run(further).texts]
     assert names == ["text.*", "other.txt"]
+
+
+def test_a_note_on_trained_texts_is_printed_once(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, own_run: Path
+) -> None:
+    evaluation = {"perplexity": {**PERPLEXITY, "documents": 1}, "context": {"data": "text.txt", "window": 128}}
+    trains_on(own_run, name="text.txt")
+    asks_for(own_run, evaluation)
+    status, _, err = run_captured(capsys, monkeypatch, "eval", "all", "run")
+    assert (status, err.count("run is tuned on it")) == (0, 1)
+    recipe = yaml.safe_load((own_run / RECIPE_FILE).read_text())
+    Path("new.yaml").write_text(yaml.safe_dump({**recipe, "context": {"target": 256}}))
+    status, out, err = run_captured(capsys, monkeypatch, "train", "new.yaml", "--dry-run")
+    assert (status, (out + err).count("text.txt: the run is tuned on it")) == (0, 1)

@@ -398,3 +398,13 @@ def test_a_model_on_a_sibling_has_its_name_and_not_the_scores_of_the_run(lora_ru
     assert f"| adapter tuned on | `{base.name}` |" in text
     assert "Not measured yet: `pi-lora eval perplexity . --data TEXT`" in text
     assert "model-index" not in text
+
+
+def test_results_of_texts_that_train_leave_the_metadata(run: Path) -> None:
+    write_report(run)
+    assert results_of(run)
+    for file in (run / "scores").iterdir():
+        file.write_text(json.dumps({**json.loads(file.read_text()), "tuned_on": True}))
+    write_report(run)
+    assert "the model is tuned on it" in card(run)
+    assert "model-index" not in card(run)

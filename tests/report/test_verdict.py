@@ -5,11 +5,12 @@ from typing import Any
 
 import pytest
 
+from pi_lora.evaluation.changes import Row
 from pi_lora.models.files import save_config
 from pi_lora.models.resolve import resolve_model
 from pi_lora.report.card import card_of
 from pi_lora.report.scores import MeasuredRun
-from pi_lora.report.verdict import verdict_of
+from pi_lora.report.verdict import _in_words, verdict_of
 from pi_lora.scaling.extension import Extension
 from reported import SCORES, benchmarks, make_run, passkey, perplexity, ruler
 
@@ -114,3 +115,8 @@ def test_the_card_says_that_frequencies_have_divisors_of_their_own(small_model: 
     run = make_run(small_model, tmp_path / "run", SCORES)
     save_config(resolve_model(str(small_model), Extension(128, scaling="cope")).config, run)
     assert "every rotary frequency is divided by a number of its own" in card_of(MeasuredRun(run))
+
+
+def test_a_change_without_a_unit_ends_with_the_interval() -> None:
+    row = Row(measurement="chat KL", base=0.1, run=0.3, unit="", change=0.2, interval=(0.1, 0.3), verdict="0.200 worse")
+    assert _in_words(row) == "0.200 worse (+0.100 to +0.300)"
