@@ -146,8 +146,9 @@ def _read_tree(path: Path) -> tuple[dict[str, Any], dict[KeyPath, str]]:
     """Return the tree of a YAML file, and the `file:line` of every key. The empty key stands for the file."""
     try:
         content = path.read_bytes()
-        node = yaml.compose(content, _Loader)
-        tree = yaml.load(content, _Loader)
+        loader = _Loader(content)
+        node = loader.get_single_node()
+        tree = loader.construct_document(node) if node else None
     except IsADirectoryError:
         raise RecipeError([f"{path}: is a folder; name a recipe, such as the recipe.yaml of a run"]) from None
     except FileNotFoundError:
