@@ -311,6 +311,7 @@ def compare(
     ui = ui_of(progress)
     with ui.working(LIBRARIES):
         from pi_lora.distributed import is_main_process
+        from pi_lora.models.resolve import run_folder
         from pi_lora.recipe.evaluation import ChatOptions
         from pi_lora.report.comparison import compare_run, comparison_table
         from pi_lora.run import SCORES
@@ -320,7 +321,7 @@ def compare(
     resolve_named = partial(resolve, base=moved_base, permissions=permissions)
     file = optional_path(json)
     check_can_write(file)
-    scores = path_of(name_of(run)) / SCORES
+    scores = run_folder(name_of(run)) / SCORES
     kept = set(scores.glob("*"))
     requested = {"chat": ChatOptions(data=name_of(chat), base=name_of(base))} if chat else {}
     comparison = compare_run(

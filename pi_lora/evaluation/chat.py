@@ -74,7 +74,9 @@ class Chats(Measurement[ChatOptions, ChatScores]):
     scores = ChatScores
 
     def prepare(self, options: ChatOptions, models: Sequence[ModelSource]) -> ChatOptions:
-        """Fill in the shortest window of the models and the base. Raise DataError if the base has other tokens."""
+        """Fill in the shortest window of the models and the base. Raise DataError if the base has other tokens, or if
+        answers cannot be compared in the whole window.
+        """
         windows = [model.window for model in models]
         if options.base:
             base = resolve_model(options.base, permissions=models[0].permissions)
@@ -82,6 +84,11 @@ class Chats(Measurement[ChatOptions, ChatScores]):
             for model in models:
                 if vocabulary_of(model) != vocabulary_of(base):
                     raise DataError(f"--base: {base.name}: has another vocabulary than {model.name}; name its own base")
+            if options.window and options.window > min(windows):
+                raise DataError(
+                    f"--window: {options.window}: beyond the {min(windows)} tokens that the models and the base read; "
+                    f"name at most that, or leave out --base"
+                )
         return options.changed(window=options.window or min(windows))
 
     def measure(self, model: LoadedModel, options: ChatOptions, session: Session) -> ChatScores:

@@ -196,14 +196,18 @@ def metrics_of(scores: Scores) -> list[Metric]:
     return list(MEASUREMENTS[scores.measurement].metrics(scores))
 
 
-def setting_of(scores: Scores) -> str:
-    """Return the options that scores were measured with, and the numbers of documents, trials or examples."""
+def setting_of(scores: Scores, shown: Callable[[str], str] = str) -> str:
+    """Return the options that scores were measured with, and the numbers of documents, trials or examples. `shown`
+    returns the text to show for an option that is a text.
+    """
     options = scores.options.model_dump(mode="json", exclude={*SPEED_OPTIONS, "bos"}, exclude_none=True)
     parts = []
     for key, value in options.items():
         if isinstance(value, list):
             # Only numbers: the names of tasks are in the table.
             value = "/".join(str(item) for item in value if isinstance(item, int))
+        elif isinstance(value, str):
+            value = shown(value)
         if value != "" and value is not False:
             parts.append(f"{key.replace('_', ' ')} {value}")
     if isinstance(scores, PerplexityScores) and scores.bos not in (None, "none"):

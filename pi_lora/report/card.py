@@ -20,7 +20,7 @@ from pi_lora.evaluation.suite import MEASUREMENTS
 from pi_lora.models.composite import auto_class_of
 from pi_lora.models.files import CARD, is_local, model_folder, public_name, read_card
 from pi_lora.recipe.schema import Recipe
-from pi_lora.report.scores import MeasuredRun, eval_results, literal, public_setting, scores_section
+from pi_lora.report.scores import MeasuredRun, code_cell, eval_results, literal, public_setting, scores_section
 from pi_lora.report.verdict import verdict_of
 from pi_lora.run import BASE, STEP_0, check_tuned
 from pi_lora.scaling.config import full_attention_rope, method_of, scale_of, window_of
@@ -99,6 +99,7 @@ def card_of(run: MeasuredRun, merged: Sequence[str] = (), serving: Sequence[str]
         full=full,
         auto_class=auto_class_of(run.config),
         public_name=public_name,
+        code_cell=code_cell,
         base_on_hub=is_hub_id(run.base.name),
         window=window,
         method=method_of(run.config),

@@ -127,8 +127,7 @@ def scores_section(run: MeasuredRun, name: str) -> Iterator[str]:
 
 def public_setting(scores: Scores) -> str:
     """Return the text and settings of a measurement, without paths of this machine."""
-    data = str(scores.options.model_dump().get("data"))
-    setting = setting_of(scores).replace(data, public_name(data))
+    setting = setting_of(scores, public_name)
     return f"{setting}, the model is tuned on it" if scores.tuned_on else setting
 
 
@@ -160,6 +159,19 @@ def literal(text: str) -> str:
     \!\[\](http://x/y.png) \<b> a\|b
     """
     return re.sub(r"([\\`!\[\]<|])", r"\\\1", " ".join(text.split()))
+
+
+def code_cell(text: str) -> str:
+    r"""Return a text as code in a cell of a Markdown table.
+
+    >>> print(code_cell("a|b.txt"), code_cell("a`b"))
+    `a\|b.txt` `` a`b ``
+    """
+    ticks = max(map(len, re.findall("`+", text)), default=0)
+    fence = "`" * (ticks + 1)
+    padding = " " if ticks else ""
+    content = " ".join(text.split()).replace("|", r"\|")
+    return f"{fence}{padding}{content}{padding}{fence}"
 
 
 def markdown_table(head: Sequence[str], rows: Iterable[Sequence[str]]) -> str:

@@ -9,7 +9,14 @@ from huggingface_hub import CommitOperationAdd, HfApi, get_session
 
 from pi_lora.errors import ModelError
 from pi_lora.hub import ANSWER_SECONDS, hub_errors
-from pi_lora.models.files import CARD, CONFIG_FILE, PROCESSOR_FILES, TOKENIZER_FILES, public_name
+from pi_lora.models.files import (
+    ADAPTER_CONFIG_FILE,
+    CARD,
+    CONFIG_FILE,
+    PROCESSOR_FILES,
+    TOKENIZER_FILES,
+    public_name,
+)
 from pi_lora.models.saving import OTHER_WEIGHTS_FILE
 from pi_lora.recipe.files import RECIPE_FILE, dump_recipe, load_recipe
 from pi_lora.report.card import refresh_scores
@@ -37,6 +44,8 @@ WEIGHT_FILES = [
     OTHER_WEIGHTS_FILE,
     "model.safetensors.index.json",
 ]
+# transformers loads an adapter where it finds this config, whatever weights are beside it.
+OTHER_MODEL = ["*.safetensors", "pytorch_model*.bin", "adapter_model.bin", "*.index.json", ADAPTER_CONFIG_FILE]
 # Seconds that the hub has to commit what was uploaded.
 COMMIT_SECONDS = 30.0
 # All other files stay here: checkpoints, pickles, and files that a user keeps in the folder.
@@ -61,7 +70,8 @@ def push(folder: Path, repo: str, *, private: bool = False, progress: Progress =
     """Upload the files of a run or model, without paths of this machine, to `repo` on the hub; return the address.
 
     The repository is created if it does not exist. Weights that an interrupted upload has sent are not sent again.
-    Raise ModelError if the folder is unfinished, lacks a file or has links to files elsewhere, or if the hub refuses.
+    Raise ModelError if the folder is unfinished, lacks a file or has links to files elsewhere, if the repository holds
+    weights that stay there, or if the hub refuses.
     """
     check_finished(folder)
     if not folder.is_dir():
@@ -73,8 +83,15 @@ def push(folder: Path, repo: str, *, private: bool = False, progress: Progress =
     hub = HfApi()
     with hub_errors(repo, "push"):
         url = hub.create_repo(repo, private=private or None, exist_ok=True)
-        if private and not hub.model_info(url.repo_id).private:
+        info = hub.model_info(url.repo_id)
+        if private and not info.private:
             raise ModelError(f"{url}: is public already; make it private in its settings, or leave out --private")
+        others = {file.rfilename for file in info.siblings or ()}.difference(names)
+        stay = sorted(name for pattern in OTHER_MODEL for name in fnmatch.filter(others, pattern) if "/" not in name)
+        if stay:
+            raise ModelError(
+                f"{url}: holds another model ({stay[0]}); name another repository, or delete that file there"
+            )
         # By default the client waits without an end for a storage that does not answer. It tries six times.
         session = get_session()
         session.timeout = ANSWER_SECONDS

@@ -160,6 +160,19 @@ def test_a_mistake_in_eval_chat_is_one_line(
     assert err.splitlines()[-1].startswith(line)
 
 
+def test_answers_are_not_compared_beyond_a_window(
+    here: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked = ("eval", "chat", "run", "--data", "chats.jsonl", "--base", "base", "--window", "96")
+    status, out, err = run_captured(capsys, monkeypatch, *asked)
+    assert (status, out) == (2, "")
+    line = (
+        "--window: 96: beyond the 64 tokens that the models and the base read; name at most that, or leave out --base"
+    )
+    assert err.splitlines()[-1] == line
+    assert measured(load("run"), window=96).options.window == 96
+
+
 def test_a_model_under_autocast_is_compared_with_its_base(here: Path) -> None:
     """As full runs and adapters of float32 bases are on a GPU."""
     model = load("run")

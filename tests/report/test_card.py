@@ -15,13 +15,14 @@ from huggingface_hub.utils import validate_repo_id
 from conftest import run_captured, small_recipe, train
 from pi_lora.api import load, merge
 from pi_lora.errors import ModelError
+from pi_lora.evaluation.chat import ChatScores
 from pi_lora.evaluation.perplexity import Perplexity
 from pi_lora.evaluation.suite import read_scores
 from pi_lora.models.adapter import without_known_warnings
 from pi_lora.recipe.files import dump_recipe, load_recipe
 from pi_lora.report.card import card_of, html_page, refresh_scores, write_card, write_report
 from pi_lora.report.comparison import compare
-from pi_lora.report.scores import MeasuredRun
+from pi_lora.report.scores import MeasuredRun, public_setting
 from reported import benchmarks, make_run, passkey, perplexity, summarization
 
 IDS = torch.randint(2, 1024, (2, 128), generator=torch.Generator().manual_seed(5))
@@ -320,6 +321,23 @@ def test_names_in_scores_are_escaped_in_the_card(small_model: Path, tmp_path: Pa
     assert r"\!\[x\](http://evil/x.png)\<img src=//evil>\|" in text
     assert "\n# Title" not in text
     assert "<img src=//" not in (run / "report.html").read_text()
+
+
+def test_names_of_data_and_base_are_whole_cells(small_model: Path, tmp_path: Path) -> None:
+    base = Path(shutil.copytree(small_model, tmp_path / "a|base"))
+    data = {"source": [{"name": "x|y<b>&`z`.txt", "weight": 3}, {"name": "owner/books"}]}
+    run = make_run(base, tmp_path / "run", recipe=small_recipe(base, data=data))
+    write_report(run, html=True)
+    page = (run / "report.html").read_text()
+    assert "<td><code>x|y&lt;b&gt;&amp;`z`.txt</code> (75%), <code>owner/books</code> (25%)</td>" in page
+    assert "<td><code>a|base</code></td>" in page
+
+
+def test_no_path_of_an_option_is_in_a_setting() -> None:
+    options = {"data": "/home/me/chats.jsonl", "base": "/home/me/base", "window": 256}
+    scores = {"model": "m", "scale": 2.0, "options": options, "chats": 3, "left_out": 0, "tokens": 9, "perplexity": 2.0}
+    chats = ChatScores.model_validate({**scores, "per_chat": []})
+    assert public_setting(chats).startswith("data chats.jsonl, column messages, split train, base base, window 256")
 
 
 def test_a_failed_write_keeps_the_previous_card(run: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -126,6 +126,27 @@ def test_private_is_refused_for_a_public_repository(lora_run: Path, hub: Hub) ->
     assert hub.files("models/me/model") == {}
 
 
+@pytest.mark.parametrize("other", ["model.safetensors", "adapter_config.json", "pytorch_model-00001-of-00002.bin"])
+def test_weights_of_another_model_do_not_stay_beside_those_of_a_push(
+    full_run: Path, lora_run: Path, hub: Hub, other: str
+) -> None:
+    """transformers would load the one or the other."""
+    hub.add("models/me/model", {other: b"other"})
+    run = lora_run if other == "model.safetensors" else full_run
+    with pytest.raises(
+        ModelError, match=rf"me/model: holds another model \({other}\); name another repository, or del"
+    ):
+        push(run, "me/model")
+    assert hub.files("models/me/model") == {other: b"other"}
+
+
+def test_a_run_is_pushed_again(lora_run: Path, hub: Hub) -> None:
+    push(lora_run, "me/model")
+    first = hub.files("models/me/model")
+    push(lora_run, "me/model")
+    assert hub.files("models/me/model") == first
+
+
 def test_a_link_to_a_file_elsewhere_is_refused(lora_run: Path, hub: Hub, tmp_path: Path) -> None:
     run = shutil.copytree(lora_run, tmp_path / "run")
     (tmp_path / "a.json").write_text("secret")
