@@ -206,5 +206,5 @@ class LengthGroups(LengthGroupedSampler):
     """
 
     def set_epoch(self, epoch: int) -> None:
-        """Choose the order of an epoch; the trainer calls this before every epoch."""
+        """Choose the order of an epoch."""
         self.generator = torch.Generator().manual_seed(torch.initial_seed() + epoch)

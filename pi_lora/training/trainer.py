@@ -1,6 +1,7 @@
 """TRL's SFTTrainer with our schedule, batches of similar lengths, and checked losses; the only module that uses TRL."""
 
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -11,7 +12,7 @@ from torch.distributed.fsdp import MixedPrecisionPolicy
 from torch.optim.lr_scheduler import LambdaLR
 from torch.utils.checkpoint import checkpoint
 from torch.utils.data import Sampler
-from transformers import PrinterCallback, TrainerCallback
+from transformers import PrinterCallback, TrainerCallback, TrainerControl, TrainerState
 from transformers import Trainer as PlainTrainer
 from transformers.integrations import get_reporting_integration_callbacks
 from trl import SFTConfig, SFTTrainer
@@ -101,6 +102,19 @@ def _checkpointing_options(recipe: Recipe) -> dict[str, Any] | None:
     return None
 
 
+@dataclass
+class OrderOfEpoch(TrainerCallback):
+    """Choose the order of every epoch. With several processes, the trainer of transformers (5.23) does not reach the
+    sampler in an epoch that it resumes.
+    """
+
+    groups: LengthGroups
+
+    def on_epoch_begin(self, args: Any, state: TrainerState, control: TrainerControl, **_: Any) -> None:
+        """Tell the sampler which epoch begins or is resumed."""
+        self.groups.set_epoch(int(state.epoch or 0))
+
+
 class OneDevice(SFTConfig):
     """Arguments of a process that computes on one GPU: the Trainer would use all GPUs of the machine."""
 
@@ -128,7 +142,7 @@ class Trainer(SFTTrainer):
         tuned = model.module
         # Under autocast the casts of PEFT only change dropout, which depends on the dtype.
         self.cast_by_autocast = devices.computes_in(recipe) != "float32" and not recipe.tuning.dropout
-        self.groups: Sampler[int] | None = None
+        self.groups: LengthGroups | None = None
         if len(set(data.tokens)) > 1:
             # Groups for a step: a resumption with fewer sequences at once, or on other GPUs, keeps the order.
             self.groups = LengthGroups(self.training.global_batch_size, lengths=data.tokens)
@@ -155,6 +169,8 @@ class Trainer(SFTTrainer):
             for tracker in get_reporting_integration_callbacks(list(recipe.training.tracking)):
                 self.add_callback(tracker)
         self.remove_callback(PrinterCallback)
+        if self.groups:
+            self.add_callback(OrderOfEpoch(self.groups))
         # Without a mask torch chooses its fast kernel. FlashAttention leaves padding out by itself, and the loss that
         # balances experts needs the mask.
         self.unmasked = recipe.data.has_examples and model.kernel in (devices.SDPA, BLOCKWISE) and not balances_experts
