@@ -230,6 +230,12 @@ class Run:
                 shutil.rmtree(unneeded, ignore_errors=True)
             write()
 
+    def remove_unfinished_checkpoints(self) -> None:
+        """Remove the checkpoints that were not written whole."""
+        for checkpoint in self.checkpoints:
+            if not (checkpoint / COMPLETE).is_file():
+                shutil.rmtree(checkpoint, ignore_errors=True)
+
     def checkpoint_to_resume(self) -> Path | None:
         """Return the newest checkpoint with all files, and restore the training log up to it.
 

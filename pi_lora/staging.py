@@ -9,11 +9,11 @@ from pathlib import Path
 
 from filelock import FileLock, Timeout
 
-from pi_lora.errors import ModelError, RunExistsError
+from pi_lora.errors import ModelError, RunExistsError, first_line
 from pi_lora.recipe.files import RECIPE_FILE, find_recipe, load_recipe
 from pi_lora.recipe.schema import Recipe
 from pi_lora.run import Run, step_of
-from pi_lora.storage import check_can_make
+from pi_lora.storage import check_can_make, is_disk_full
 
 
 def resolve_run(name: Path, overrides: Iterable[str], output: Path | None, resume: bool) -> tuple[Recipe, Path]:
@@ -23,12 +23,13 @@ def resolve_run(name: Path, overrides: Iterable[str], output: Path | None, resum
     """
     file = find_recipe(name)
     begun_file = staging_path(name) / RECIPE_FILE
+    # `resume_command` names the run, which may have the name of a recipe.
+    if resume and begun_file.is_file() and not (output and file.is_file()):
+        return load_recipe(begun_file, overrides).recipe, output or name
     if resume and not file.is_file():
         if Run(name).has_recipe:
             raise RunExistsError(f"{name}: is finished; nothing is left to resume")
-        if not begun_file.is_file():
-            raise RunExistsError(f"{name}: no interrupted run of this name, and no such recipe; correct the name")
-        return load_recipe(begun_file, overrides).recipe, output or name
+        raise RunExistsError(f"{name}: no interrupted run of this name, and no such recipe; correct the name")
     recipe = load_recipe(file, overrides).recipe
     parent = "models" if recipe.tuning.method == "full" else "adapters"
     return recipe, output or Path(parent, file.stem)
@@ -89,7 +90,7 @@ def staged(output: Path, *, resume: bool = False) -> Iterator[Path]:
     """Make `output` whole or not at all: the body fills the staging folder, which is then renamed.
 
     The staging folder is locked for other processes. If the body fails, the folder is removed unless it holds a
-    checkpoint to resume from.
+    checkpoint to resume from. Raise ModelError if the disk is full.
     """
     check_output(output, resume=resume)
     target = output.resolve()
@@ -100,9 +101,16 @@ def staged(output: Path, *, resume: bool = False) -> Iterator[Path]:
         staging.mkdir(exist_ok=True)
         try:
             yield staging
-        except BaseException:
-            if Run(staging).last_checkpoint is None:
+        except BaseException as error:
+            run = Run(staging)
+            if run.last_checkpoint is None:
                 shutil.rmtree(staging, ignore_errors=True)
+            if is_disk_full(error):
+                run.remove_unfinished_checkpoints()  # which fill the disk
+                remedy = resume_command(output) if run.last_checkpoint else "start again"
+                raise ModelError(
+                    f"{output}: the disk is full ({first_line(error)}); make room, then {remedy}"
+                ) from error
             raise
         for weights in staging.glob("*.safetensors"):
             if weights.stat().st_nlink == 1:  # not the base's own file

@@ -1,5 +1,6 @@
 """Reading small files, with one clear error line if they are damaged; writing files atomically, also in the cache."""
 
+import errno
 import hashlib
 import json
 import os
@@ -23,6 +24,8 @@ PLAIN_WORDS = (
     (r", unable to .*", ""),
 )
 SHOULD_BE = "input should be "
+# A full disk, a full quota, and a file above the limit of a process.
+FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 
 
 def read_json(file: Path, kind: type[T], remedy: str) -> T:
@@ -110,6 +113,17 @@ def check_can_make(output: Path) -> None:
         raise RunExistsError(
             f"{output}: is in a place that cannot be written ({reason}); choose another --output"
         ) from None
+
+
+def is_disk_full(error: BaseException) -> bool:
+    """Whether a write failed because a disk or a quota is full.
+
+    safetensors and tokenizers name the number of the error in the text; torch only says that a write came out short.
+    """
+    if isinstance(error, OSError):
+        return error.errno in FULL
+    numbers = "|".join(map(str, FULL))
+    return re.search(rf"\(os error ({numbers})\)|fail at inline_container", str(error)) is not None
 
 
 def write_whole(file: Path, text: str) -> None:

@@ -87,10 +87,10 @@ def progress_bar(title: str) -> Iterator[Progress]:
         task = bar.add_task(title, total=None, note="")
 
         def report(done: int, total: int, note: str) -> None:
-            bar.update(task, completed=done, total=total, note=note)
+            bar.update(task, completed=done, total=total or None, note=note)
 
         yield report
-        has_started = bar.tasks[0].total is not None
+        has_started = bar.tasks[0].total is not None or bar.tasks[0].completed > 0
         bar.update(task, visible=has_started)
 
 
@@ -109,9 +109,11 @@ def _progress_lines(title: str) -> Progress:
         if now - _last_line < LINE_INTERVAL or done == first:
             return
         _last_line = now
-        seconds_per_unit = (now - started) / max(1, done - first)
-        left = timedelta(seconds=round(seconds_per_unit * (total - done)))
-        line = f"{title}: {done:,} of {total:,}, {left} left"
+        line = f"{title}: {done:,}"
+        if total:
+            seconds_per_unit = (now - started) / max(1, done - first)
+            left = timedelta(seconds=round(seconds_per_unit * (total - done)))
+            line += f" of {total:,}, {left} left"
         if note:
             line += f", {note}"
         # The process goes on if the reader has ended; rich would end the process.

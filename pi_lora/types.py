@@ -24,7 +24,7 @@ class Permissions:
 NO_PERMISSIONS = Permissions()
 
 
-# Called with the work that is done, all work, and a note about it.
+# Called with the work that is done, all work (0 if nobody knows), and a note about it.
 Progress: TypeAlias = Callable[[int, int, str], object]
 
 

@@ -140,7 +140,16 @@ SWITCHES: dict[str, dict[str, Any]] = {
     "granitemoehybrid": {"position_embedding_type": "rope"},
     "zamba2": {"use_mem_rope": True},
 }
+# The last half of the layers has the keys of the first, as in the small models of Gemma 3n and 4.
+SHARED_KEYS = {
+    "layer_types": ["sliding_attention", "full_attention"] * 2,
+    "num_hidden_layers": 4,
+    "num_kv_shared_layers": 2,
+}
 CHOICES: dict[str, dict[str, Any]] = {
+    "gemma4_text": SHARED_KEYS,
+    "gemma4_unified_text": SHARED_KEYS,
+    "gemma3n_text": {**SHARED_KEYS, "intermediate_size": [64] * 4, "activation_sparsity_pattern": [0.0] * 4},
     "bamba": {"attn_layer_indices": [0]},
     "granitemoehybrid": {**SWITCHES["granitemoehybrid"], "layer_types": ["mamba", "attention"]},
     "cohere_compass_text": {

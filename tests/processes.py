@@ -30,7 +30,9 @@ from pathlib import Path
 from typing import NoReturn
 
 # What a command that goes on for a while prints where stderr is no terminal.
-PROGRESS = re.compile(r"^(.+: [\d,]+ of [\d,]+, \d.* left(, .*)?|[\w ./:-]+ \.\.\.)\n", re.MULTILINE)
+PROGRESS = re.compile(
+    r"^(.+: [\d,]+ of [\d,]+, \d.* left(, .*)?|preparing .+: [\d,]+|[\w ./:-]+ \.\.\.)\n", re.MULTILINE
+)
 # Passed on by the client; SIGKILL shows as a connection that breaks.
 SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT, signal.SIGUSR1, signal.SIGUSR2)
 # What pi-lora sets for the processes that it launches, before libraries are imported.

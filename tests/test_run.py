@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from safetensors import SafetensorError
 from safetensors.torch import save_file
 
 from conftest import small_recipe
@@ -18,7 +19,7 @@ from pi_lora.errors import ModelError, RunExistsError
 from pi_lora.preflight import check
 from pi_lora.recipe.files import dump_recipe
 from pi_lora.run import Run
-from pi_lora.staging import check_output, staged, staging_path
+from pi_lora.staging import check_output, resolve_run, staged, staging_path
 
 
 def test_an_output_that_is_a_link_is_made_at_its_target(tmp_path: Path) -> None:
@@ -177,6 +178,53 @@ def test_if_all_checkpoints_are_damaged_none_is_resumed_or_removed(tmp_path: Pat
         Run(tmp_path).checkpoint_to_resume()
     assert "\n" not in str(raised.value)
     assert all(each.is_dir() for each in both)
+
+
+FULL_DISK = [
+    OSError(28, "No space left on device"),
+    OSError(122, "Disk quota exceeded"),
+    SafetensorError("Error while serializing: I/O error: No space left on device (os error 28)"),
+    RuntimeError("[enforce fail at inline_container.cc:672] . unexpected pos 136512 vs 136400"),
+    Exception("No space left on device (os error 28)"),
+]
+
+
+@pytest.mark.parametrize("error", FULL_DISK, ids=str)
+def test_a_full_disk_is_one_line_and_half_a_checkpoint_makes_room(tmp_path: Path, error: Exception) -> None:
+    output = tmp_path / "run"
+    again = f"make room, then pi-lora train {output} --resume$"
+
+    def write() -> None:
+        with staged(output) as staging:
+            interrupted(staging)
+            (staging / "checkpoints" / "checkpoint-6").mkdir()
+            raise error
+
+    with pytest.raises(ModelError, match=f"run: the disk is full .*; {again}"):
+        write()
+    assert [path.name for path in Run(staging_path(output)).checkpoints] == ["checkpoint-4", "checkpoint-2"]
+
+
+def test_other_errors_keep_their_name(tmp_path: Path) -> None:
+    with pytest.raises(RuntimeError, match="shape"), staged(tmp_path / "run"):
+        raise RuntimeError("shape")
+
+
+def test_the_run_that_was_interrupted_is_resumed_although_a_recipe_has_its_name(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    begun = small_recipe("m", training={"steps": 6})
+    for name in ("mine", "adapters/mine", "demo"):
+        staging = staging_path(Path(name))
+        staging.mkdir(parents=True)
+        (staging / "recipe.yaml").write_text(dump_recipe(begun))
+    Path("mine.yaml").write_text(dump_recipe(small_recipe("m", training={"steps": 8})))
+    for name in ("mine", "demo"):
+        assert resolve_run(Path(name), [], output=None, resume=True) == (begun, Path(name))
+    recipe, output = resolve_run(Path("mine.yaml"), [], output=None, resume=True)
+    assert (recipe.training.steps, output) == (8, Path("adapters/mine"))
+    assert resolve_run(Path("mine"), [], output=Path("adapters/mine"), resume=True) == (recipe, output)
 
 
 def test_older_checkpoints_make_room_for_the_weights_after_the_last_step(tmp_path: Path) -> None:

@@ -109,6 +109,19 @@ def test_slow_work_is_announced(capsys: pytest.CaptureFixture[str], monkeypatch:
     assert without_progress(errors) == ""
 
 
+def test_progress_of_an_unknown_amount_has_no_total(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    now = 0.0
+    monkeypatch.setattr(time, "monotonic", lambda: now)
+    monkeypatch.setattr(terminal, "_last_line", now)
+    with progress_bar("preparing examples") as progress:
+        progress(1, 0, "")
+        now = 70
+        progress(1200, 0, "")
+    assert capsys.readouterr().err == "preparing examples: 1,200\n"
+
+
 def test_progress_is_printed_as_lines_without_a_terminal(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:

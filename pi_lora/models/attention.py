@@ -11,7 +11,7 @@ about one block at a time.
 
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property, partial
 from typing import Any, NamedTuple
 
@@ -72,6 +72,14 @@ class BlockwiseMask:
     reach: int | None
     causal: bool
     device: torch.device | str
+
+    def __getitem__(self, index: tuple[slice, ...]) -> "BlockwiseMask":
+        """Return the mask of some queries, indexed as (batch, head, queries, keys).
+
+        Layers of Gemma 4 that share the keys of others compute only the queries whose logits are needed.
+        """
+        _, _, queries, _ = index
+        return replace(self, queries=self.queries[queries])
 
     @property
     def size(self) -> int:
@@ -188,6 +196,10 @@ def blockwise_attention(
         s_aux: The attention sinks by head: the score of a key without value (gpt-oss).
         options: Arguments of `sdpa`.
     """
+    some_queries = 1 < query.shape[2] < key.shape[2]
+    if attention_mask is None and some_queries and getattr(module, "is_causal", True):
+        # Without a mask, `sdpa` takes the queries for the first ones.
+        attention_mask = _blocks_of(query, key, causal=True)
     if softcap is None and s_aux is None and not isinstance(attention_mask, BlockwiseMask):
         output, _ = sdpa_attention_forward(
             module, query, key, value, attention_mask, dropout=dropout, scaling=scaling, **options

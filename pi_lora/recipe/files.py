@@ -72,8 +72,13 @@ def load_recipe(path: Path, overrides: Iterable[str] = ()) -> ResolvedRecipe:
         base, base_origins = _read_tree(path.parent / str(parent))
         tree = _merge(base, tree)
         origins = _merge_origins(base_origins, origins)
+    malformed: list[str] = []
     for override in overrides:
-        key, value = _parsed_override(override)
+        try:
+            key, value = _parsed_override(override)
+        except RecipeError as error:
+            malformed += error.problems
+            continue
         for name in reversed(key):
             value = {name: value}
         tree = _merge(tree, value)
@@ -86,7 +91,10 @@ def load_recipe(path: Path, overrides: Iterable[str] = ()) -> ResolvedRecipe:
         problems: dict[KeyPath, list[Any]] = {}
         for problem in error.errors():
             problems.setdefault(_key_of(problem), []).append(problem)
-        raise RecipeError([_problem(key, found, origins) for key, found in problems.items()]) from None
+        found = [_problem(key, alternatives, origins) for key, alternatives in problems.items()]
+        raise RecipeError([*malformed, *found]) from None
+    if malformed:
+        raise RecipeError(malformed)
     return ResolvedRecipe(recipe, _origins_by_key(recipe, origins))
 
 

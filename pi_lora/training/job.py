@@ -300,6 +300,9 @@ def complete(recipe: Recipe, source: ModelSource, run: Run) -> None:
     # The processes before a resume had another peak.
     log = run.log
     run.record({**log[-1], "peak_memory": max(line["peak_memory"] for line in log)})
+    # Optimizer states take time to remove: a process that is killed now does not leave them in the finished run.
+    for checkpoint in run.checkpoints[1:]:
+        shutil.rmtree(checkpoint, ignore_errors=True)
 
 
 def closing_lines(recipe: Recipe, run: Run) -> list[str]:

@@ -150,7 +150,8 @@ def test_resume_completes_a_trained_run_without_a_step_whatever_write_failed(
         if done == STEPS:
             disk.watch(tmp_path, lambda write: write > before)
 
-    with pytest.raises(OSError, match="No space left"):
+    resume = f"make room, then pi-lora train {output} --resume$"
+    with pytest.raises(ModelError, match=rf"run: the disk is full \(.*No space left.*\); {resume}"):
         train(recipe, output, progress=fill)
     disk.folder = "\0"
     with pytest.raises(
@@ -166,7 +167,7 @@ def test_resume_completes_a_trained_run_without_a_step_whatever_write_failed(
         allowed = failures
         disk.watch(tmp_path, lambda write, allowed=allowed: write > allowed)
         # Of the last writes some are not needed.
-        with contextlib.suppress(OSError):
+        with contextlib.suppress(OSError, ModelError):
             train(recipe, output, resume=True)
         disk.folder = "\0"
         failures += 1
@@ -191,7 +192,7 @@ def test_a_tracker_that_fails_in_the_last_step_loses_nothing(
     output = tmp_path / "run"
     with monkeypatch.context() as patch:
         patch.setattr(TensorBoardCallback, "on_log", full)
-        with pytest.raises(OSError, match="No space left"):
+        with pytest.raises(ModelError, match="No space left"):
             train(recipe, output)
     assert Run(staging_path(output)).is_trained
     monkeypatch.setattr(TrainingLog, "on_step_end", lambda *_, **__: pytest.fail("a step is done again"))

@@ -11,7 +11,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from pi_lora.api import merge
-from pi_lora.errors import PiLoraError
+from pi_lora.errors import ModelError, PiLoraError
 from random_runs import save_base, save_run
 from small_configs import ALL, llama
 
@@ -171,7 +171,8 @@ def test_a_full_disk_leaves_no_output(whole: Path, tmp_path: Path, monkeypatch: 
         raise OSError(errno.ENOSPC, "No space left on device")
 
     monkeypatch.setattr("os.fsync", full)
-    with pytest.raises(OSError, match="No space left on device"):
+    message = r"merged: the disk is full \(.*No space left on device\); make room, then start again$"
+    with pytest.raises(ModelError, match=message):
         merge(whole / "run", tmp_path / "merged")
     assert list(tmp_path.iterdir()) == []
 

@@ -341,6 +341,28 @@ def test_a_prompt_in_chunks_gives_the_logits_of_the_whole(model_type: str) -> No
 
 
 @pytest.mark.usefixtures("small_blocks")
+@pytest.mark.parametrize("tokens", [9, 30])
+@pytest.mark.parametrize("kept", [0, 1, 5])
+def test_layers_that_share_keys_compute_the_logits_to_keep(tokens: int, kept: int) -> None:
+    """Of Gemma 4, as E2B and E4B: below the window no layer has a mask."""
+    model = small("gemma4_text")
+    ids = random_ids(2, tokens)
+    found = {}
+    gradients = {}
+    for kernel in ("eager", BLOCKWISE):
+        model.set_attn_implementation(kernel)
+        model.zero_grad()
+        logits = model(ids, use_cache=False, logits_to_keep=kept).logits
+        found[kernel] = logits.detach()
+        logits[..., :9].sum().backward()
+        gradients[kernel] = {name: weight.grad for name, weight in model.named_parameters() if weight.grad is not None}
+    assert found["eager"].shape[1] == (kept or tokens)
+    torch.testing.assert_close(found[BLOCKWISE], found["eager"], rtol=1e-4, atol=1e-4)
+    for name, gradient in gradients["eager"].items():
+        assert (gradients[BLOCKWISE][name] - gradient).norm() <= 1e-3 * gradient.norm(), name
+
+
+@pytest.mark.usefixtures("small_blocks")
 @pytest.mark.parametrize("rows", [1, 2])
 @pytest.mark.parametrize("model_type", ["llama", "gemma3_text"])
 @torch.no_grad()

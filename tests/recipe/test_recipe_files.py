@@ -63,6 +63,13 @@ def test_an_emoji_of_json_is_one_character(tmp_path: Path) -> None:
     dump_recipe(recipe).encode()
 
 
+def test_a_malformed_override_hides_no_other_mistake(tmp_path: Path) -> None:
+    path = write(tmp_path, GOOD)
+    found = problems(path, "steps", "training.steps=many", "scaling=[pi")
+    assert [line.partition(":")[0] for line in found] == ["steps", "scaling=[pi", "command line"]
+    assert len(problems(path, "steps", "scaling=[pi")) == 2
+
+
 def test_all_mistakes_are_reported_together_with_their_lines(tmp_path: Path) -> None:
     path = write(
         tmp_path,
