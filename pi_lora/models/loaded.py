@@ -168,6 +168,9 @@ def load_base(
             use_blockwise(module)
     if depends_on_length(source.config):
         module.get_decoder().register_forward_pre_hook(_reset_dynamic_rope, with_kwargs=True)
+    for part in module.modules():
+        if hasattr(part, "rope_deltas"):
+            part.register_forward_pre_hook(_forget_rope_deltas, with_kwargs=True)
     _check_complete(base.name, report, other_parts(module))
     if module.all_tied_weights_keys != module.get_expanded_tied_weights_keys(all_submodels=True):
         # transformers 5.23 does not tie what differs. Models on this machine are resolved without the tie.
@@ -212,6 +215,17 @@ def _reset_dynamic_rope(decoder: Any, _: Any, options: dict[str, Any]) -> None:
         single_token = torch.zeros((1, 1), dtype=torch.long, device=decoder.device)
         # The forward of the class: hooks and what replaces the forward of the module are left out.
         type(decoder).forward(decoder, input_ids=single_token, use_cache=False)
+
+
+def _forget_rope_deltas(model: Any, arguments: tuple[Any, ...], options: dict[str, Any]) -> None:
+    """Forget the offsets of positions after images, if they are those of another batch. Models with images keep them
+    from the last `generate` (transformers 5.23), also after texts, where all are 0.
+    """
+    if model.rope_deltas is None:
+        return
+    inputs = next(value for value in (*arguments, *options.values()) if isinstance(value, torch.Tensor))
+    if len(inputs) != len(model.rope_deltas):
+        model.rope_deltas = None
 
 
 def empty_module(config: PreTrainedConfig, dtype: torch.dtype, kernel: str | None) -> Any:

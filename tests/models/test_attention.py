@@ -392,7 +392,7 @@ def test_a_row_of_pose_is_seen_as_a_whole(model_type: str, rows: int) -> None:
 
 
 @pytest.mark.usefixtures("small_blocks")
-@pytest.mark.parametrize("model_type", ["gemma3_text", "gpt_oss", "gemma2"])
+@pytest.mark.parametrize("model_type", ["gemma3_text", "gpt_oss", "gemma2", "gemma4_text"])
 def test_gradient_checkpointing_changes_no_gradient(model_type: str) -> None:
     model = small(model_type).train()
     use_blockwise(model)

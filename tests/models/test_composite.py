@@ -17,10 +17,12 @@ from transformers import AutoModelForCausalLM, AutoModelForImageTextToText
 import pi_lora
 from architectures import small_composite, small_config, small_model
 from pi_lora.errors import Interrupted
+from pi_lora.evaluation.generation import generate_ids
 from pi_lora.models.adapter import without_known_warnings
 from pi_lora.models.files import BUILTIN_FOLDER, PROCESSOR_FILES, save_config
 from pi_lora.models.loaded import load_model
 from pi_lora.models.resolve import resolve_model
+from pi_lora.recipe.evaluation import Sampling
 from pi_lora.scaling.config import language_config, whole_config
 from pi_lora.scaling.extension import Extension
 from random_runs import TOKENIZER, stored
@@ -292,6 +294,24 @@ def test_heads_that_predict_several_tokens_are_kept(model_type: str, tmp_path: P
         written = stored(Path(folder))
         assert torch.equal(written[name], tensors[name])
         assert written.keys() == tensors.keys()
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("model_type", ["qwen2_5_vl", "qwen3_vl", "qwen3_5", "glm4v"])
+def test_texts_are_read_with_a_cache_after_a_batch_was_generated(model_type: str, tmp_path: Path) -> None:
+    """Such models keep offsets of positions of the last batch that they generated."""
+    loaded = load_model(resolve_model(str(save_composite(model_type, tmp_path / "composite"))))
+    sampling = Sampling(temperature=0.0, max_new_tokens=3)
+    ids = torch.randint(2, 60, (1, 40), generator=torch.Generator().manual_seed(1))
+    [row] = ids.tolist()
+    alone = generate_ids(loaded, [row], sampling)
+    pair = generate_ids(loaded, [row, row[:9]], sampling)
+    first = loaded.module(input_ids=ids[:, :25], use_cache=True)
+    rest = loaded.module(input_ids=ids[:, 25:], past_key_values=first.past_key_values)
+    whole = loaded.module(input_ids=ids, use_cache=False)
+    torch.testing.assert_close(rest.logits, whole.logits[:, 25:], rtol=1e-3, atol=1e-3)
+    assert torch.equal(pair[:1], alone)
+    assert torch.equal(generate_ids(loaded, [row], sampling), alone)
 
 
 def test_the_language_model_keeps_the_architecture_of_its_own_config() -> None:
