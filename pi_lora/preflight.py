@@ -17,9 +17,9 @@ from pi_lora.data.sources import HELD_OUT_KEYS, PINNED
 from pi_lora.errors import ModelError, PiLoraError, RecipeError, first_line
 from pi_lora.hub import hub_errors
 from pi_lora.models.adapter import check_shape, check_targets
-from pi_lora.models.files import BUILTIN
+from pi_lora.models.files import BUILTIN, methods_on, quantization_of
 from pi_lora.models.loaded import check_shapes
-from pi_lora.models.quantized import BITSANDBYTES, check_quantization, quantization_of
+from pi_lora.models.quantized import check_quantization
 from pi_lora.models.resolve import resolve_for_training
 from pi_lora.models.shape import dense_mlps
 from pi_lora.models.source import Base, ModelSource
@@ -29,7 +29,7 @@ from pi_lora.recipe.data import Data
 from pi_lora.recipe.schema import Recipe, Training
 from pi_lora.run import Run
 from pi_lora.staging import check_output, staging_path
-from pi_lora.types import NO_PERMISSIONS, Permissions
+from pi_lora.types import NO_PERMISSIONS, Json, Permissions
 
 
 def check(
@@ -129,7 +129,7 @@ def _check_kernel(base: Base, kernel: str) -> None:
 def _check_quantization(base: Base, method: str) -> None:
     check_quantization(base)
     kind = quantization_of(base.config)
-    if kind and (method == "full" or (method == "qlora" and kind != BITSANDBYTES)):
+    if method not in methods_on(base.config):
         raise ModelError(
             f"{base.name}: has weights quantized by {kind}, which tuning.method: {method} does not take; "
             "take lora, or name the model that it was made from"
@@ -158,6 +158,36 @@ def _check_weights(model: ModelSource, ask_hub: bool) -> None:
 
 
 def _evaluation_problems(recipe: Recipe, ask_hub: bool) -> Iterator[str]:
+    yield from _perplexity_problems(recipe, ask_hub)
+    chat = recipe.evaluation.chat
+    if chat:
+        yield from _text_problems("chat", {"name": chat.data, "column": chat.column, "split": chat.split}, ask_hub)
+    context = recipe.evaluation.context
+    if context and context.data and context.data not in PINNED:
+        yield from _text_problems(
+            "context", {"name": context.data, **context.model_dump(include=HELD_OUT_KEYS)}, ask_hub
+        )
+    files = {}
+    if context and context.key_tokens:
+        files["context.key_tokens"] = context.key_tokens
+    benchmarks = recipe.evaluation.benchmarks
+    if benchmarks:
+        for entry in benchmarks.data:
+            task, _, file = entry.partition("=")
+            files[f"benchmarks.data: {task}"] = file
+    for key, name in files.items():
+        if not Path(name).expanduser().is_file():
+            yield f"evaluation.{key}: {name}: no such file; correct the name"
+
+
+def _text_problems(measurement: str, source: Json, ask_hub: bool) -> Iterator[str]:
+    """Yield the problems of a text that is measured."""
+    data = Data.model_validate({"source": source})
+    for problem in data_problems(data, ask_hub, held_out=True):
+        yield problem.replace("data.source", f"evaluation.{measurement}.data", 1)
+
+
+def _perplexity_problems(recipe: Recipe, ask_hub: bool) -> Iterator[str]:
     perplexity = recipe.evaluation.perplexity
     target = recipe.context.target
     if perplexity is None:
@@ -173,9 +203,7 @@ def _evaluation_problems(recipe: Recipe, ask_hub: bool) -> Iterator[str]:
         yield "evaluation.perplexity.data: is missing; name a text that the model is not tuned on"
     if perplexity.data and perplexity.data not in PINNED:
         source = {"name": perplexity.data, **perplexity.model_dump(include=HELD_OUT_KEYS)}
-        data = Data.model_validate({"source": source})
-        for problem in data_problems(data, ask_hub, held_out=True):
-            yield problem.replace("data.source", "evaluation.perplexity.data", 1)
+        yield from _text_problems("perplexity", source, ask_hub)
 
 
 def _machine_problems(recipe: Recipe) -> Iterator[str]:

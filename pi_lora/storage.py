@@ -19,7 +19,7 @@ from pi_lora.errors import ModelError, PiLoraError, RunExistsError
 T = TypeVar("T")
 # What pydantic calls a value, and what a user writes.
 PLAIN_WORDS = (
-    (r"a valid tuple", "a list"),
+    (r"a valid tuple", "a list, as in [a, b]"),
     (r"a valid dictionary or instance of \w+", "a section with keys"),
     (r", unable to .*", ""),
 )

@@ -235,6 +235,22 @@ def test_quantized_weights_that_cannot_be_tuned_are_refused(
         check(small_recipe(model, tuning={"method": method}), tmp_path / "run")
 
 
+def test_every_text_of_the_evaluation_is_there_before_the_training(small_model: Path, tmp_path: Path) -> None:
+    evaluation = {
+        "chat": {"data": "./no-chats.jsonl"},
+        "context": {"data": "./no-text", "key_tokens": "keys.json"},
+        "benchmarks": {"tasks": ["boolq"], "data": ["boolq=gone.jsonl"]},
+    }
+    with pytest.raises(RecipeError) as raised:
+        check(small_recipe(small_model, evaluation=evaluation), tmp_path / "run")
+    assert [problem.partition("; ")[0] for problem in raised.value.problems] == [
+        "evaluation.chat.data: ./no-chats.jsonl: no such file or folder",
+        "evaluation.context.data: ./no-text: no such file or folder",
+        "evaluation.context.key_tokens: keys.json: no such file",
+        "evaluation.benchmarks.data: boolq: gone.jsonl: no such file",
+    ]
+
+
 @pytest.mark.skipif(not Path("/proc/self").exists(), reason="there is no /proc")
 def test_an_output_where_no_folder_can_be_made_is_refused_first(small_model: Path, lora_run: Path) -> None:
     """Nobody can make a folder in /proc, though root may write there by its rights."""

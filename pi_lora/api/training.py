@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from pi_lora.api.inputs import AnyModel, FilePath, Override, as_words, name_of, optional_path, path_of, tokens_of, ui_of
-from pi_lora.errors import RecipeError
+from pi_lora.errors import ModelError, RecipeError
 from pi_lora.types import LIBRARIES, NO_PERMISSIONS, UI, Permissions, Progress
 
 if TYPE_CHECKING:
@@ -303,14 +303,20 @@ def new(
     with ui.working("reading model and text"):
         from pi_lora.data.sources import STDLIB
         from pi_lora.evaluation.probe import kept_probe, read_probe
+        from pi_lora.models.quantized import check_quantization
         from pi_lora.models.resolve import resolve_model
         from pi_lora.planning.advice import plan_lines
         from pi_lora.planning.new_recipe import new_recipe
 
         source = resolve_model(name_of(model), permissions=permissions, shipped=True)
+        if source.adapter:
+            raise ModelError(f"{source.name}: is extended already; merge it first: pi-lora merge {source.name}")
+        check_quantization(source.base)
         probed = None
         if probe:
-            result = read_probe(path_of(probe)).at(target)
+            whole_probe = read_probe(path_of(probe))
+            whole_probe.check_is_of(source.base)
+            result = whole_probe.at(target)
             probed = result.to_tune()
         else:
             kept = kept_probe(source.base, target)

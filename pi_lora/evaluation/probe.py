@@ -25,7 +25,7 @@ from pi_lora.recipe.evaluation import PasskeyOptions, PerplexityOptions, ProbeOp
 from pi_lora.recipe.factors import Factors, read_factors
 from pi_lora.recipe.section import Section
 from pi_lora.run import BASE, STEP_0
-from pi_lora.scaling.config import SLIDING_ATTENTION, Method
+from pi_lora.scaling.config import SLIDING_ATTENTION, Method, window_of
 from pi_lora.scaling.extension import Extension, methods_for
 from pi_lora.storage import cache_folder, check_can_write, read_json, write_json
 from pi_lora.types import SILENT, UI, Json
@@ -139,6 +139,16 @@ class Probe(BaseModel):
     hardware: str = ""
     versions: dict[str, str] = {}
     targets: list[TargetResult]
+
+    def check_is_of(self, base: Base) -> None:
+        """Raise ModelError if another model was probed: one with another window, or with other weights if both are
+        known.
+        """
+        weights = None
+        with suppress(ModelError):  # a shipped config has none
+            weights = base.weights_digest
+        if self.original != window_of(base.config) or (weights and self.weights and weights != self.weights):
+            raise ModelError(f"--probe: is of {self.model}, not of {base.name}; probe it, or leave the option out")
 
     def at(self, target: int) -> TargetResult:
         """Return the scalings at a target; raise ModelError if it was not probed."""

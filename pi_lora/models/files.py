@@ -22,6 +22,7 @@ from pi_lora.storage import read_json, write_json
 from pi_lora.types import Json
 
 CONFIG_FILE = "config.json"
+BITSANDBYTES = "bitsandbytes"
 SETTINGS_FILE = "tokenizer_config.json"
 CHAT_TEMPLATE = "chat_template.jinja"
 # The chat template of older composites, which belongs to their processor.
@@ -203,3 +204,21 @@ def read_adapter_settings(folder: Path) -> AdapterSettings:
             "PEFT writes most others as LoRA: peft.save_as_lora(FOLDER, model, rank=1.0)"
         )
     return settings
+
+
+def quantization_of(config: Config) -> str | None:
+    """Return the kind of quantization of the weights of a model."""
+    settings: Json = config.get("quantization_config") or {}
+    if not settings:
+        return None
+    # transformers before 4.31 left the kind out, and had one.
+    kind: str = settings.get("quant_method") or BITSANDBYTES
+    return kind
+
+
+def methods_on(config: Config) -> tuple[str, ...]:
+    """Return the values of `tuning.method` that the stored weights of a model take, by the config."""
+    kind = quantization_of(config)
+    if kind is None:
+        return ("lora", "qlora", "full")
+    return ("lora", "qlora") if kind == BITSANDBYTES else ("lora",)

@@ -19,7 +19,8 @@ from pi_lora.models.device import (
     dtype_of_base,
     measured_under_autocast,
 )
-from pi_lora.models.quantized import DEQUANTIZED_ON_LOADING, quantization_of
+from pi_lora.models.files import quantization_of
+from pi_lora.models.quantized import DEQUANTIZED_ON_LOADING
 from pi_lora.models.quiet import quiet_loading
 from pi_lora.models.source import Base, ModelSource
 from pi_lora.models.weights import check_finite, read_weights

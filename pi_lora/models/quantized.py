@@ -12,12 +12,11 @@ from typing import Any
 import torch
 
 from pi_lora.errors import ModelError
-from pi_lora.models.files import read_card
+from pi_lora.models.files import BITSANDBYTES, quantization_of, read_card
 from pi_lora.models.source import Base
 from pi_lora.models.weights import StoredTensor, keep
 from pi_lora.scaling.config import Config
 
-BITSANDBYTES = "bitsandbytes"
 # Kinds that transformers dequantizes when it loads them, for a training as well.
 DEQUANTIZED_ON_LOADING = ("fp8", "mxfp4")
 # The parts of a quantized weight, by what follows its name or that of its module. Scales of activations are ignored.
@@ -26,16 +25,6 @@ SCALES = ("absmax", "SCB", "scales", "scale_inv")
 PARTS_OF_MODULES = r"\.(SCB|weight_format|input_scale|activation_scale)$"
 # The scales of bitsandbytes that have a scale in common.
 NESTED_BLOCK = 256
-
-
-def quantization_of(config: Config) -> str | None:
-    """Return the kind of quantization of the weights of a model."""
-    settings: Mapping[str, Any] = config.get("quantization_config") or {}
-    if not settings:
-        return None
-    # transformers before 4.31 left the kind out, and had one.
-    kind: str = settings.get("quant_method") or BITSANDBYTES
-    return kind
 
 
 def check_quantization(base: Base) -> None:

@@ -25,9 +25,10 @@ MEMORY_SAVING_OVERRIDES = (
     OFFLOAD_ACTIVATIONS,
 )
 # Overrides that change the run beyond the time that it takes, in the order in which they are tried.
+QLORA = ("tuning.method", "qlora")
 FURTHER_OVERRIDES = (
     ("evaluation.every", None),
-    ("tuning.method", "qlora"),
+    QLORA,
     ("data.positions", "pose"),
 )
 
@@ -54,8 +55,9 @@ def advice(plan: TrainingPlan) -> str:
 
 def _alternatives(plan: TrainingPlan) -> Iterator[Changes]:
     """Yield the changes that `advice` tries, the cheapest first."""
-    for number in range(len(FURTHER_OVERRIDES) + 1):
-        further: Changes = dict(FURTHER_OVERRIDES[:number])
+    overrides = [change for change in FURTHER_OVERRIDES if change != QLORA or "qlora" in plan.target.methods]
+    for number in range(len(overrides) + 1):
+        further: Changes = dict(overrides[:number])
         for saving in memory_saving_changes(plan):
             yield saving | further
 

@@ -8,6 +8,7 @@ is unpacking.
 from collections.abc import Mapping
 from typing import NamedTuple
 
+from pi_lora.models.files import BITSANDBYTES, quantization_of
 from pi_lora.models.shape import Shape
 from pi_lora.planning.flops import adapts_experts, linear_adapter_parameters, trained_parameters, trains_head
 from pi_lora.planning.gpus import CPU, GIB, Gpu
@@ -23,10 +24,13 @@ from pi_lora.planning.layer import (
     product_bytes,
 )
 from pi_lora.recipe.schema import Recipe, Tuning
+from pi_lora.scaling.config import Config
 
 # Bytes per weight in NF4 with double quantization (Dettmers et al. 2023, section 3): 4 bits, an 8-bit scale for each 64
 # weights, and a float32 scale for each 256 of those: 0.5 + 1/64 + 4/(64 * 256) bytes, or 4.127 bits.
 NF4 = 0.5 + 1 / 64 + 4 / (64 * 256)
+# Without double quantization: 4 bits, and a float32 scale for each 64 weights.
+FOUR_BITS = 0.5 + 4 / 64
 # Assumed: the device's context, cuBLAS and NCCL workspaces.
 OVERHEAD = round(1.5 * GIB)
 # Measured on a CPU (benchmarks/plan_memory.py): the interpreter with its libraries.
@@ -94,8 +98,19 @@ class DeviceMemory(NamedTuple):
     host: int
 
 
-def memory(shape: Shape, recipe: Recipe, original: int, gpu: Gpu) -> DeviceMemory:
+def bytes_of_linear_weights(config: Config) -> float | None:
+    """Return bytes of a linear weight that stays quantized by bitsandbytes, as it is stored; None for other models."""
+    if quantization_of(config) != BITSANDBYTES:
+        return None
+    settings = config["quantization_config"]
+    if settings.get("load_in_8bit"):
+        return 1.0
+    return NF4 if settings.get("bnb_4bit_use_double_quant") else FOUR_BITS
+
+
+def memory(shape: Shape, recipe: Recipe, original: int, gpu: Gpu, *, linear_bytes: float | None = None) -> DeviceMemory:
     """Return bytes on one device over a training step of a model with an original window of `original` tokens.
+    `linear_bytes` is that of `bytes_of_linear_weights`.
 
     These moments are compared: the loss, the backward through the last layer (all activations are still there), the
     backward through the first layer (all gradients but that of the embedding are there), that of the embedding, and
@@ -106,7 +121,7 @@ def memory(shape: Shape, recipe: Recipe, original: int, gpu: Gpu) -> DeviceMemor
     tokens = recipe.training.per_device_batch_size * sequence_tokens // recipe.hardware.context_parallel
     float32_weights = recipe.dtype_of_base(on_cpu, gpu.bfloat16) == "float32"
     arithmetic = _arithmetic(recipe, gpu, float32_weights)
-    states = _states(shape, recipe, FLOAT32 if float32_weights else BFLOAT16)
+    states = _states(shape, recipe, FLOAT32 if float32_weights else BFLOAT16, linear_bytes)
     before_loss, *in_backward = _moments_of_step(shape, recipe, states, tokens, arithmetic, on_cpu)
     head_gradient = _head_gradient(shape, recipe.tuning)
     if on_cpu:
@@ -264,14 +279,18 @@ def _autocast_copies(shape: Shape, recipe: Recipe, arithmetic: Arithmetic) -> tu
     return copies, copies * (shape.layers - checkpointed) // shape.layers
 
 
-def _states(shape: Shape, recipe: Recipe, weight_bytes: int) -> States:
-    """Return the states of a step. A weight of the base that is not quantized takes `weight_bytes`."""
+def _states(shape: Shape, recipe: Recipe, weight_bytes: int, linear_bytes: float | None) -> States:
+    """Return the states of a step. A weight of the base that is not quantized takes `weight_bytes`, and one that is
+    stored quantized `linear_bytes`.
+    """
     tuning = recipe.tuning
     shards = recipe.shards
     full = tuning.method == "full"
-    # NF4 quantizes linear layers only, without head or biases.
-    quantized = shape.linear_weights if tuning.method == "qlora" else 0
-    base = round(quantized * NF4 + (shape.parameters - quantized) * weight_bytes)
+    if tuning.method == "qlora":
+        linear_bytes = linear_bytes or NF4
+    # Linear layers alone are quantized, without head or biases.
+    quantized = shape.linear_weights if linear_bytes else 0
+    base = round(quantized * (linear_bytes or 0) + (shape.parameters - quantized) * weight_bytes)
     # Full tuning trains the base in the precision of the base; an adapter is float32 (rule 4 of docs/design.md).
     trained_bytes = weight_bytes if full else FLOAT32
     trained = trained_parameters(shape, tuning) * trained_bytes

@@ -184,7 +184,7 @@ def first_plan(source: ModelSource, target: int, gpu: Gpu, sections: Json) -> Tr
 def choose(first: TrainingPlan) -> TrainingPlan:
     """Return the plan of the best candidate with memory to spare that ends in time.
 
-    If none ends in time, it is the best with memory to spare. Raise PiLoraError if none has memory to spare.
+    If none ends in time, it is the fastest with memory to spare. Raise PiLoraError if none has memory to spare.
     """
     plans = [plan for _, plan in replanned(first, candidates(first)) if plan.has_room()]
     if not plans:
@@ -192,7 +192,7 @@ def choose(first: TrainingPlan) -> TrainingPlan:
             f"--gpu: {first.gpu.name}: is too small to tune {first.recipe.model.name}, even by QLoRA with PoSE; "
             "name a larger one, or see recipes/paper for several GPUs"
         )
-    best = next((plan for plan in plans if _share_of_max_hours(plan) <= 1), plans[0])
+    best = next((plan for plan in plans if _share_of_max_hours(plan) <= 1), min(plans, key=_share_of_max_hours))
     return _with_size(best)
 
 
@@ -207,7 +207,7 @@ def candidates(first: TrainingPlan) -> Iterator[Changes]:
     if first.target.shape.vocabulary > LARGE_VOCABULARY:
         modules_to_save = ["norms"]
     sequences = _sequence_changes(first.target.original)
-    methods = ("lora", "qlora")
+    methods = [method for method in ("lora", "qlora") if method in first.target.methods]
     saving = memory_saving_changes(first)
     for modules, sequence, method, saved in itertools.product(modules_to_save, sequences, methods, saving):
         tuning: Changes = {"tuning.modules_to_save": modules, "tuning.method": method}

@@ -4,11 +4,12 @@ from dataclasses import dataclass
 from functools import cached_property
 
 from pi_lora.errors import PiLoraError
+from pi_lora.models.files import methods_on
 from pi_lora.models.shape import Shape
 from pi_lora.models.source import ModelSource
 from pi_lora.planning.flops import Flops, flops_of_training, trained_parameters
 from pi_lora.planning.gpus import CPU, GIB, Gpu
-from pi_lora.planning.memory import MARGIN, DeviceMemory, memory
+from pi_lora.planning.memory import MARGIN, DeviceMemory, bytes_of_linear_weights, memory
 from pi_lora.recipe.schema import Recipe
 from pi_lora.scaling.config import window_of
 from pi_lora.types import Json
@@ -30,11 +31,15 @@ class Target:
         shape: The shape of the model.
         original: The window before the extension (L), in tokens.
         declared: The window that the config declares, in tokens.
+        methods: The values of `tuning.method` that the stored weights take.
+        linear_bytes: Bytes of a linear weight that stays quantized as it is stored; None if none does.
     """
 
     shape: Shape
     original: int
     declared: int
+    methods: tuple[str, ...] = ("lora", "qlora", "full")
+    linear_bytes: float | None = None
 
 
 @dataclass(frozen=True)
@@ -56,7 +61,13 @@ class TrainingPlan:
     @cached_property
     def memory(self) -> DeviceMemory:
         """The memory of one device."""
-        return memory(self.target.shape, self.recipe, self.target.original, self.gpu)
+        return memory(
+            self.target.shape,
+            self.recipe,
+            self.target.original,
+            self.gpu,
+            linear_bytes=self.target.linear_bytes,
+        )
 
     @property
     def sequence_tokens(self) -> int:
@@ -184,7 +195,13 @@ def plan_training(recipe: Recipe, source: ModelSource, gpu: Gpu) -> TrainingPlan
     """Plan the training of `recipe` on `gpu`, from the shape of its model; raise PiLoraError as `plan_recipe` does."""
     unextended = source.base.config if source.extension else source.config
     declared = window_of(unextended)
-    target = Target(source.shape, recipe.context.original or declared, declared)
+    target = Target(
+        source.shape,
+        recipe.context.original or declared,
+        declared,
+        methods=methods_on(source.base.config),
+        linear_bytes=bytes_of_linear_weights(source.base.config),
+    )
     return plan_recipe(recipe, target, gpu)
 
 

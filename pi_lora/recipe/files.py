@@ -75,13 +75,12 @@ def load_recipe(path: Path, overrides: Iterable[str] = ()) -> ResolvedRecipe:
     malformed: list[str] = []
     for override in overrides:
         try:
-            key, value = _parsed_override(override)
+            names, value = _parsed_override(override)
+            key = _path_of(names, tree)
         except RecipeError as error:
             malformed += error.problems
             continue
-        for name in reversed(key):
-            value = {name: value}
-        tree = _merge(tree, value)
+        tree = _with_value(tree, key, value)
         section = key[:1]
         origins.setdefault(section, COMMAND_LINE)  # an unknown section is reported by its name
         origins = _merge_origins(origins, {key: COMMAND_LINE})
@@ -106,7 +105,14 @@ def _origins_by_key(recipe: Recipe, origins: Mapping[KeyPath, str]) -> dict[str,
             keys += [(name, key) for key in value]
         else:
             keys.append((name,))
-    return {".".join(map(str, key)): origins.get(key, DEFAULT) for key in keys}
+    found = {}
+    for key in keys:
+        origin = origins.get(key, DEFAULT)
+        overridden = any(other[: len(key)] == key and of == COMMAND_LINE for other, of in origins.items())
+        if overridden and origin not in (DEFAULT, COMMAND_LINE):
+            origin = f"{origin}, {COMMAND_LINE}"
+        found[".".join(map(str, key))] = COMMAND_LINE if overridden and origin == DEFAULT else origin
+    return found
 
 
 def dump_recipe(recipe: Recipe) -> str:
@@ -198,6 +204,36 @@ def _merge(base: Mapping[str, Any], over: Mapping[str, Any]) -> dict[str, Any]:
         if isinstance(value, dict) and isinstance(base.get(key), dict):
             merged[key] = _merge(base[key], value)
     return merged
+
+
+def _path_of(names: Sequence[str], tree: Any) -> KeyPath:
+    """Return the path of a dotted key in a tree. A key of a list with one section is in that section. Raise RecipeError
+    if a list has several.
+    """
+    path: list[str | int] = []
+    for name in names:
+        if isinstance(tree, list):
+            if len(tree) > 1:
+                key = ".".join(map(str, path))
+                raise RecipeError([f"{'.'.join(names)}: {key} is a list of {len(tree)}; give all of it: '{key}=[...]'"])
+            path.append(0)
+            tree = tree[0] if tree else None
+        path.append(name)
+        tree = tree.get(name) if isinstance(tree, dict) else None
+    return tuple(path)
+
+
+def _with_value(tree: Any, path: KeyPath, value: Any) -> Any:
+    """Return a tree with a value at a path; a section is merged with the one that is there."""
+    if not path:
+        both_sections = isinstance(tree, dict) and isinstance(value, dict)
+        return _merge(tree, value) if both_sections else value
+    name, *inner = path
+    if isinstance(name, int):
+        entry = tree[0] if tree else None
+        return [_with_value(entry, tuple(inner), value)]
+    section = tree if isinstance(tree, dict) else {}
+    return {**section, name: _with_value(section.get(name), tuple(inner), value)}
 
 
 def _merge_origins(base: Mapping[KeyPath, str], over: Mapping[KeyPath, str]) -> dict[KeyPath, str]:

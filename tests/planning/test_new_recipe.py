@@ -124,6 +124,82 @@ def test_a_candidate_of_days_is_preferred_to_one_of_weeks() -> None:
     assert (plan_recipe(whole.recipe, whole.target, slow).hours or 0) > 2 * (found.hours or 0) > 0
 
 
+def test_the_fastest_candidate_is_taken_if_none_ends_in_time() -> None:
+    slow = replace(GPUS["H100"], peak=1e9)
+    first = first_plan(resolve_model(LLAMA, shipped=True), 32768, slow, {})
+    fastest = min(
+        (plan for _, plan in choosing.replanned(first, choosing.candidates(first)) if plan.has_room()),
+        key=lambda plan: plan.hours or 0,
+    )
+    assert (fastest.hours or 0) > 48
+    assert levers(choose(first)) == levers(fastest)
+
+
+BITS = {"fp8": {}, "gptq": {"bits": 4}, "bitsandbytes": {"load_in_4bit": True, "bnb_4bit_use_double_quant": True}}
+
+
+def stored_as(kind: str, folder: Path, **settings: Any) -> Path:
+    """A config of LLaMA-7B whose weights are stored quantized."""
+    folder.mkdir()
+    config = dict(resolve_model(LLAMA, shipped=True).config)
+    config["quantization_config"] = {"quant_method": kind, **(settings or BITS[kind])}
+    (folder / "config.json").write_text(json.dumps(config))
+    return folder
+
+
+def test_a_method_that_train_refuses_is_neither_chosen_nor_advised(tmp_path: Path) -> None:
+    """LoRA alone on FP8: on a card that is too small for it, no change helps."""
+    base = resolve_model(str(stored_as("fp8", tmp_path / "fp8")))
+    first = first_plan(base, 8192, find_gpu("12GB"), {})
+    assert first.target.methods == ("lora",)
+    assert {plan.recipe.tuning.method for _, plan in choosing.replanned(first, choosing.candidates(first))} == {"lora"}
+    with pytest.raises(PiLoraError, match="is too small to tune"):
+        choose(first)
+    assert plan_lines(first)[-1].endswith("no suggested change fits; take a larger GPU, or several")
+
+
+@pytest.mark.parametrize(
+    ("settings", "stored"),
+    [
+        ({"load_in_4bit": True, "bnb_4bit_use_double_quant": True}, 0.516),
+        ({"load_in_4bit": True}, 0.5625),
+        ({"load_in_8bit": True}, 1.0),
+    ],
+    ids=str,
+)
+@pytest.mark.parametrize("method", ["lora", "qlora"])
+def test_weights_of_bitsandbytes_stay_as_they_are_stored(
+    settings: dict[str, bool], stored: float, method: str, tmp_path: Path
+) -> None:
+    """Instead of the two bytes of bfloat16."""
+    weights = {}
+    for name in (str(stored_as("bitsandbytes", tmp_path / "bnb", **settings)), LLAMA):
+        first = first_plan(resolve_model(name, shipped=True), 8192, GPUS["H100"], {})
+        tuned_by = method if name != LLAMA else "lora"
+        _, plan = next(choosing.replanned(first, [{"tuning.method": tuned_by}]))
+        weights[name] = plan.memory.components["weights"]
+    quantized, plain = weights.values()
+    assert (plain - quantized) / first.target.shape.linear_weights == pytest.approx(2 - stored, abs=1e-3)
+
+
+def test_the_recipe_says_that_the_base_is_stored_quantized(tmp_path: Path) -> None:
+    plan = choose(first_plan(resolve_model(str(stored_as("bitsandbytes", tmp_path / "bnb"))), 8192, GPUS["H100"], {}))
+    assert "# An adapter beside a base that is stored quantized.\n" in choosing.recipe_text(plan, tmp_path / "r.yaml")
+
+
+def test_new_refuses_what_train_refuses(command: Command, lora_run: Path, small_model: Path, tmp_path: Path) -> None:
+    gptq = Path(shutil.copytree(small_model, tmp_path / "gptq"))
+    config = json.loads((gptq / "config.json").read_text())
+    (gptq / "config.json").write_text(json.dumps({**config, "quantization_config": {"quant_method": "gptq"}}))
+    for name, line in (
+        ("gptq", "gptq: has weights quantized by gptq, which are not dequantized here; "),
+        (str(lora_run), f"{lora_run}: is extended already; merge it first: pi-lora merge {lora_run}"),
+    ):
+        status, out, errors = command(name, "--target", "256", "--gpu", "cpu")
+        assert (status, out, errors.count("\n")) == (2, "", 1)
+        assert errors.startswith(line)
+
+
 def test_the_amount_of_text_decides_the_steps(tmp_path: Path) -> None:
     text = tmp_path / "notes.txt"
 

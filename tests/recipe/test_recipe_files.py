@@ -117,6 +117,28 @@ def test_overrides_replace_values_of_the_file_and_are_named(tmp_path: Path) -> N
     assert resolved.origins["training.seed"] == "default"
 
 
+def test_overrides_reach_into_the_only_section_of_a_list(tmp_path: Path) -> None:
+    """As `pi-lora new` writes the data of a recipe."""
+    one = GOOD.replace("builtin:stdlib", "[{name: books, hold_out: 0.2}]")
+    resolved = load_recipe(write(tmp_path, one), ["data.source.weight=2", "data.source.name=novels"])
+    [source] = resolved.recipe.data.source
+    assert (source.name, source.weight, source.hold_out) == ("novels", 2, 0.2)
+    assert resolved.origins["data.source"].endswith(".yaml:4, command line")
+    [line] = problems(write(tmp_path, one), "data.source.weigt=2")
+    assert line == "command line: data.source.0.weigt: unknown key; did you mean weight?"
+    two = GOOD.replace("builtin:stdlib", "[{name: books}, {name: builtin:recall}]")
+    assert problems(write(tmp_path, two), "data.source.weight=2") == [
+        "data.source.weight: data.source is a list of 2; give all of it: 'data.source=[...]'"
+    ]
+
+
+def test_the_origin_of_a_section_is_that_of_all_its_values(tmp_path: Path) -> None:
+    text = GOOD + "evaluation: {passkey: {depths: 4}}\n"
+    origins = load_recipe(write(tmp_path, text), ["evaluation.passkey.trials=2", "evaluation.chat.data=x"]).origins
+    assert origins["evaluation.passkey"].endswith("recipe.yaml:5, command line")
+    assert origins["evaluation.chat"] == "command line"
+
+
 @pytest.mark.parametrize("override", ["scaling", "=pi", "scaling.pi=1", "model.name=["])
 def test_a_bad_override_is_one_line(tmp_path: Path, override: str) -> None:
     assert len(problems(write(tmp_path, GOOD + "scaling: pi\n"), override)) == 1
@@ -153,13 +175,13 @@ def test_a_section_mistyped_in_an_override_is_reported_as_the_override(tmp_path:
         ),
         (
             "tuning.target_modules=5",
-            "tuning.target_modules: input should be 'attention' or 'all-linear' or a list, not 5",
+            "tuning.target_modules: input should be 'attention' or 'all-linear' or a list, as in [a, b], not 5",
         ),
         (
             "training.schedule_options={a: b, c: d}",
             "training.schedule_options: input should be a valid number or a valid integer, not b",
         ),
-        ("training.betas=0.9", "training.betas: input should be a list, not 0.9"),
+        ("training.betas=0.9", "training.betas: input should be a list, as in [a, b], not 0.9"),
         (
             "evaluation.perplexity.windows=[512, many]",
             "evaluation.perplexity.windows.1: input should be a valid integer, ",

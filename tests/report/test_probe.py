@@ -132,6 +132,12 @@ def test_new_names_the_scaling_and_the_reason(
 
     own = ["--gpu", "cpu", "--data", "builtin:stdlib"]
     assert header(BUILTIN, *own, "--probe", "probe.json") == ("yarn", "# Scaling yarn: in a probe, yarn keeps 8.30.")
+    for other in ({"original": 512}, {"original": 256, "weights": "another"}):
+        Path("other.json").write_text(Probe(model="o", targets=[reach], **other).model_dump_json(by_alias=True))
+        status, out, err = run_captured(
+            capsys, monkeypatch, "new", BUILTIN, "--target", "1024", *own, "--probe", "other.json"
+        )
+        assert (status, out, err) == (2, "", f"--probe: is of o, not of {BUILTIN}; probe it, or leave the option out\n")
     scaling, why = header(BUILTIN, *own)
     assert (scaling, "before and after tuning" in why) == ("yarn", True)
     found = Probe(model=BUILTIN, original=256, targets=[reach.model_copy(update={"best": "direct", "enough": True})])
