@@ -12,7 +12,7 @@ from huggingface_hub.errors import NotASafetensorsRepoError, SafetensorsParsingE
 from transformers import get_scheduler
 
 from pi_lora.data.chats import ChatTemplate
-from pi_lora.data.examples import Prompter, amount_problems, data_problems
+from pi_lora.data.examples import Prompter, amount_problems, data_problems, too_short_for
 from pi_lora.data.sources import HELD_OUT_KEYS, PINNED
 from pi_lora.errors import ModelError, PiLoraError, RecipeError, first_line
 from pi_lora.hub import hub_errors
@@ -25,7 +25,7 @@ from pi_lora.models.shape import dense_mlps
 from pi_lora.models.source import Base, ModelSource
 from pi_lora.planning.advice import plan_lines
 from pi_lora.planning.training_plan import TrainingPlan
-from pi_lora.recipe.data import Data
+from pi_lora.recipe.data import Data, Source
 from pi_lora.recipe.schema import Recipe, Training
 from pi_lora.run import Run
 from pi_lora.staging import check_output, staging_path
@@ -203,7 +203,13 @@ def _perplexity_problems(recipe: Recipe, ask_hub: bool) -> Iterator[str]:
         yield "evaluation.perplexity.data: is missing; name a text that the model is not tuned on"
     if perplexity.data and perplexity.data not in PINNED:
         source = {"name": perplexity.data, **perplexity.model_dump(include=HELD_OUT_KEYS)}
-        yield from _text_problems("perplexity", source, ask_hub)
+        problems = list(_text_problems("perplexity", source, ask_hub))
+        yield from problems
+        too_short = (
+            None if problems else too_short_for(Source.model_validate(source), max(perplexity.windows or [target]))
+        )
+        if too_short:
+            yield f"evaluation.perplexity.data: {too_short}; name longer texts, or lower evaluation.perplexity.windows"
 
 
 def _machine_problems(recipe: Recipe) -> Iterator[str]:

@@ -50,7 +50,7 @@ def test_a_dry_run_reports_every_failure_of_the_run(
     model, notes, held_out = tmp_path / "model", tmp_path / "notes.jsonl", tmp_path / "held_out.txt"
     shutil.copytree(small_model, model)
     notes.write_text('{"text": "some text"}')
-    held_out.write_text("other text")
+    held_out.write_text("other text " * 20)
     data, measured = {"source": str(notes)}, {"perplexity": {"data": str(held_out)}}
     recipe = small_recipe(model, data=data, evaluation=measured)
     check(recipe, tmp_path / "runs" / "run", ask_hub=True)
@@ -233,6 +233,24 @@ def test_quantized_weights_that_cannot_be_tuned_are_refused(
     expected = f"model: has weights quantized by {kind}, which .*; .*name the model that it was made from"
     with pytest.raises(ModelError, match=expected):
         check(small_recipe(model, tuning={"method": method}), tmp_path / "run")
+
+
+def test_documents_that_fill_no_window_are_named_before_the_training(small_model: Path, tmp_path: Path) -> None:
+    (tmp_path / "short").mkdir()
+    for number in range(3):
+        (tmp_path / "short" / f"{number}.txt").write_text("é" * (40 + number))
+    perplexity = {"data": str(tmp_path / "short"), "stride": 32}
+    with pytest.raises(RecipeError) as raised:
+        check(small_recipe(small_model, evaluation={"perplexity": perplexity}), tmp_path / "run")
+    [line] = raised.value.problems
+    assert line == (
+        f"evaluation.perplexity.data: {tmp_path / 'short'}: the longest document has 84 bytes, and a window has 128 "
+        "tokens; name longer texts, or lower evaluation.perplexity.windows"
+    )
+    lower = {**perplexity, "windows": [64]}
+    check(small_recipe(small_model, evaluation={"perplexity": lower}), tmp_path / "run")
+    (tmp_path / "short" / "long.txt").write_text("é" * 64)
+    check(small_recipe(small_model, evaluation={"perplexity": perplexity}), tmp_path / "run")
 
 
 def test_every_text_of_the_evaluation_is_there_before_the_training(small_model: Path, tmp_path: Path) -> None:

@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 from huggingface_hub import constants
 
 from pi_lora.data.documents import COMPRESSION, NamedJson, looks_local
-from pi_lora.data.sources import BUILTIN_TEXTS, Table, find_table, hash_to_unit
+from pi_lora.data.sources import BUILTIN_TEXTS, COUNTED_ROWS, Table, find_table, hash_to_unit
 from pi_lora.data.tokens import (
     added_prefix,
     check_offsets,
@@ -20,7 +20,7 @@ from pi_lora.data.tokens import (
     with_one_prefix,
 )
 from pi_lora.errors import DataError
-from pi_lora.recipe.data import Data
+from pi_lora.recipe.data import Data, Source
 from pi_lora.recipe.schema import Recipe
 from pi_lora.types import Json
 
@@ -231,6 +231,22 @@ def data_problems(data: Data, ask_hub: bool = False, *, held_out: bool = False) 
         except DataError as problem:
             problems.append(f"data.source: {problem}")
     return problems
+
+
+def too_short_for(source: Source, window: int) -> str | None:
+    """Return that no held-out document of a local source fills a window of so many tokens, even if every byte is a
+    token; None if one may, or if the source has too many documents to look at.
+    """
+    if not looks_local(source.name) or source.name in BUILTIN_TEXTS:
+        return None
+    longest = 0
+    documents = itertools.islice(find_table(source).documents(held_out=True), COUNTED_ROWS)
+    for number, document in enumerate(documents, 1):
+        longest = max(longest, len(document.text.encode(errors="surrogateescape")))
+        if longest >= window or number == COUNTED_ROWS:
+            return None
+    kind = "held-out document" if source.hold_out else "document"
+    return f"{source.name}: the longest {kind} has {longest:,} bytes, and a window has {window:,} tokens"
 
 
 def amount_problems(recipe: Recipe, original: int) -> list[str]:

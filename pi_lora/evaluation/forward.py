@@ -17,6 +17,7 @@ from transformers.cache_utils import DynamicCache, DynamicLayer
 from pi_lora.errors import ModelError
 from pi_lora.models.device import free_memory
 from pi_lora.models.loaded import LoadedModel
+from pi_lora.scaling.config import depends_on_length
 
 # Tokens of a forward pass that keep a GPU busy; on a CPU, as many as stay in the caches.
 PASS_TOKENS = 16384
@@ -45,9 +46,13 @@ def pass_tokens(model: Any) -> int:
     return PASS_TOKENS_ON_CPU if model.device.type == "cpu" else PASS_TOKENS
 
 
-def prompts_at_once(window: int) -> int:
-    """Return how many prompts are continued together by default, in RULER and in summaries."""
-    return max(1, HELD_TOKENS // window)
+def prompts_at_once(loaded: LoadedModel, window: int, requested: int | None) -> int:
+    """Return how many prompts are continued together, in RULER and in summaries: `requested`, or as many as fit. It is
+    one if the longest prompt of a batch would change the rotary frequencies of the others.
+    """
+    if depends_on_length(loaded.source.config):
+        return 1
+    return requested or max(1, HELD_TOKENS // window)
 
 
 def is_sharded(model: Any) -> bool:

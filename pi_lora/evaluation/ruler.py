@@ -111,7 +111,7 @@ class Ruler(Measurement[RulerOptions, RulerScores]):
         from pi_lora.evaluation.harness import RESERVED_TOKENS, RankedLM, ruler_task
 
         length = window - RESERVED_TOKENS
-        batch_size = options.batch_size or prompts_at_once(window)
+        batch_size = prompts_at_once(model, window, options.batch_size)
         lm = RankedLM(model, window=window, batch_size=batch_size, options=options, session=session)
         tasks = {}
         for name in options.tasks or ():

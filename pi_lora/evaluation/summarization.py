@@ -88,7 +88,7 @@ class Summarization(Measurement[SummarizationOptions, SummarizationScores]):
             session.say(line)
         prompts = [prompt for _, _, prompt, _ in examples]
         references = [row[prompter.task.completion] for _, row, _, _ in examples]
-        batch_size = options.batch_size or prompts_at_once(model.window)
+        batch_size = prompts_at_once(model, model.window, options.batch_size)
 
         def write_batch(start: int) -> list[str]:
             """Generate a batch of summaries. Every batch has a seed, so that neither interruptions nor the number of

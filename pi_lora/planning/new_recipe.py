@@ -14,7 +14,7 @@ from jinja2 import Template
 
 from pi_lora.data.chats import NO_CHATS_WARNING
 from pi_lora.data.documents import looks_local
-from pi_lora.data.examples import data_problems
+from pi_lora.data.examples import data_problems, too_short_for
 from pi_lora.data.sources import find_table, held_out_text, share_to_hold_out
 from pi_lora.errors import PiLoraError, RecipeError, RunExistsError
 from pi_lora.models.files import BUILTIN
@@ -127,6 +127,10 @@ def _notes(model: str, texts: Sequence[str], plan: TrainingPlan) -> Iterator[str
     available = _sequences_of_text(plan)
     if available < needed:
         yield f"--data: about {available:,.0f} sequences; {needed:,} are needed, or pi-lora train refuses: add text"
+    measured = plan.recipe.data.source[0]
+    too_short = too_short_for(measured, plan.recipe.context.target) if texts and measured.hold_out else None
+    if too_short:
+        yield f"--data: {too_short}; pi-lora train refuses to measure perplexity there; add longer documents"
     if has_chat_template(model) and not plan.recipe.data.has_chats:
         yield f"data: {NO_CHATS_WARNING}"
 

@@ -6,8 +6,10 @@ from torch.nn.functional import cross_entropy
 from transformers import AutoModelForCausalLM
 
 from architectures import PROMISED, small_config, small_model, stretched
+from pi_lora.api import load
 from pi_lora.evaluation import forward as module
 from pi_lora.evaluation.forward import last_logits, shared_prefix, token_losses
+from pi_lora.scaling.extension import Extension
 
 LENGTH, TAIL = 60, 5
 SHARE = {"llama", "qwen2", "qwen3", "olmo2", "granite", "gpt_neox", "stablelm", "cohere", "smollm3"}
@@ -107,3 +109,11 @@ def test_memory_of_logits_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
     token_losses(model, torch.full((1, 60), 5), range(1, 60))
     hook.remove()
     assert sizes == [10 * 64] * 5 + [9 * 64]
+
+
+@pytest.mark.parametrize(("scaling", "requested", "expected"), [("yarn", None, 32), ("yarn", 8, 8), ("dynamic", 8, 1)])
+def test_prompts_whose_length_changes_the_rope_are_continued_alone(
+    scaling: str, requested: int | None, expected: int
+) -> None:
+    loaded = load("builtin:tiny", Extension(512, scaling=scaling))
+    assert module.prompts_at_once(loaded, 512, requested) == expected

@@ -273,6 +273,17 @@ def test_new_plan_and_train_print_the_same_plan(command: Command, tmp_path: Path
     assert "1 x cpu (this machine's)" in written[1]
 
 
+def test_new_says_that_no_document_fills_the_window(command: Command, tmp_path: Path) -> None:
+    rows = "".join(json.dumps({"text": f"A short note, number {number}."}) + "\n" for number in range(99))
+    (tmp_path / "notes.jsonl").write_text(rows)
+    status, _, errors = command("builtin:tiny", "--target", "1k", "--gpu", "cpu", "--data", "notes.jsonl")
+    assert status == 0
+    line = (
+        "--data: notes.jsonl: the longest held-out document has 24 bytes, and a window has 1,024 tokens; pi-lora train"
+    )
+    assert [said.startswith(line) for said in errors.splitlines()].count(True) == 1
+
+
 def test_new_warns_about_a_chat_model_without_chats(command: Command, small_model: Path, tmp_path: Path) -> None:
     folder = tmp_path / "model"
     shutil.copytree(small_model, folder)
