@@ -183,6 +183,9 @@ def _evaluation_problems(recipe: Recipe, ask_hub: bool) -> Iterator[str]:
 def _text_problems(measurement: str, source: Json, ask_hub: bool) -> Iterator[str]:
     """Yield the problems of a text that is measured."""
     data = Data.model_validate({"source": source})
+    if measurement != "chat" and data.has_chats:
+        yield f"evaluation.{measurement}.column: {source['column']} holds chats; name a column of texts"
+        return
     for problem in data_problems(data, ask_hub, held_out=True):
         yield problem.replace("data.source", f"evaluation.{measurement}.data", 1)
 

@@ -23,8 +23,11 @@ def resolve_run(name: Path, overrides: Iterable[str], output: Path | None, resum
     """
     file = find_recipe(name)
     begun_file = staging_path(name) / RECIPE_FILE
-    # `resume_command` names the run, which may have the name of a recipe.
-    if resume and begun_file.is_file() and not (output and file.is_file()):
+    is_begun = begun_file.is_file()
+    if file.is_file():
+        # `resume_command` names the run, which may have the name of a recipe.
+        is_begun = is_begun and output is None and Run(begun_file.parent).last_checkpoint is not None
+    if resume and is_begun:
         return load_recipe(begun_file, overrides).recipe, output or name
     if resume and not file.is_file():
         if Run(name).has_recipe:
@@ -108,9 +111,7 @@ def staged(output: Path, *, resume: bool = False) -> Iterator[Path]:
             if is_disk_full(error):
                 run.remove_unfinished_checkpoints()  # which fill the disk
                 remedy = resume_command(output) if run.last_checkpoint else "start again"
-                raise ModelError(
-                    f"{output}: the disk is full ({first_line(error)}); make room, then {remedy}"
-                ) from error
+                raise ModelError(f"{output}: a disk is full ({first_line(error)}); make room, then {remedy}") from error
             raise
         for weights in staging.glob("*.safetensors"):
             if weights.stat().st_nlink == 1:  # not the base's own file

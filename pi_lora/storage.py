@@ -24,8 +24,8 @@ PLAIN_WORDS = (
     (r", unable to .*", ""),
 )
 SHOULD_BE = "input should be "
-# A full disk, a full quota, and a file above the limit of a process.
-FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
+# A full disk, and a full quota.
+FULL = (errno.ENOSPC, errno.EDQUOT)
 
 
 def read_json(file: Path, kind: type[T], remedy: str) -> T:
@@ -123,7 +123,8 @@ def is_disk_full(error: BaseException) -> bool:
     if isinstance(error, OSError):
         return error.errno in FULL
     numbers = "|".join(map(str, FULL))
-    return re.search(rf"\(os error ({numbers})\)|fail at inline_container", str(error)) is not None
+    pattern = rf"\(os error ({numbers})\)|inline_container.*(unexpected pos|file write failed)"
+    return re.search(pattern, str(error)) is not None
 
 
 def write_whole(file: Path, text: str) -> None:

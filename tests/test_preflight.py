@@ -253,6 +253,15 @@ def test_documents_that_fill_no_window_are_named_before_the_training(small_model
     check(small_recipe(small_model, evaluation={"perplexity": perplexity}), tmp_path / "run")
 
 
+@pytest.mark.parametrize("measurement", ["perplexity", "context"])
+def test_chats_are_no_text_to_measure(small_model: Path, tmp_path: Path, measurement: str) -> None:
+    (tmp_path / "chats.jsonl").write_text('{"messages": [{"role": "user", "content": "a"}]}')
+    measured = {measurement: {"data": str(tmp_path / "chats.jsonl"), "column": "messages"}}
+    line = f"^evaluation.{measurement}.column: messages holds chats; name a column of texts$"
+    with pytest.raises(RecipeError, match=line):
+        check(small_recipe(small_model, evaluation=measured), tmp_path / "run")
+
+
 def test_every_text_of_the_evaluation_is_there_before_the_training(small_model: Path, tmp_path: Path) -> None:
     evaluation = {
         "chat": {"data": "./no-chats.jsonl"},

@@ -294,6 +294,7 @@ def new(
 
     Raises:
         RunExistsError: The file exists.
+        ModelError: The model is an adapter, has weights that cannot be tuned, or is not that of the probe.
         PiLoraError: No tuning of the model fits the device, or a text cannot be read.
     """
     ui = ui_of(progress)
@@ -310,7 +311,7 @@ def new(
 
         source = resolve_model(name_of(model), permissions=permissions, shipped=True)
         if source.adapter:
-            raise ModelError(f"{source.name}: is extended already; merge it first: pi-lora merge {source.name}")
+            raise ModelError(f"{source.name}: is an adapter; merge it first: pi-lora merge {shlex.quote(source.name)}")
         check_quantization(source.base)
         probed = None
         if probe:

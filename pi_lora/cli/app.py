@@ -41,6 +41,7 @@ GROUP = Parameter(name="*")
 RecipeFile = Annotated[Path, Parameter(name="RECIPE", help="Recipe file, or the name of a shipped recipe.")]
 Override = Annotated[str, Parameter(name="KEY=VALUE", help="Recipe keys to override, as training.steps=200.")]
 ModelName = Annotated[str, Parameter(name="MODEL", help="Hub id, folder, run or builtin:tiny.")]
+BaseName = Annotated[str, Parameter(name="MODEL", help="Hub id, folder of full weights, or builtin:tiny.")]
 JsonFile = Annotated[Path | None, Parameter(help="Also write the result to this file.")]
 Permitted = Annotated[Permissions, GROUP]
 

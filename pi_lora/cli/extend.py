@@ -10,6 +10,7 @@ from cyclopts.types import NonNegativeInt, PositiveInt
 from pi_lora import api
 from pi_lora.cli.app import (
     EXTEND,
+    BaseName,
     FactorsFile,
     JsonFile,
     Loaded,
@@ -87,7 +88,7 @@ def merge(
 
 @app.command(group=EXTEND)
 def extend(
-    model: ModelName,
+    model: BaseName,
     /,
     *,
     target: NewWindow,

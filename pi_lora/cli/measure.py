@@ -11,6 +11,7 @@ from pi_lora import api
 from pi_lora.cli.app import (
     GROUP,
     MEASURE,
+    BaseName,
     FactorsFile,
     JsonFile,
     Loaded,
@@ -197,7 +198,7 @@ def everything(
 
 @app.command(group=MEASURE)
 def probe(
-    model: ModelName,
+    model: BaseName,
     /,
     *,
     options: Annotated[ProbeOptions, GROUP],
@@ -220,7 +221,7 @@ def probe(
 
 @app.command(group=MEASURE)
 def search(
-    model: ModelName,
+    model: BaseName,
     /,
     *,
     options: Annotated[SearchOptions, GROUP],

@@ -11,8 +11,8 @@ from pi_lora import api
 from pi_lora.cli.app import (
     OTHERS,
     RECIPES,
+    BaseName,
     JsonFile,
-    ModelName,
     NewWindow,
     Override,
     Permitted,
@@ -30,7 +30,7 @@ GpuName = Annotated[str | None, Parameter(help="Name (4090, H100), memory size (
 
 @app.command(group=RECIPES)
 def new(
-    model: ModelName,
+    model: BaseName,
     /,
     *,
     target: NewWindow,

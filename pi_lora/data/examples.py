@@ -234,8 +234,9 @@ def data_problems(data: Data, ask_hub: bool = False, *, held_out: bool = False) 
 
 
 def too_short_for(source: Source, window: int) -> str | None:
-    """Return that no held-out document of a local source fills a window of so many tokens, even if every byte is a
-    token; None if one may, or if the source has too many documents to look at.
+    """Return the problem that no held-out document of a local source can fill a window of so many tokens.
+
+    Every byte counts as a token, and BOS is one more. Return None if a document may fill it, or if there are too many.
     """
     if not looks_local(source.name) or source.name in BUILTIN_TEXTS:
         return None
@@ -243,7 +244,7 @@ def too_short_for(source: Source, window: int) -> str | None:
     documents = itertools.islice(find_table(source).documents(held_out=True), COUNTED_ROWS)
     for number, document in enumerate(documents, 1):
         longest = max(longest, len(document.text.encode(errors="surrogateescape")))
-        if longest >= window or number == COUNTED_ROWS:
+        if longest + 1 >= window or number == COUNTED_ROWS:
             return None
     kind = "held-out document" if source.hold_out else "document"
     return f"{source.name}: the longest {kind} has {longest:,} bytes, and a window has {window:,} tokens"

@@ -16,7 +16,7 @@ from pi_lora.data.chats import NO_CHATS_WARNING
 from pi_lora.data.documents import looks_local
 from pi_lora.data.examples import data_problems, too_short_for
 from pi_lora.data.sources import find_table, held_out_text, share_to_hold_out
-from pi_lora.errors import PiLoraError, RecipeError, RunExistsError
+from pi_lora.errors import DataError, PiLoraError, RecipeError, RunExistsError
 from pi_lora.models.files import BUILTIN
 from pi_lora.models.resolve import extension_of
 from pi_lora.models.source import ModelSource
@@ -109,9 +109,10 @@ def new_recipe(
     first = first_plan(source, target, gpu=device, sections=sections)
     plan = choose(first)
     text = recipe_text(plan, file, reason)
+    notes = list(_notes(source.name, texts, plan))
     with file.open("x", encoding="utf-8") as recipe_file:
         recipe_file.write(text)
-    return file, plan, list(_notes(source.name, texts, plan))
+    return file, plan, notes
 
 
 def _notes(model: str, texts: Sequence[str], plan: TrainingPlan) -> Iterator[str]:
@@ -128,9 +129,13 @@ def _notes(model: str, texts: Sequence[str], plan: TrainingPlan) -> Iterator[str
     if available < needed:
         yield f"--data: about {available:,.0f} sequences; {needed:,} are needed, or pi-lora train refuses: add text"
     measured = plan.recipe.data.source[0]
-    too_short = too_short_for(measured, plan.recipe.context.target) if texts and measured.hold_out else None
-    if too_short:
-        yield f"--data: {too_short}; pi-lora train refuses to measure perplexity there; add longer documents"
+    if texts and measured.hold_out:
+        try:
+            problem = too_short_for(measured, plan.recipe.context.target)
+        except DataError as error:
+            problem = str(error)
+        if problem:
+            yield f"--data: {problem}; pi-lora train cannot measure perplexity there: add longer documents"
     if has_chat_template(model) and not plan.recipe.data.has_chats:
         yield f"data: {NO_CHATS_WARNING}"
 
@@ -192,8 +197,9 @@ def choose(first: TrainingPlan) -> TrainingPlan:
     """
     plans = [plan for _, plan in replanned(first, candidates(first)) if plan.has_room()]
     if not plans:
+        hardest = "by QLoRA with PoSE" if "qlora" in first.target.methods else "with PoSE (the base takes no QLoRA)"
         raise PiLoraError(
-            f"--gpu: {first.gpu.name}: is too small to tune {first.recipe.model.name}, even by QLoRA with PoSE; "
+            f"--gpu: {first.gpu.name}: is too small to tune {first.recipe.model.name}, even {hardest}; "
             "name a larger one, or see recipes/paper for several GPUs"
         )
     best = next((plan for plan in plans if _share_of_max_hours(plan) <= 1), min(plans, key=_share_of_max_hours))

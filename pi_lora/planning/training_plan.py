@@ -31,7 +31,7 @@ class Target:
         shape: The shape of the model.
         original: The window before the extension (L), in tokens.
         declared: The window that the config declares, in tokens.
-        methods: The values of `tuning.method` that the stored weights take.
+        methods: The values of `tuning.method` to choose from: QLoRA of weights that are stored quantized is LoRA.
         linear_bytes: Bytes of a linear weight that stays quantized as it is stored; None if none does.
     """
 
@@ -195,12 +195,13 @@ def plan_training(recipe: Recipe, source: ModelSource, gpu: Gpu) -> TrainingPlan
     """Plan the training of `recipe` on `gpu`, from the shape of its model; raise PiLoraError as `plan_recipe` does."""
     unextended = source.base.config if source.extension else source.config
     declared = window_of(unextended)
+    linear_bytes = bytes_of_linear_weights(source.base.config)
     target = Target(
         source.shape,
         recipe.context.original or declared,
         declared,
-        methods=methods_on(source.base.config),
-        linear_bytes=bytes_of_linear_weights(source.base.config),
+        methods=("lora",) if linear_bytes else methods_on(source.base.config),
+        linear_bytes=linear_bytes,
     )
     return plan_recipe(recipe, target, gpu)
 

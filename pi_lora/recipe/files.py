@@ -208,16 +208,20 @@ def _merge(base: Mapping[str, Any], over: Mapping[str, Any]) -> dict[str, Any]:
 
 def _path_of(names: Sequence[str], tree: Any) -> KeyPath:
     """Return the path of a dotted key in a tree. A key of a list with one section is in that section. Raise RecipeError
-    if a list has several.
+    if a list has several, or if there is a value in place of a section.
     """
     path: list[str | int] = []
     for name in names:
+        whole = f"{'.'.join(names)}: {'.'.join(map(str, path))} is"
         if isinstance(tree, list):
             if len(tree) > 1:
-                key = ".".join(map(str, path))
-                raise RecipeError([f"{'.'.join(names)}: {key} is a list of {len(tree)}; give all of it: '{key}=[...]'"])
+                raise RecipeError([f"{whole} a list of {len(tree)}; give all of it"])
             path.append(0)
             tree = tree[0] if tree else None
+            if name == "0":
+                continue
+        if not isinstance(tree, dict | None):
+            raise RecipeError([f"{whole} {tree}, and no section; give all of it"])
         path.append(name)
         tree = tree.get(name) if isinstance(tree, dict) else None
     return tuple(path)

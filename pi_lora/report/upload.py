@@ -45,7 +45,15 @@ WEIGHT_FILES = [
     "model.safetensors.index.json",
 ]
 # transformers loads an adapter where it finds this config, whatever weights are beside it.
-OTHER_MODEL = ["*.safetensors", "pytorch_model*.bin", "adapter_model.bin", "*.index.json", ADAPTER_CONFIG_FILE]
+OTHER_MODEL = [
+    "model.safetensors",
+    "model-?????-of-?????.safetensors",
+    "model.safetensors.index.json",
+    "pytorch_model*.bin",
+    "pytorch_model.bin.index.json",
+    "adapter_model.*",
+    ADAPTER_CONFIG_FILE,
+]
 # Seconds that the hub has to commit what was uploaded.
 COMMIT_SECONDS = 30.0
 # All other files stay here: checkpoints, pickles, and files that a user keeps in the folder.
@@ -89,8 +97,9 @@ def push(folder: Path, repo: str, *, private: bool = False, progress: Progress =
         others = {file.rfilename for file in info.siblings or ()}.difference(names)
         stay = sorted(name for pattern in OTHER_MODEL for name in fnmatch.filter(others, pattern) if "/" not in name)
         if stay:
+            files = stay[0] if len(stay) == 1 else f"{stay[0]} and {len(stay) - 1} more"
             raise ModelError(
-                f"{url}: holds another model ({stay[0]}); name another repository, or delete that file there"
+                f"{url}: holds another model ({files}); name another repository, or delete its files there"
             )
         # By default the client waits without an end for a storage that does not answer. It tries six times.
         session = get_session()

@@ -151,7 +151,7 @@ def test_resume_completes_a_trained_run_without_a_step_whatever_write_failed(
             disk.watch(tmp_path, lambda write: write > before)
 
     resume = f"make room, then pi-lora train {output} --resume$"
-    with pytest.raises(ModelError, match=rf"run: the disk is full \(.*No space left.*\); {resume}"):
+    with pytest.raises(ModelError, match=rf"run: a disk is full \(.*No space left.*\); {resume}"):
         train(recipe, output, progress=fill)
     disk.folder = "\0"
     with pytest.raises(

@@ -171,7 +171,7 @@ def test_a_full_disk_leaves_no_output(whole: Path, tmp_path: Path, monkeypatch: 
         raise OSError(errno.ENOSPC, "No space left on device")
 
     monkeypatch.setattr("os.fsync", full)
-    message = r"merged: the disk is full \(.*No space left on device\); make room, then start again$"
+    message = r"merged: a disk is full \(.*No space left on device\); make room, then start again$"
     with pytest.raises(ModelError, match=message):
         merge(whole / "run", tmp_path / "merged")
     assert list(tmp_path.iterdir()) == []

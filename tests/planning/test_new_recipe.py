@@ -193,7 +193,7 @@ def test_new_refuses_what_train_refuses(command: Command, lora_run: Path, small_
     (gptq / "config.json").write_text(json.dumps({**config, "quantization_config": {"quant_method": "gptq"}}))
     for name, line in (
         ("gptq", "gptq: has weights quantized by gptq, which are not dequantized here; "),
-        (str(lora_run), f"{lora_run}: is extended already; merge it first: pi-lora merge {lora_run}"),
+        (str(lora_run), f"{lora_run}: is an adapter; merge it first: pi-lora merge {lora_run}"),
     ):
         status, out, errors = command(name, "--target", "256", "--gpu", "cpu")
         assert (status, out, errors.count("\n")) == (2, "", 1)
@@ -282,6 +282,12 @@ def test_new_says_that_no_document_fills_the_window(command: Command, tmp_path: 
         "--data: notes.jsonl: the longest held-out document has 24 bytes, and a window has 1,024 tokens; pi-lora train"
     )
     assert [said.startswith(line) for said in errors.splitlines()].count(True) == 1
+    (tmp_path / "one.jsonl").write_text(json.dumps({"text": "A long row. " * 999}))
+    status, _, errors = command(
+        "builtin:tiny", "--target", "1k", "--gpu", "cpu", "--data", "one.jsonl", "--output", "o"
+    )
+    assert status == 0
+    assert "--data: one.jsonl: " in errors
 
 
 def test_new_warns_about_a_chat_model_without_chats(command: Command, small_model: Path, tmp_path: Path) -> None:

@@ -128,8 +128,13 @@ def test_overrides_reach_into_the_only_section_of_a_list(tmp_path: Path) -> None
     assert line == "command line: data.source.0.weigt: unknown key; did you mean weight?"
     two = GOOD.replace("builtin:stdlib", "[{name: books}, {name: builtin:recall}]")
     assert problems(write(tmp_path, two), "data.source.weight=2") == [
-        "data.source.weight: data.source is a list of 2; give all of it: 'data.source=[...]'"
+        "data.source.weight: data.source is a list of 2; give all of it"
     ]
+    for plain in ("books", "[books]"):
+        [line] = problems(write(tmp_path, GOOD.replace("builtin:stdlib", plain)), "data.source.weight=2")
+        assert line.endswith("is books, and no section; give all of it")
+    [indexed] = load_recipe(write(tmp_path, one), ["data.source.0.weight=2"]).recipe.data.source
+    assert (indexed.name, indexed.weight) == ("books", 2)
 
 
 def test_the_origin_of_a_section_is_that_of_all_its_values(tmp_path: Path) -> None:
