@@ -77,7 +77,7 @@ def answer(
     room = loaded.window - len(ids)
     if not prompt.strip() or room < 1:
         raise DataError(
-            f"--prompt: {len(ids):,} tokens do not suit {loaded.name}, which reads {loaded.window:,}; "
+            f"prompt: {len(ids):,} tokens do not suit {loaded.name}, which reads {loaded.window:,}; "
             "give a text that leaves room for the answer"
         )
     max_new_tokens = min(room, sampling.max_new_tokens or room)

@@ -147,7 +147,10 @@ class Probe(BaseModel):
             with suppress(ModelError):  # a shipped config has no weights
                 is_same = self.weights == base.weights_digest
         if self.original != window_of(base.config) or not is_same:
-            raise ModelError(f"--probe: is of {self.model}, not of {base.name}; probe it, or leave the option out")
+            raise ModelError(
+                f"--probe: is of {self.model}, with other weights or another window than {base.name}; "
+                "probe that, or leave the option out"
+            )
 
     def at(self, target: int) -> TargetResult:
         """Return the scalings at a target; raise ModelError if it was not probed."""

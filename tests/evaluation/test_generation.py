@@ -84,7 +84,7 @@ def test_generation_stops_at_the_window(extended: LoadedModel) -> None:
     text = extended.tokenizer.decode(ids, skip_special_tokens=True)
     left = extended.window - len(extended.tokenizer(text)["input_ids"])
     assert len(extended.tokenizer(pi_lora.generate(extended, text))["input_ids"]) <= left + 1
-    with pytest.raises(DataError, match=r"^--prompt: [\d,]+ tokens do not suit builtin:tiny, which reads 512"):
+    with pytest.raises(DataError, match=r"^prompt: [\d,]+ tokens do not suit builtin:tiny, which reads 512"):
         pi_lora.generate(extended, text * 2)
 
 
@@ -92,7 +92,7 @@ def test_a_prompt_that_leaves_one_token_is_answered_and_a_longer_one_refused(ext
     text = "The" + " the" * (extended.window - 3)
     assert len(extended.tokenizer(text)["input_ids"]) == extended.window - 1
     pi_lora.generate(extended, text)
-    with pytest.raises(DataError, match=f"^--prompt: {extended.window:,} tokens do not suit"):
+    with pytest.raises(DataError, match=f"^prompt: {extended.window:,} tokens do not suit"):
         pi_lora.generate(extended, f"{text} the")
 
 
@@ -109,7 +109,7 @@ def test_the_generate_command_reads_prompt_file_or_stdin(
     assert run_captured(capsys, monkeypatch, *asked)[:2] == (0, out)
     status, out, err = run_captured(capsys, monkeypatch, *asked, "--prompt", "The sea " * 300)
     assert (status, out, err.count("\n")) == (2, "", 1)
-    assert err.startswith("--prompt: ")
+    assert err.startswith("prompt: ")
     assert run_captured(capsys, monkeypatch, *asked, "--prompt", "")[0] == 2
 
 

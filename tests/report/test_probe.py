@@ -132,12 +132,18 @@ def test_new_names_the_scaling_and_the_reason(
 
     own = ["--gpu", "cpu", "--data", "builtin:stdlib"]
     assert header(BUILTIN, *own, "--probe", "probe.json") == ("yarn", "# Scaling yarn: in a probe, yarn keeps 8.30.")
-    for other in ({"original": 512}, {"original": 256, "weights": "another"}):
-        Path("other.json").write_text(Probe(model="o", targets=[reach], **other).model_dump_json(by_alias=True))
+    others = [
+        {"model": BUILTIN, "original": 512},
+        {"model": BUILTIN, "original": 256, "weights": "another"},
+        {"model": "o", "original": 256},
+    ]
+    for other in others:
+        Path("other.json").write_text(Probe(targets=[reach], **other).model_dump_json(by_alias=True))
         status, out, err = run_captured(
             capsys, monkeypatch, "new", BUILTIN, "--target", "1024", *own, "--probe", "other.json"
         )
-        assert (status, out, err) == (2, "", f"--probe: is of o, not of {BUILTIN}; probe it, or leave the option out\n")
+        line = f"--probe: is of {other['model']}, with other weights or another window than {BUILTIN}; probe that, or"
+        assert (status, out, err.startswith(line), err.count("\n")) == (2, "", True, 1)
     scaling, why = header(BUILTIN, *own)
     assert (scaling, "before and after tuning" in why) == ("yarn", True)
     found = Probe(model=BUILTIN, original=256, targets=[reach.model_copy(update={"best": "direct", "enough": True})])
