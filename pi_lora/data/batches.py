@@ -5,6 +5,7 @@ import math
 import os
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -22,10 +23,10 @@ from pi_lora.data.packing import Row, Stream, training_rows
 from pi_lora.data.selection import Scorer, selected
 from pi_lora.data.sources import find_table, format_counts
 from pi_lora.data.tokens import in_batches, padding_id, tokenizer_identity
-from pi_lora.errors import DataError
+from pi_lora.errors import DataError, ModelError
 from pi_lora.recipe.data import Data, Selection
 from pi_lora.recipe.schema import Training
-from pi_lora.storage import cache_folder, digest_of, make_once
+from pi_lora.storage import cache_folder, digest_of, make_once, read_json, write_json
 from pi_lora.types import Json, Progress, silent
 
 # Raise it with every change to how rows or synthetic documents are made: older caches are not taken for new ones.
@@ -101,7 +102,7 @@ def training_data(
             progress(done, number, "")
             yield row
 
-    rows = cached(made_from, columns, make)
+    rows = cached(made_from, columns, make, counts)
     tokens = pyarrow.compute.list_value_length(rows.data["input_ids"]).to_pylist()
     if data.has_examples:
         _check_epochs(len(rows), data, training)
@@ -137,11 +138,14 @@ def _check_epochs(examples: int, data: Data, training: Training) -> None:
         )
 
 
-def cached(made_from: Json, columns: Sequence[str], make: Callable[[], Iterator[Row]]) -> Dataset:
-    """Return the `columns` of the cached rows for `made_from`; if there are none, cache the rows that `make` yields.
+def cached(made_from: Json, columns: Sequence[str], make: Callable[[], Iterator[Row]], counts: Counter[str]) -> Dataset:
+    """Return the `columns` of the cached rows for `made_from`; if there are none, cache the rows that `make` yields,
+    and the `counts` of rows that were cut or left out. With cached rows the counts are filled in.
+
     Tensors are read from disk on use. Raise OSError if the cache cannot be written.
     """
     file = cache_folder() / "sequences" / f"{digest_of(made_from)}.arrow"
+    counts_file = file.with_suffix(".json")
     types = dict.fromkeys(columns, pyarrow.list_(pyarrow.int32()))
     if "loss_mask" in types:
         types["loss_mask"] = pyarrow.list_(pyarrow.bool_())
@@ -156,8 +160,13 @@ def cached(made_from: Json, columns: Sequence[str], make: Callable[[], Iterator[
             # A machine that loses power after the file was renamed must not leave zeros under its name.
             out.flush()
             os.fsync(out.fileno())
+        write_json(counts_file, counts)
 
-    return make_once(file, read_rows, write)
+    rows = make_once(file, read_rows, write)
+    if not counts:
+        with suppress(ModelError):  # of a cache of an older version, or damaged
+            counts.update(read_json(counts_file, dict[str, int], "prepare again"))
+    return rows
 
 
 def read_rows(file: Path) -> Dataset | None:

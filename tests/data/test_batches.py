@@ -7,6 +7,7 @@ import shutil
 import subprocess
 import threading
 import time
+from collections import Counter
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -23,6 +24,7 @@ COLUMNS = ["input_ids", "position_ids"]
 NUMBER = 65
 MAKER = """
 import sys, time
+from collections import Counter
 from pathlib import Path
 from pi_lora.data.batches import cached
 
@@ -32,7 +34,7 @@ def rows():
         time.sleep(0.01)
     yield from ({"input_ids": [index] * 4} for index in range(10))
 
-found = cached({"of": "all"}, ["input_ids"], rows)
+found = cached({"of": "all"}, ["input_ids"], rows, Counter())
 print(found["input_ids"][9].tolist())
 """
 
@@ -53,7 +55,7 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 def test_packed_sequences_are_cached_and_read_back(folder: Path) -> None:
     for make in (rows, never):
-        found = cached({"of": "this"}, COLUMNS, make)
+        found = cached({"of": "this"}, COLUMNS, make, Counter())
         assert [row["input_ids"].tolist() for row in found] == [[index, 65535, 0, index] for index in range(NUMBER)]
         assert found[3]["position_ids"].tolist() == [0, 1, 2, 2**31 - 1]
         assert found[3]["position_ids"].dtype == torch.int64
@@ -73,7 +75,7 @@ DAMAGE: dict[str, Callable[[Path], object]] = {
 
 @pytest.mark.parametrize("damage", DAMAGE)
 def test_a_damaged_cache_is_rebuilt(folder: Path, damage: str) -> None:
-    cached({"of": "this"}, COLUMNS, rows)
+    cached({"of": "this"}, COLUMNS, rows, Counter())
     [file] = folder.glob("*.arrow")
     DAMAGE[damage](file)
     made = []
@@ -83,7 +85,7 @@ def test_a_damaged_cache_is_rebuilt(folder: Path, damage: str) -> None:
         return rows()
 
     for _ in range(2):
-        found = cached({"of": "this"}, COLUMNS, again)
+        found = cached({"of": "this"}, COLUMNS, again, Counter())
         assert found["input_ids"][9].tolist() == [9, 65535, 0, 9]
     assert made == [damage]
 
@@ -94,13 +96,13 @@ def test_an_exception_or_a_kill_leaves_no_partial_cache(folder: Path) -> None:
         raise DataError("books: hold too little")
 
     with pytest.raises(DataError, match="too little"):
-        cached({"of": "this"}, COLUMNS, breaking)
+        cached({"of": "this"}, COLUMNS, breaking, Counter())
     assert [path.suffix for path in folder.iterdir()] == [".lock"]
-    cached({"of": "this"}, COLUMNS, rows)
+    cached({"of": "this"}, COLUMNS, rows, Counter())
     [file] = folder.glob("*.arrow")
     file.rename(file.with_suffix(".partial"))
-    assert len(cached({"of": "this"}, COLUMNS, rows)) == NUMBER
-    assert sorted(path.suffix for path in folder.iterdir()) == [".arrow", ".lock"]
+    assert len(cached({"of": "this"}, COLUMNS, rows, Counter())) == NUMBER
+    assert sorted(path.suffix for path in folder.iterdir()) == [".arrow", ".json", ".lock"]
 
 
 def test_concurrent_processes_build_the_cache_once(python: str, folder: Path, tmp_path: Path) -> None:
@@ -110,7 +112,7 @@ def test_concurrent_processes_build_the_cache_once(python: str, folder: Path, tm
         time.sleep(0.01)
     # The other process goes on when this one has begun to wait.
     threading.Timer(0.2, (tmp_path / "waited").touch).start()
-    found = cached({"of": "all"}, ["input_ids"], never)
+    found = cached({"of": "all"}, ["input_ids"], never, Counter())
     assert found["input_ids"][9].tolist() == [9, 9, 9, 9]
     assert maker.communicate(timeout=120)[0] == "[9, 9, 9, 9]\n"
     assert maker.returncode == 0
@@ -118,11 +120,11 @@ def test_concurrent_processes_build_the_cache_once(python: str, folder: Path, tm
 
 def test_a_complete_cache_may_be_read_only(folder: Path) -> None:
     """Shared or mounted; a folder in place of the lock stands for what cannot be written, also by root."""
-    cached({"of": "this"}, COLUMNS, rows)
+    cached({"of": "this"}, COLUMNS, rows, Counter())
     [lock] = folder.glob("*.lock")
     lock.unlink()
     lock.mkdir()
-    assert len(cached({"of": "this"}, COLUMNS, never)) == NUMBER
+    assert len(cached({"of": "this"}, COLUMNS, never, Counter())) == NUMBER
 
 
 def skipping(number: int, chunks: int = 3) -> list[dict[str, torch.Tensor]]:

@@ -133,13 +133,23 @@ def test_one_blank_stands_between_prompt_and_completion(tokenizer: Any, template
     assert tokenizer.decode(completion[:-1]) == f"{between}A cat."
 
 
-def test_truncated_and_skipped_rows_are_counted(tmp_path: Path, tokenizer: Any) -> None:
+def test_truncated_and_skipped_rows_are_counted(
+    tmp_path: Path, tokenizer: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("PI_LORA_CACHE", str(tmp_path / "cache"))
     rows = [*ROWS, {"text": " ", "gist": "x"}, {"text": "x", "gist": None}, {"text": "Fine.", "gist": "Good."}]
     file, training = write(tmp_path / "rows.jsonl", rows), Training(steps=1, global_batch_size=1)
     found = training_data(data_of(file, completion_tokens=8), training, tokenizer, 64, 90)
     assert found.tokens == [len(row["input_ids"]) for row in found.rows]
     lengths = f"4 sequences of at most {max(found.tokens)} tokens"
     assert found.messages == [lengths, "empty rows left out: 2", "documents cut: 2"]
+    # From the cache too.
+    again = training_data(data_of(file, completion_tokens=8), training, tokenizer, 64, 90)
+    assert again.messages == found.messages
+    [counts] = (tmp_path / "cache" / "sequences").glob("*.json")
+    counts.write_text("damaged")
+    again = training_data(data_of(file, completion_tokens=8), training, tokenizer, 64, 90)
+    assert again.messages == [lengths]
     texts = [tokenizer.decode(row["input_ids"][row["loss_mask"]]) for row in found.rows]
     assert texts[2:] == [" Cold.</s>", " Good.</s>"]
     keys = {"template": "Say {text}:", "completion": "gist", "document": None, "summary": None, "completion_tokens": 8}
