@@ -257,9 +257,17 @@ def test_measurements_of_a_sharded_model_equal_one_process(
         assert found["depths"] == expected["depths"]
 
 
+@pytest.fixture
+def whole_pair(python: str) -> Iterator[Pair]:
+    """Two processes that were never told to shard."""
+    both = Pair(python)
+    yield both
+    both.end()
+
+
 @pytest.mark.parametrize("killed_at", [3, 8])
 def test_a_killed_run_of_two_processes_resumes_with_the_same_examples(
-    pair: Pair, models: dict[str, Path], tmp_path: Path, killed_at: int
+    whole_pair: Pair, models: dict[str, Path], tmp_path: Path, killed_at: int
 ) -> None:
     """In the first or in the second epoch of five steps; both processes have the whole model."""
     rows = [{"text": "sea " * (2 + number), "answer": f"the {number} " * 3} for number in range(20)]
@@ -274,10 +282,10 @@ def test_a_killed_run_of_two_processes_resumes_with_the_same_examples(
     training = {"steps": 10, "save_every": 2}
     hardware = {"cpu_processes": 2}
     recipe = recipe_for(models["tied"], WHOLE, data=data, training=training, hardware=hardware)
-    pair.start(recipe, tmp_path / "two", killed_at=killed_at)
+    whole_pair.start(recipe, tmp_path / "two", killed_at=killed_at)
     alone = in_one(recipe, tmp_path / "alone")
-    assert pair.wait() == [-signal.SIGKILL] * 2
-    pair.train(recipe, tmp_path / "two", resume=True)
+    assert whole_pair.wait() == [-signal.SIGKILL] * 2
+    whole_pair.train(recipe, tmp_path / "two", resume=True)
     assert_same(tmp_path / "two", alone)
 
 
