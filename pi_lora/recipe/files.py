@@ -108,10 +108,9 @@ def _origins_by_key(recipe: Recipe, origins: Mapping[KeyPath, str]) -> dict[str,
     found = {}
     for key in keys:
         origin = origins.get(key, DEFAULT)
-        overridden = any(other[: len(key)] == key and of == COMMAND_LINE for other, of in origins.items())
-        if overridden and origin not in (DEFAULT, COMMAND_LINE):
-            origin = f"{origin}, {COMMAND_LINE}"
-        found[".".join(map(str, key))] = COMMAND_LINE if overridden and origin == DEFAULT else origin
+        if any(other[: len(key)] == key and of == COMMAND_LINE for other, of in origins.items()):
+            origin = COMMAND_LINE if origin in (DEFAULT, COMMAND_LINE) else f"{origin}, {COMMAND_LINE}"
+        found[".".join(map(str, key))] = origin
     return found
 
 
