@@ -15,6 +15,7 @@ from pi_lora.data.chats import ChatTemplate
 from pi_lora.data.examples import Prompter, amount_problems, data_problems, too_short_for
 from pi_lora.data.sources import HELD_OUT_KEYS, PINNED
 from pi_lora.errors import ModelError, PiLoraError, RecipeError, first_line
+from pi_lora.evaluation.summarization import complete
 from pi_lora.hub import hub_errors
 from pi_lora.models.adapter import check_shape, check_targets
 from pi_lora.models.files import BUILTIN, methods_on, quantization_of
@@ -167,6 +168,11 @@ def _evaluation_problems(recipe: Recipe, ask_hub: bool) -> Iterator[str]:
         yield from _text_problems(
             "context", {"name": context.data, **context.model_dump(include=HELD_OUT_KEYS)}, ask_hub
         )
+    summaries = recipe.evaluation.summarization
+    if summaries and summaries.data:
+        _, rows = complete(summaries, recipe)
+        for problem in data_problems(rows, ask_hub, held_out=True):
+            yield problem.replace("data.source", "evaluation.summarization.data", 1)
     files = {}
     if context and context.key_tokens:
         files["context.key_tokens"] = context.key_tokens

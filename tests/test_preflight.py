@@ -266,6 +266,7 @@ def test_every_text_of_the_evaluation_is_there_before_the_training(small_model: 
     evaluation = {
         "chat": {"data": "./no-chats.jsonl"},
         "context": {"data": "./no-text", "key_tokens": "keys.json"},
+        "summarization": {"data": "./no-reports.jsonl"},
         "benchmarks": {"tasks": ["boolq"], "data": ["boolq=gone.jsonl"]},
     }
     with pytest.raises(RecipeError) as raised:
@@ -273,6 +274,7 @@ def test_every_text_of_the_evaluation_is_there_before_the_training(small_model: 
     assert [problem.partition("; ")[0] for problem in raised.value.problems] == [
         "evaluation.chat.data: ./no-chats.jsonl: no such file or folder",
         "evaluation.context.data: ./no-text: no such file or folder",
+        "evaluation.summarization.data: ./no-reports.jsonl: no such file or folder",
         "evaluation.context.key_tokens: keys.json: no such file",
         "evaluation.benchmarks.data: boolq: gone.jsonl: no such file",
     ]

@@ -7,6 +7,7 @@ import gc
 import json
 import subprocess
 import time
+from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
@@ -109,36 +110,43 @@ def test_slow_work_is_announced(capsys: pytest.CaptureFixture[str], monkeypatch:
     assert without_progress(errors) == ""
 
 
-def test_progress_of_an_unknown_amount_has_no_total(
-    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    now = 0.0
-    monkeypatch.setattr(time, "monotonic", lambda: now)
-    monkeypatch.setattr(terminal, "_last_line", now)
+@dataclass
+class Clock:
+    """The time in seconds that progress is reported at."""
+
+    now: float = 0.0
+
+
+@pytest.fixture
+def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
+    clock = Clock()
+    monkeypatch.setattr(time, "monotonic", lambda: clock.now)
+    monkeypatch.setattr(terminal, "_last_line", clock.now)
+    return clock
+
+
+def test_progress_of_an_unknown_amount_has_no_total(capsys: pytest.CaptureFixture[str], clock: Clock) -> None:
     with progress_bar("preparing examples") as progress:
         progress(1, 0, "")
-        now = 70
+        clock.now = 70
         progress(1200, 0, "")
     assert capsys.readouterr().err == "preparing examples: 1,200\n"
 
 
 def test_progress_is_printed_as_lines_without_a_terminal(
-    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, clock: Clock
 ) -> None:
     """One a minute, however often the note changes, and however many bars a command has."""
-    now = 0.0
-    monkeypatch.setattr(time, "monotonic", lambda: now)
-    monkeypatch.setattr(terminal, "_last_line", now)
     calls = (0, 0, ""), (10, 1, "loss 2"), (10.5, 2, "loss 1"), (69, 10, "loss 2"), (71, 11, "loss 2")
     for _ in range(2):
         with progress_bar("training") as progress:
             for seconds, done, note in calls:
-                now = seconds
+                clock.now = seconds
                 progress(done, 1011, note)
         for bar, end in (("first", 110), ("second", 140)):
             with progress_bar(bar) as progress:
                 for done, seconds in enumerate((end - 30, end - 10, end)):
-                    now = seconds
+                    clock.now = seconds
                     progress(done, 2, "")
         be_the_second_process(monkeypatch)
     errors = capsys.readouterr().err

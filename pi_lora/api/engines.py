@@ -156,7 +156,10 @@ def extend(
     extension = Extension(target, original, scaling, **divisors)
     source = resolve(model, extension=extension, permissions=permissions)
     folder = path_of(output)
-    scores = probed.scores_by_stage(source.name, target, scaling) if probed else {}
+    scores = {}
+    if probed:
+        probed.check_is_of(source.base)
+        scores = probed.scores_by_stage(target, scaling)
     check_can_make(folder)
     check_quantization(source.base)
     check_shapes(source.base)

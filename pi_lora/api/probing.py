@@ -68,7 +68,8 @@ def probe(
 
 def _show_probe(source: "ModelSource", probed: "Probe", *, file: Path | None, ui: UI) -> None:
     """Show the results of a probe that is kept in `file`, and what to do next."""
-    from pi_lora.evaluation.probe import next_command, probe_table, traits_line
+    from pi_lora.evaluation.probe import next_command, probe_table
+    from pi_lora.evaluation.traits import traits_line
 
     if traits := traits_line(source):
         ui.show(traits)

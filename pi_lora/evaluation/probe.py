@@ -25,7 +25,7 @@ from pi_lora.recipe.evaluation import PasskeyOptions, PerplexityOptions, ProbeOp
 from pi_lora.recipe.factors import Factors, read_factors
 from pi_lora.recipe.section import Section
 from pi_lora.run import BASE, STEP_0
-from pi_lora.scaling.config import SLIDING_ATTENTION, Method, window_of
+from pi_lora.scaling.config import Method, window_of
 from pi_lora.scaling.extension import Extension, methods_for
 from pi_lora.storage import cache_folder, check_can_write, read_json, write_json
 from pi_lora.types import SILENT, UI, Json
@@ -47,10 +47,6 @@ PROMISING_RATIO = 1.25
 # No tuning is needed up to this multiple of the base's perplexity, and from this percentage of retrieved passkeys.
 MAX_PERPLEXITY_RATIO = 1.05
 MIN_PASSKEYS_PERCENT = 80.0
-# OlmPool compares models that were pre-trained on this number of tokens with models of twice as many.
-SHORT_PRETRAINING = 4096
-# The names of the modules that normalize queries, in models that normalize queries and keys.
-QUERY_NORMS = (".q_norm", ".q_layernorm", ".query_layernorm")
 
 
 class Probed(BaseModel):
@@ -163,16 +159,11 @@ class Probe(BaseModel):
         """Return the content of a file that `read_probe` reads."""
         return self.model_dump(mode="json", by_alias=True, exclude_unset=True)
 
-    def scores_by_stage(self, model: str, target: int, scaling: Method) -> dict[str, list[Scores]]:
-        """Return the scores of the base and of one untuned scaling, by stage; raise ModelError if another model was
-        probed, or the scaling was not.
-        """
+    def scores_by_stage(self, target: int, scaling: Method) -> dict[str, list[Scores]]:
+        """Return the scores of the base and of one untuned scaling, by stage; raise ModelError if it was not probed."""
         probed = self.at(target).scalings
-        if self.model != model or scaling not in probed:
-            measured = f"{self.model} under {', '.join(probed)}"
-            raise ModelError(
-                f"--probe: is of {measured}, not of {model} under {scaling}; probe it, or leave the option out"
-            )
+        if scaling not in probed:
+            raise ModelError(f"--probe: has {', '.join(probed)}, not {scaling}; probe it, or leave the option out")
         return {BASE: probed["direct"].scores, STEP_0: probed[scaling].scores}
 
 
@@ -329,33 +320,6 @@ def probe_table(probed: Probe, result: TargetResult) -> Table:
     settings = [setting_of(scores) for scores in best.scores]
     table.caption = "; ".join([*settings, str(best.perplexity.dtype), "95 % intervals"])
     return table
-
-
-def traits_line(base: ModelSource) -> str | None:
-    """Return a line that names the traits of a model that make an extension harder together; None if it has none.
-
-    OlmPool (Bertsch et al. 2026, arXiv 2608.10296) compares 26 models of 7B parameters that differ in these traits.
-    """
-    config = base.config
-    heads = config.get("num_attention_heads")
-    key_heads = config.get("num_key_value_heads") or heads
-    sliding = (config.get("layer_types") or []).count(SLIDING_ATTENTION)
-    traits = []
-    if any(name.endswith(QUERY_NORMS) for name, _ in base.base.meta_model.named_modules()):
-        traits.append("normalized queries and keys")
-    if key_heads != heads:
-        traits.append(f"fewer key heads than query heads ({key_heads} and {heads})")
-    if sliding:
-        traits.append(f"sliding windows in {sliding} of {config['num_hidden_layers']} layers")
-    if base.original <= SHORT_PRETRAINING:
-        before = " before the model's own scaling" if base.original < base.window else ""
-        traits.append(f"short pre-training (a window of {base.original:,} tokens{before})")
-    if not traits:
-        return None
-    return (
-        f"This model has {', '.join(traits)}. One such trait costs an extended model little, three or more up to 47 % "
-        "of its scores on long contexts (OlmPool, arXiv 2608.10296)."
-    )
 
 
 def next_command(probed: Probe, result: TargetResult, json: Path | None) -> str:

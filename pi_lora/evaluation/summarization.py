@@ -20,6 +20,7 @@ from pi_lora.models.loaded import LoadedModel
 from pi_lora.models.source import ModelSource
 from pi_lora.recipe.data import Data
 from pi_lora.recipe.evaluation import Sampling, SummarizationOptions
+from pi_lora.recipe.schema import Recipe
 from pi_lora.types import Json
 
 GOVREPORT = Data.model_validate(
@@ -60,7 +61,7 @@ class Summarization(Measurement[SummarizationOptions, SummarizationScores]):
         """Fill in the rows, by default those held out from the tuning of the first model, or GovReport. Raise DataError
         if all of them trained.
         """
-        completed, data = complete(options, models[0])
+        completed, data = complete(options, models[0].recipe)
         [source] = data.source
         if options.data is None and looks_local(source.name) and not source.hold_out:
             raise DataError(
@@ -77,7 +78,7 @@ class Summarization(Measurement[SummarizationOptions, SummarizationScores]):
         """Score the summaries of a model. Raise DataError if the data cannot be read, lacks a column or is empty, or if
         the window is too short.
         """
-        _, data = complete(options, model.source)
+        _, data = complete(options, model.source.recipe)
         prompter = Prompter(data, model.tokenizer, model.window)
         table = find_table(data.source[0])
         counts = Counter[str]()
@@ -130,15 +131,15 @@ class Summarization(Measurement[SummarizationOptions, SummarizationScores]):
             )
 
 
-def complete(options: SummarizationOptions, model: ModelSource) -> tuple[SummarizationOptions, Data]:
+def complete(options: SummarizationOptions, tuned_by: Recipe | None) -> tuple[SummarizationOptions, Data]:
     """Return the complete options, and their rows and prompts as the data section of a recipe. Another model is then
     measured on the same rows and prompts.
 
-    Options that are not set are those that a run was tuned with, or those for GovReport. The default split of a hub
-    data set is the split that the tuning held a part out of; without such a part it is `validation`, or `test` for a
-    run that was tuned on `validation`. Raise RecipeError if keys conflict.
+    Options that are not set are those of the recipe that a run was `tuned_by`, or those for GovReport. The default
+    split of a hub data set is the split that the tuning held a part out of; without such a part it is `validation`, or
+    `test` for a run that was tuned on `validation`. Raise RecipeError if keys conflict.
     """
-    default_data = model.recipe.data if model.recipe and model.recipe.data.has_examples else GOVREPORT
+    default_data = tuned_by.data if tuned_by and tuned_by.data.has_examples else GOVREPORT
     defaults = {
         **default_data.model_dump(include=PROMPT_KEYS),
         "max_new_tokens": default_data.completion_tokens,
@@ -184,7 +185,7 @@ def summarize(loaded: LoadedModel, name: str, text: str, sampling: Sampling, say
     """
     # The document may fill the window, also if the documents of the training were truncated to fewer tokens.
     options = SummarizationOptions(**sampling.model_dump(), document_tokens=loaded.window)
-    options, data = complete(options, loaded.source)
+    options, data = complete(options, loaded.source.recipe)
     prompter = Prompter(data, loaded.tokenizer, loaded.window)
     columns = prompter.task.prompt_columns
     if columns != [data.document]:

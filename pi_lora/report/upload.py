@@ -46,12 +46,10 @@ WEIGHT_FILES = [
 ]
 # transformers loads an adapter where it finds this config, whatever weights are beside it.
 OTHER_MODEL = [
-    "model.safetensors",
-    "model-?????-of-?????.safetensors",
-    "model.safetensors.index.json",
+    *WEIGHT_FILES,
+    "adapter_model.bin",
     "pytorch_model*.bin",
     "pytorch_model.bin.index.json",
-    "adapter_model.*",
     ADAPTER_CONFIG_FILE,
 ]
 # Seconds that the hub has to commit what was uploaded.

@@ -164,12 +164,12 @@ def test_a_run_tuned_on_all_rows_of_a_file_asks_for_others(extended: Path, monke
 
 
 def test_a_run_without_a_task_is_measured_on_govreport(extended: Path) -> None:
-    asked, data = complete(SummarizationOptions(), resolve_model(str(extended)))
+    asked, data = complete(SummarizationOptions(), resolve_model(str(extended)).recipe)
     assert (asked.data, asked.subset, asked.split) == ("tau/scrolls", "gov_report", "validation")
     assert (data.document, data.summary, data.document_tokens) == ("input", "output", 15000)
-    assert complete(asked, resolve_model("builtin:tiny")) == (asked, data)
+    assert complete(asked, resolve_model("builtin:tiny").recipe) == (asked, data)
     other = SummarizationOptions(data="x.csv", template="{q}?", completion="a")
-    _, data = complete(other, resolve_model("builtin:tiny"))
+    _, data = complete(other, resolve_model("builtin:tiny").recipe)
     assert (data.source[0].name, data.source[0].subset) == ("x.csv", None)
     assert (data.template, data.completion, data.document) == ("{q}?", "a", None)
 
@@ -178,9 +178,9 @@ def test_a_hub_data_set_is_measured_on_its_validation_split(extended: Path, monk
     """A run that was tuned on the split `train` is not measured on it."""
     tuned = small_recipe(extended, scaling="keep", data={"source": {"name": "me/reports", "split": "train"}, **COLUMNS})
     monkeypatch.setattr("pi_lora.run.Run.recipe", tuned)
-    asked, _ = complete(SummarizationOptions(), resolve_model(str(extended)))
+    asked, _ = complete(SummarizationOptions(), resolve_model(str(extended)).recipe)
     assert (asked.data, asked.split, asked.document) == ("me/reports", "validation", "report")
-    assert complete(SummarizationOptions(split="test"), resolve_model(str(extended)))[0].split == "test"
+    assert complete(SummarizationOptions(split="test"), resolve_model(str(extended)).recipe)[0].split == "test"
 
 
 @pytest.mark.parametrize(
@@ -202,10 +202,10 @@ def test_of_a_hub_data_set_the_rows_that_trained_are_not_measured(
 ) -> None:
     data = {"source": {"name": "me/reports", "revision": "v1", **source}, **COLUMNS}
     monkeypatch.setattr("pi_lora.run.Run.recipe", small_recipe(extended, scaling="keep", data=data))
-    options, measured = complete(SummarizationOptions.model_validate(asked), resolve_model(str(extended)))
+    options, measured = complete(SummarizationOptions.model_validate(asked), resolve_model(str(extended)).recipe)
     [read] = measured.source
     assert (read.name, read.split, read.hold_out, read.revision) == ("me/reports", split, hold_out, "v1")
-    assert complete(options, resolve_model("builtin:tiny")) == (options, measured)
+    assert complete(options, resolve_model("builtin:tiny").recipe) == (options, measured)
 
 
 def test_eval_summarization_and_summarize_print_and_write_summaries(

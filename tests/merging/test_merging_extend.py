@@ -57,7 +57,7 @@ def test_the_card_of_an_extended_model_has_the_scores_of_the_probe(small_model: 
     assert ".partial" not in card
     kept = json.loads((tmp_path / "extended" / "scores" / "perplexity-step-0.json").read_text())
     assert kept["windows"][1]["perplexity"] == after.windows[1].value
-    with pytest.raises(ModelError, match=r"is of .* under direct, yarn, not of .* under theta"):
+    with pytest.raises(ModelError, match=r"^--probe: has direct, yarn, not theta; probe it, or leave the option out"):
         extend(resolve_model(str(small_model), Extension(256, scaling="theta")), tmp_path / "other", found)
     assert not (tmp_path / "other").exists()
 

@@ -30,8 +30,8 @@ from pi_lora.evaluation.probe import (
     next_command,
     probe,
     read_probe,
-    traits_line,
 )
+from pi_lora.evaluation.traits import traits_line
 from pi_lora.models.resolve import resolve_model
 from pi_lora.recipe.evaluation import PasskeyOptions, PerplexityOptions, ProbeOptions
 from pi_lora.recipe.files import dump_recipe
