@@ -129,6 +129,11 @@ VISION_SIZES = SIZES | {
     }.items()
     for name in names.split()
 }
+# Sizes beside the parts of composites, whose defaults take seconds to fill with random numbers.
+COMPOSITE_SIZES = {
+    "muse_glimmer": {"out_hidden_size": 64, "projector_hidden_size": 64},
+    "ovis2": {"hidden_size": 64, "vocab_size": 64},
+}
 # The text parts of vision-language models whose types are not causal LMs. Left out: `glm5_next_text` (no rope),
 # `cosmos3_edge_text`, `mistral_large4_text` and `hunyuan_vl_text`, whose small configs are not valid.
 TEXT_PARTS = """glm4v_moe_text glm4v_text glm_image_text glm_ocr_text granite_docling_text molmo2_text muse_glimmer_text
@@ -214,7 +219,7 @@ def small_composite(model_type: str, text: Callable[[str], PreTrainedConfig] = s
             parts[name] |= {
                 size: VISION_SIZES[size] for size in VISION_SIZES.keys() & known if type(known[size]) is int
             }
-    config: PreTrainedConfig = kind(**parts)
+    config: PreTrainedConfig = kind(**parts, **COMPOSITE_SIZES.get(model_type, {}))
     return config
 
 

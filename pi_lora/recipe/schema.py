@@ -236,16 +236,18 @@ class Recipe(Section):
         """Return the dtype of the base model.
 
         It is float32 for full tuning, which trains these weights, and bfloat16 below a float32 adapter. On a GPU
-        without bfloat16 it is the dtype of the computation. On a CPU, LoRA keeps float32, which may be faster there.
+        without bfloat16, and for QLoRA on a CPU, it is the dtype of the computation. On a CPU, LoRA keeps float32,
+        which may be faster there.
         """
         if self.model.dtype:
             return self.model.dtype
         method = self.tuning.method
         if method == "full" or (on_cpu and method == "lora"):
             return "float32"
-        if self.computes_in(on_cpu, has_bfloat16) == "float16":
-            return "float16"
-        if on_cpu or has_bfloat16:
+        computes_in = self.computes_in(on_cpu, has_bfloat16)
+        if on_cpu or computes_in == "float16":
+            return computes_in
+        if has_bfloat16:
             return "bfloat16"
         return "float32"
 
