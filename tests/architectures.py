@@ -60,25 +60,22 @@ NOT_SMALL = {
 # Composites whose parts have sizes of their own, which a small config does not reach, or that need the package timm.
 COMPOSITES_NOT_SMALL = """chameleon cosmos3_edge deepseek_ocr2 dots3_note emu3 evolla fast_vlm florence2 fun_asr_nano
 gemma3n git glm5_next granite4_vision idefics inkling2 janus kosmos-2 kosmos-2.5 kyutai_speech_to_text mistral_large4
-molmo2 muse_spark nemo_speechlm nemotron_h_omni perception_lm phi4_multimodal pi0 qwen2_5_omni qwen2_audio
+molmo2 muse_spark nemo_speechlm nemotron_h_omni perception_lm phi4_multimodal pi0 qwen2_5_omni
 qwen3_omni_moe qwen4_exp unlimited_ocr vibevoice_asr""".split()
 # Models for images or sound that are no decoders of text alone.
 NO_LANGUAGE_MODEL = {
     "diffusion_gemma",
+    "paligemma",
     "shieldgemma2",
     "t5gemma2",
     "udop",
     "vision-encoder-decoder",
     "voxtral_realtime",
 }
-# It counts positions from 1, so that the plain model at positions `m / s` is no comparison.
-COUNTS_FROM_1 = {"paligemma"}
 # A language model without towers, which transformers lists among the composites; `mistral3` is tried around it.
 ALONE = {"mistral4"}
 COMPOSITE_TYPES = [
-    name
-    for name in IMAGE_AND_TEXT
-    if name not in NO_LANGUAGE_MODEL | COUNTS_FROM_1 | ALONE and name not in COMPOSITES_NOT_SMALL
+    name for name in IMAGE_AND_TEXT if name not in NO_LANGUAGE_MODEL | ALONE and name not in COMPOSITES_NOT_SMALL
 ]
 # Composites as they are published, around another language model than that of the default config.
 COMPOSITE_TYPES += [
@@ -352,7 +349,11 @@ def assert_is_the_language_model(config: PreTrainedConfig) -> None:
         language = load_model(resolve_model(folder)).module
         ids = torch.randint(2, 60, (1, TOKENS))
         assert (len(language.state_dict()) < len(whole.state_dict())) == bool(other_parts(language))
-        assert same([whole(input_ids=ids).logits], [language(input_ids=ids).logits])
+        logits = whole(input_ids=ids).logits
+        assert same([logits], [language(input_ids=ids).logits])
+        kept = torch.tensor([3, 5])
+        of_kept = [language(input_ids=ids, logits_to_keep=keep).logits for keep in (2, kept)]
+        assert same([logits[:, -2:], logits[:, kept]], of_kept)
 
 
 def first_extension(
@@ -540,7 +541,8 @@ Refused for every architecture:
 
 - a scaling that does not suit the rope of the model; the message names suitable ones. For a `dynamic` base there are none;
 - a model that transformers builds without rotary embeddings, or without the scaling of its config. The frequencies of the built model are
-  compared, so a model's own code is checked too.
+  compared, so a model's own code is checked too;
+- a model that does not predict the next token of a text: encoders, and PaliGemma and DiffusionGemma, whose tokens see later ones.
 
 ## Composites: {composite_count} language models verified
 
@@ -565,7 +567,6 @@ Refused:
 ## Not tried
 
 {not_tried}
-- `paligemma`: counts positions from 1.
 - Composites that cannot be made small: {composites_not_small}.
 """
 

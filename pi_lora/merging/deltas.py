@@ -348,9 +348,13 @@ def match_tensors(
 def _stack_experts(changes: dict[str, Change], stored: Mapping[str, StoredTensor], layout: Layout) -> None:
     """Replace the changes of the matrices that a stored tensor stacks by one for the tensor."""
     for name, tensor in stored.items():
-        num_experts = layout.num_experts(name)
-        names = layout.parts(name) if num_experts > 1 else []
-        if names and changes.keys() >= set(names):
+        if len(tensor.shape) != 3:
+            continue
+        num_experts = tensor.shape[0]
+        names = [f"{name}[{expert}]" for expert in range(num_experts)]
+        if layout.num_experts(name) > 1:
+            names = layout.parts(name)
+        if changes.keys() >= set(names):
             parts: list[Any] = [changes.pop(part) for part in names]
             stack = Stack(num_experts, parts)
             changes[name] = stack if stack.shape == tensor.shape else stack.transposed()

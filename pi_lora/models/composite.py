@@ -4,10 +4,14 @@ It is built as transformers builds the whole, so that weights and adapters have 
 the composite. The other parts are left out and take no memory.
 """
 
+import inspect
 import re
 from collections.abc import Iterable
+from contextlib import suppress
+from functools import wraps
 from typing import Any
 
+import torch
 from torch import nn
 from transformers import (
     CONFIG_MAPPING,
@@ -18,6 +22,7 @@ from transformers import (
 from transformers.conversion_mapping import get_model_conversion_mapping
 from transformers.core_model_loading import WeightConverter, WeightRenaming, rename_source_key
 
+from pi_lora.errors import ScalingError, first_line
 from pi_lora.scaling.config import COMPOSITE, TEXT_CONFIG, Config
 
 
@@ -51,7 +56,27 @@ def _without_other_parts(composite: Any, config_class: type[PreTrainedConfig]) -
         model._no_split_modules = classes & set(model._no_split_modules)
 
     attributes = {"__init__": build, "__module__": composite.__module__, "config_class": config_class}
+    if "logits_to_keep" not in inspect.signature(composite.forward).parameters:
+        attributes["forward"] = _forward_of_kept_logits(composite.forward)
     return type(composite.__name__, (composite,), attributes)
+
+
+def _forward_of_kept_logits(forward: Any) -> Any:
+    """Return a forward with the argument `logits_to_keep` of transformers, for a class that ignores it and computes the
+    logits of all positions.
+    """
+
+    @wraps(forward)
+    def forward_of_kept(model: Any, *arguments: Any, logits_to_keep: int | torch.Tensor = 0, **options: Any) -> Any:
+        kept = slice(-logits_to_keep, None) if isinstance(logits_to_keep, int) else logits_to_keep
+        head = model.get_output_embeddings()
+        selection = head.register_forward_pre_hook(lambda _, inputs: inputs[0][:, kept])
+        try:
+            return forward(model, *arguments, **options)
+        finally:
+            selection.remove()
+
+    return forward_of_kept
 
 
 def _leave_out_others(parent: nn.Module, kept: set[nn.Module], prefix: str = "") -> list[str]:
@@ -69,6 +94,23 @@ def _leave_out_others(parent: nn.Module, kept: set[nn.Module], prefix: str = "")
 def other_parts(model: Any) -> list[str]:
     """Return the names of the parts of a composite that are left out; none of any other model."""
     return getattr(model, "other_parts", [])
+
+
+def check_reads_text_alone(model: Any) -> None:
+    """Raise ScalingError if the forward of a composite on the meta device uses a part that is left out."""
+    if not other_parts(model):
+        return
+    ids = torch.zeros(1, 2, dtype=torch.long, device=model.device)
+    # Code that looks at values ends here with a RuntimeError: the meta device has none.
+    with suppress(RuntimeError):
+        try:
+            model(input_ids=ids, use_cache=False)
+        except (AttributeError, TypeError) as error:
+            model_type = model.config.model_type
+            raise ScalingError(
+                f"model of type {model_type}: cannot read text without its other parts ({first_line(error)}); "
+                "choose another"
+            ) from None
 
 
 def adapter_renamings(model: Any) -> dict[str, str]:

@@ -62,10 +62,17 @@ class Layout:
                 )
             first_pattern = reverse.target_patterns[0]
             of_projections = [stored_name.replace(first_pattern, other) for other in reverse.target_patterns]
-            return [part.replace("*", str(expert)) for expert in experts for part in of_projections]
-        if len(experts) == 1:
-            return [name]
-        return [f"{name}[{expert}]" for expert in experts]
+            return [_part_of_expert(part, expert, experts) for expert in experts for part in of_projections]
+        return [_part_of_expert(name, expert, experts) for expert in experts]
+
+
+def _part_of_expert(name: str, expert: int, experts: range) -> str:
+    """Return the name of the matrix of an expert: a tensor of its own, or a row of a stack."""
+    if "*" in name:
+        return name.replace("*", str(expert))
+    if len(experts) == 1:
+        return name
+    return f"{name}[{expert}]"
 
 
 def linear_targets(model: PreTrainedModel) -> tuple[str | list[str], list[str]]:
@@ -79,8 +86,9 @@ def linear_targets(model: PreTrainedModel) -> tuple[str | list[str], list[str]]:
     stacks = set()
     for name, weight in model.named_parameters():
         module, _, parameter = name.rpartition(".")
-        if module.endswith(".experts") and weight.dim() == 3:
-            stacks.add(f"experts.{parameter}")
+        of_experts = "Experts" in type(model.get_submodule(module)).__name__
+        if of_experts and weight.dim() == 3:
+            stacks.add(f"{module.rpartition('.')[-1]}.{parameter}")
     projections = Layout(model).projections
     if not stacks and not projections:
         return "all-linear", []

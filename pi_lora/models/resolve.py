@@ -28,6 +28,7 @@ from pi_lora.recipe.schema import Recipe
 from pi_lora.run import Run
 from pi_lora.scaling.config import (
     COMPOSITE,
+    NOT_CAUSAL,
     OUTER_ENTRIES,
     STORED_ENTRIES,
     TEXT_CONFIG,
@@ -310,6 +311,8 @@ def _resolve_base(name: str, revision: str | None, permissions: Permissions) -> 
             own["auto_map"] = {key: name_of(kind) for key, kind in code.items()}
         elif language:
             config_class = register(language, config_class)
+    if MODEL not in code:
+        _check_causal(name, config)
     _check_theta(folder, own)
     if full_attention_rope(own)["rope_type"] == "linear":
         settings_file = find_file(folder, SETTINGS_FILE)
@@ -326,6 +329,20 @@ def _resolve_base(name: str, revision: str | None, permissions: Permissions) -> 
         config_class=config_class,
         code=code,
     )
+
+
+def _check_causal(name: str, config: "PreTrainedConfig") -> None:
+    """Raise ModelError if transformers has no causal language model for a config."""
+    from transformers import MODEL_FOR_CAUSAL_LM_MAPPING
+
+    from pi_lora.models.composite import language_class
+
+    builds = type(config) in MODEL_FOR_CAUSAL_LM_MAPPING or language_class(config)
+    if not builds or config.model_type in NOT_CAUSAL:
+        raise ModelError(
+            f"{name}: transformers has no model of type {config.model_type} that predicts the next token of a text; "
+            "choose another"
+        )
 
 
 def _stores_another_head(folder: Path) -> bool:

@@ -78,7 +78,7 @@ class Base:
 
         assert self.config_class, "shipped configs are for plans"
         with quiet_loading():
-            return build_on_meta(self.config_class, self.config)
+            return build_on_meta(self.config_class, self.config, what="this config.json")
 
     @cached_property
     def shape(self) -> Shape:
@@ -241,12 +241,15 @@ class ModelSource:
     def extended(self, extension: Extension) -> "ModelSource":
         """Return this base extended; raise ScalingError if that is impossible, or transformers does not apply it."""
         config = extend_config(self.base.config, extension)
-        if self.base.config_class and extension.scaling != "direct":
+        if self.base.config_class:
+            from pi_lora.models.composite import check_reads_text_alone
             from pi_lora.models.quiet import quiet_loading
             from pi_lora.scaling.verify import check_scaling
 
             with quiet_loading():
-                check_scaling(self.base.meta_model, self.base.config, extension)
+                check_reads_text_alone(self.base.meta_model)
+                if extension.scaling != "direct":
+                    check_scaling(self.base.meta_model, self.base.config, extension)
         return replace(self, config=config, extension=extension)
 
     def check_base_fingerprint(self) -> None:

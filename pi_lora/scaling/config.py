@@ -60,6 +60,8 @@ LONGROPE_ONLY = {"phi3", "phi4_multimodal"}
 VLLM_ATTENTION_KEYS = ("short_mscale", "long_mscale")
 # Models whose sliding layers alone are rotary; layers with full attention have no positions. No config says so.
 LOCAL_ROPE_ONLY = set("afmoe cohere2 cohere2_moe exaone4 exaone_moe flint kolibri1 llama4_text".split())
+# Models whose tokens see later ones, such as the whole input of PaliGemma: text has no next token to predict.
+NOT_CAUSAL = {"diffusion_gemma", "paligemma"}
 
 
 def language_config(config: Config) -> dict[str, Any]:

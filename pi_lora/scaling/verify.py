@@ -28,9 +28,11 @@ def config_of(kind: type[PreTrainedConfig], config: Config) -> PreTrainedConfig:
     return kind.from_dict(deepcopy(dict(whole_config(config))))
 
 
-def build_on_meta(kind: type[PreTrainedConfig], config: Config) -> PreTrainedModel:
-    """Build the model of `config` on the meta device: every module with its shape, no memory for weights."""
-    with _building(kind), torch.device("meta"):
+def build_on_meta(kind: type[PreTrainedConfig], config: Config, what: str = "this scaling") -> PreTrainedModel:
+    """Build the model of `config` on the meta device: every module with its shape, no memory for weights. Raise
+    ScalingError, which names `what` the config has, if transformers cannot build it.
+    """
+    with _building(kind, what), torch.device("meta"):
         typed = config_of(kind, config)
         model: PreTrainedModel = AutoModelForCausalLM.from_config(typed)
     return model
@@ -109,13 +111,13 @@ def attention_factors(model: PreTrainedModel) -> list[float]:
 
 
 @contextmanager
-def _building(kind: type[PreTrainedConfig]) -> Iterator[None]:
+def _building(kind: type[PreTrainedConfig], what: str = "this scaling") -> Iterator[None]:
     """Turn every exception while a model is built into a ScalingError."""
     try:
         yield
     except Exception as error:  # config classes and model code raise their own kinds
         raise ScalingError(
-            f"model of type {kind.model_type}: cannot be built with this scaling ({last_line(error):.200})"
+            f"model of type {kind.model_type}: cannot be built with {what} ({last_line(error):.200})"
         ) from None
 
 

@@ -27,8 +27,14 @@ KINDS = (
     "qwen3_next solar_open"
 ).split()
 
-ADAPTED = ("experts.0.up_proj.weight", "experts.0.w1.weight", "mlp.up_proj.weight", "shared_experts.up_proj.weight")
-ROUTERS = (".gate.weight", "router.weight", "classifier.weight", "gate.wg.weight")
+ADAPTED = (
+    "experts.0.up_proj.weight",
+    "experts.0.w1.weight",
+    "mlp.up_proj.weight",
+    "shared_experts.up_proj.weight",
+    "input_linear.weight",
+)
+ROUTERS = (".gate.weight", "router.weight", "classifier.weight", "gate.wg.weight", "router.layer.weight")
 # PEFT 0.21 would not load their adapters again.
 TRAINED = [kind for kind in (*QUICK, *KINDS) if kind not in ("axk2", "laguna", "deepseek_v3")]
 PROJECTIONS = {"qwen3_moe": ["gate_proj", "up_proj", "down_proj"], "mixtral": ["w1", "w2", "w3"]}
@@ -57,7 +63,7 @@ def test_adapted_experts_are_merged(kind: str, tmp_path: Path) -> None:
     torch.testing.assert_close(model(IDS).logits, logits, rtol=1e-5, atol=1e-5)
 
 
-@pytest.mark.parametrize("kind", ["deepseek_v3", *(pytest.param(kind, marks=SLOW) for kind in TRAINED)])
+@pytest.mark.parametrize("kind", ["deepseek_v3", "jetmoe", *(pytest.param(kind, marks=SLOW) for kind in TRAINED)])
 def test_experts_that_trained_are_merged_and_routers_do_not_train(kind: str, tmp_path: Path) -> None:
     """Dense and shared MLPs train as well."""
     base = save_base(config_of(kind), tmp_path / "base")

@@ -194,6 +194,18 @@ def test_experts_are_merged_as_the_checkpoint_stores_them(tmp_path: Path) -> Non
         assert "experts" not in name or not torch.equal(weight, after[name])
 
 
+def test_experts_whose_projections_are_stacked_apart_are_merged(tmp_path: Path) -> None:
+    base = save_composite("step3p7", tmp_path / "base")
+    merged = Path(pi_lora.merge(tuned(base, tmp_path / "run"), output=tmp_path / "merged", check="logits"))
+    before = stored(base)
+    after = stored(merged)
+    projections = [name for name in before if ".moe." in name and name.endswith("_proj.weight")]
+    assert len(projections) == 3
+    for name in projections:
+        assert before[name].shape == after[name].shape
+        assert not torch.equal(before[name], after[name])
+
+
 def test_full_tuning_writes_the_whole_checkpoint(composite: Path, tmp_path: Path) -> None:
     run = tuned(composite, tmp_path / "run", "full")
     assert_others_as_they_were(run, composite)

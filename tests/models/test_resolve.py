@@ -7,11 +7,11 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from transformers import AutoModelForCausalLM
+from transformers import CONFIG_MAPPING, AutoModelForCausalLM
 
 from architectures import small_config
 from pi_lora.api import load, merge
-from pi_lora.errors import ModelError, PiLoraError
+from pi_lora.errors import ModelError, PiLoraError, ScalingError
 from pi_lora.models.files import read_adapter_settings, read_config, save_config
 from pi_lora.models.loaded import load_base
 from pi_lora.models.resolve import resolve_model
@@ -176,6 +176,22 @@ def test_a_config_that_was_edited_wrongly_is_one_line(
     (folder / "config.json").write_text(json.dumps({**config, **changes}))
     with pytest.raises(PiLoraError, match=line):
         resolve_model(str(folder))
+
+
+@pytest.mark.parametrize("model_type", ["paligemma", "diffusion_gemma", "modernbert", "vit"])
+def test_a_model_that_predicts_no_next_token_is_refused(tmp_path: Path, model_type: str) -> None:
+    """Encoders, and decoders whose tokens see later ones."""
+    CONFIG_MAPPING[model_type]().save_pretrained(tmp_path)
+    with pytest.raises(ModelError, match=f"no model of type {model_type} that predicts the next token of a text"):
+        resolve_model(str(tmp_path))
+
+
+def test_a_config_that_builds_no_model_is_not_blamed_on_the_scaling(small_model: Path, tmp_path: Path) -> None:
+    for name in ("config.json", "tokenizer.json", "tokenizer_config.json"):
+        shutil.copyfile(small_model / name, tmp_path / name)
+    save_config({**read_config(tmp_path), "pad_token_id": 1024}, tmp_path)
+    with pytest.raises(ScalingError, match=r"cannot be built with this config.json \(Padding_idx must be within"):
+        resolve_model(str(tmp_path)).extended(Extension(target=128))
 
 
 def test_pickled_weights_are_refused(small_model: Path, tmp_path: Path) -> None:
