@@ -523,6 +523,8 @@ angles, and logits to float32 precision. `pi-lora eval` measures how well a real
 - `phi3` accepts only the `rope_type` `longrope`. `pi` of a plain rope becomes a longrope that divides all frequencies by the same number. `pi` of
   a longrope with searched factors multiplies the long factors; short inputs keep theirs. The attention factor grows with the window, also for short
   inputs, as the authors of Phi define it.
+- LoRA of `all-linear` is refused for `axk2`, `laguna` and `hrm_text`, because PEFT would not load it again or the files join the weights. Full tuning
+  works for the first two.
 - transformers 4 (4.57) reads the same files with these exceptions. Use transformers 5 for them:
     - it ignores all scalings of `nemotron`;
     - only Gemma 3 and OLMo 3 have ropes per layer type;

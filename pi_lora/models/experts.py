@@ -13,6 +13,9 @@ from pi_lora.errors import ModelError
 # How transformers 5 joins stored matrices: those of experts are stacked, and gate and up projections joined.
 JOINED = ([MergeModulelist], [MergeModulelist, Concatenate], [Concatenate])
 ROUTERS = {"gate", "router"}
+# Their Mamba layers pass the weight of this projection to a kernel, past any adapter; PEFT 0.21 refuses to adapt it.
+MAMBA_TYPES = {"falcon_h1"}
+MAMBA_OUTPUT = "out_proj"
 
 
 class Layout:
@@ -79,9 +82,9 @@ def linear_targets(model: PreTrainedModel) -> tuple[str | list[str], list[str]]:
     """Return all linear layers without the head and routers as `target_modules` of PEFT, and stacked experts as its
     `target_parameters`.
 
-    Routers do not train, for stability (as in Unsloth's guides). PEFT 0.21 takes the name of a projection of experts to
-    mean the experts. So projections of such names in dense and shared MLPs are parameters too; quantized ones do not
-    train.
+    Routers do not train, for stability (as in Unsloth's guides), nor do projections inside a kernel of Mamba. PEFT 0.21
+    takes the name of a projection of experts to mean the experts. So projections of such names in dense and shared MLPs
+    are parameters too; quantized ones do not train.
     """
     stacks = set()
     for name, weight in model.named_parameters():
@@ -90,14 +93,17 @@ def linear_targets(model: PreTrainedModel) -> tuple[str | list[str], list[str]]:
         if of_experts and weight.dim() == 3:
             stacks.add(f"{module.rpartition('.')[-1]}.{parameter}")
     projections = Layout(model).projections
-    if not stacks and not projections:
+    left_out = set(ROUTERS)
+    if model.config.model_type in MAMBA_TYPES:
+        left_out.add(MAMBA_OUTPUT)
+    if not stacks and not projections and left_out == ROUTERS:
         return "all-linear", []
     modules = set()
     parameters = sorted(stacks)
     for name, module in model.named_modules():
         path = name.split(".")
         is_linear = isinstance(module, nn.Linear) and module is not model.get_output_embeddings()
-        if not is_linear or not ROUTERS.isdisjoint(path):
+        if not is_linear or not left_out.isdisjoint(path):
             continue
         if path[-1] not in projections:
             modules.add(path[-1])

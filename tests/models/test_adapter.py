@@ -39,6 +39,14 @@ def trained_names(model: torch.nn.Module) -> set[str]:
 NORMS = {"input_layernorm", "norm", "post_attention_layernorm"}
 
 
+def test_all_linear_leaves_out_projections_inside_a_kernel_of_mamba() -> None:
+    model = AutoModelForCausalLM.from_config(small_config("falcon_h1"))
+    lora = {name for name in trained_names(prepare_for_tuning(model, Tuning(rank=4), "small")) if "lora_" in name}
+    modules = {name.split(".lora_")[0].rpartition(".")[2] for name in lora}
+    projections = {"q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"}
+    assert modules == {*projections, "in_proj"}
+
+
 @pytest.mark.parametrize(
     ("tuning", "adapted_modules", "whole"),
     [
