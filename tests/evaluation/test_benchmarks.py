@@ -16,6 +16,7 @@ from lm_eval.models.huggingface import HFLM
 from conftest import run_captured
 from pi_lora.api import load
 from pi_lora.errors import DataError, Interrupted, ModelError
+from pi_lora.evaluation import harness
 from pi_lora.evaluation.benchmarks import Benchmarks, BenchmarkScores
 from pi_lora.evaluation.harness import FOLDER, PAPERS, RankedLM, articles, find_benchmarks, manager
 from pi_lora.evaluation.measurement import Session
@@ -146,7 +147,11 @@ def test_scores_equal_lm_evals_own_tasks(tiny: LoadedModel, files: dict[str, str
     assert found["race_high"].examples == 2
 
 
-def test_a_few_shot_task_is_reported_as_few_shot(tiny: LoadedModel, files: dict[str, str]) -> None:
+def test_a_few_shot_task_is_reported_as_few_shot(
+    tiny: LoadedModel, files: dict[str, str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of the folder of that task alone, because the index of all tasks takes ten seconds."""
+    monkeypatch.setattr(harness, "manager", lambda _: manager("japanese_leaderboard"))
     name = "ja_leaderboard_jnli"
     scores = measured(tiny, options(files, name, window=1024, limit=2))
     assert (scores.tasks[name].shots, scores.tasks[name].examples) == (3, 2)
@@ -288,6 +293,8 @@ def test_a_mistake_is_one_line_before_a_model_is_loaded(
     Path("hidden.jsonl").write_text(lines([{**example, "label": 1}, {**example, "label": -1}]))
     Path("null.ndjson.gz").write_bytes(gzip.compress(lines([{**example, "label": 1}, example]).encode()))
     monkeypatch.setattr("pi_lora.evaluation.suite.load_model", loaded)
+    # The index of all tasks takes ten seconds.
+    monkeypatch.setattr(harness, "manager", lambda folder: manager(folder or "gsm8k"))
     status, out, err = run_captured(capsys, monkeypatch, "eval", "benchmarks", "builtin:tiny", *arguments)
     assert (status, out) == (2, "")
     assert err.startswith(line)
