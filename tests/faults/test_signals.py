@@ -35,7 +35,7 @@ def test_a_dropped_connection_ends_training_after_a_checkpoint(
 ) -> None:
     """A progress bar on a terminal that is gone, or lines for a program that ended: every write fails."""
     (tmp_path / "recipe.yaml").write_text(dump_recipe(small_recipe(small_model)))
-    command = [python, "-m", "pi_lora", "train", "recipe.yaml", "training.steps=4000", "--output", "run"]
+    command = [python, "-m", "pi_lora", "train", "recipe.yaml", "training.steps=1000", "--output", "run"]
     ours, theirs = pty.openpty() if output == "terminal" else os.pipe()
     with subprocess.Popen(command, cwd=tmp_path, stdin=theirs, stdout=theirs, stderr=theirs) as process:
         os.close(theirs)
