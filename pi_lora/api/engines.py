@@ -184,6 +184,7 @@ def export_gguf(
     *,
     converter: FilePath | None = None,
     dtype: str | None = None,
+    base: FilePath | None = None,
     progress: Progress | bool | UI = False,
 ) -> Path:
     """Convert a model, or a run after merging it, with llama.cpp's converter, set its window, and return the file.
@@ -193,6 +194,7 @@ def export_gguf(
         output: The file; by default `models/<model>.gguf`.
         converter: The folder of llama.cpp; by default `$LLAMA_CPP`.
         dtype: `f32`, `f16`, `bf16` or `q8_0`; by default the dtype of the weights.
+        base: Where the base of a run is now, if it moved.
         progress: Whether to show a progress bar, or a function that is called with the bytes done and all bytes.
 
     Raises:
@@ -203,7 +205,7 @@ def export_gguf(
     with ui.working(LIBRARIES):
         from pi_lora.serving.commands import llama_cpp_lines
         from pi_lora.serving.gguf import export_gguf, find_converter
-    source = resolve(model)
+    source = resolve(model, base=base)
     name = Path(source.name).resolve().name.rpartition(":")[2]  # builtin:tiny is tiny
     file = optional_path(output) or Path("models", name.removesuffix(".gguf") + ".gguf")
     script = find_converter(source, file, optional_path(converter))

@@ -63,6 +63,7 @@ Target = Annotated[
 ]
 FactorsFile = Annotated[Path | None, Parameter(help="For --scaling factors: the file that pi-lora search wrote.")]
 Probe = Annotated[Path | None, Parameter(help="The JSON file that pi-lora probe wrote.")]
+MovedBase = Annotated[str | None, Parameter(help="New place of the base of a run, if it moved.")]
 
 
 @dataclass(frozen=True)
@@ -71,7 +72,7 @@ class Loading:
 
     permissions: Permitted = NO_PERMISSIONS
     dtype: Annotated[Dtype | None, Parameter(help="Data type of the weights.")] = None
-    base: Annotated[str | None, Parameter(help="New place of the base of a run, if it moved.")] = None
+    base: MovedBase = None
 
 
 Loaded = Annotated[Loading, GROUP]

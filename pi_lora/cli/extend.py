@@ -16,6 +16,7 @@ from pi_lora.cli.app import (
     Loaded,
     Loading,
     ModelName,
+    MovedBase,
     NewWindow,
     Original,
     Override,
@@ -133,9 +134,17 @@ def gguf(
     dtype: Annotated[
         Literal["f32", "f16", "bf16", "q8_0"] | None, Parameter(help="Data type; by default that of the weights.")
     ] = None,
+    base: MovedBase = None,
 ) -> None:
     """Convert a model to GGUF with llama.cpp's converter, and set the window; a run is merged first."""
-    api.export_gguf(model, output, converter=converter, dtype=dtype, progress=TERMINAL)
+    api.export_gguf(
+        model,
+        output,
+        converter=converter,
+        dtype=dtype,
+        base=base,
+        progress=TERMINAL,
+    )
 
 
 @app.command(name="check-server", group=EXTEND)

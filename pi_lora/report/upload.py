@@ -6,6 +6,8 @@ from pathlib import Path
 from typing import Any
 
 from huggingface_hub import CommitOperationAdd, HfApi, get_session
+from transformers.dynamic_module_utils import get_relative_import_files
+from transformers.utils import SAFE_WEIGHTS_INDEX_NAME, SAFE_WEIGHTS_NAME
 
 from pi_lora.errors import ModelError
 from pi_lora.hub import ANSWER_SECONDS, hub_errors
@@ -15,9 +17,11 @@ from pi_lora.models.files import (
     CONFIG_FILE,
     PROCESSOR_FILES,
     TOKENIZER_FILES,
+    find_file,
     public_name,
 )
 from pi_lora.models.saving import OTHER_WEIGHTS_FILE
+from pi_lora.models.weights import read_index
 from pi_lora.recipe.files import RECIPE_FILE, dump_recipe, load_recipe
 from pi_lora.report.card import refresh_scores
 from pi_lora.report.scores import MeasuredRun
@@ -39,10 +43,10 @@ DOCUMENTS = [
 ]
 WEIGHT_FILES = [
     "adapter_model.safetensors",
-    "model.safetensors",
+    SAFE_WEIGHTS_NAME,
     "model-?????-of-?????.safetensors",
     OTHER_WEIGHTS_FILE,
-    "model.safetensors.index.json",
+    SAFE_WEIGHTS_INDEX_NAME,
 ]
 # transformers loads an adapter where it finds this config, whatever weights are beside it.
 OTHER_MODEL = [
@@ -54,12 +58,17 @@ OTHER_MODEL = [
 ]
 # Seconds that the hub has to commit what was uploaded.
 COMMIT_SECONDS = 30.0
-# All other files stay here: checkpoints, pickles, and files that a user keeps in the folder.
+# The files of weights in the index and the modules that a model's code imports are uploaded too. All other files stay
+# here: checkpoints, pickles, and files that a user keeps in the folder.
 UPLOADED_PATTERNS = [
     *FILES_WITH_PATHS,
     *DOCUMENTS,
     *WEIGHT_FILES,
     *TOKENIZER_FILES,
+    # The vocabularies of tokenizers that bring their own code.
+    "*.tiktoken",
+    "*.bpe",
+    "*.spm",
     "additional_chat_templates/*.jinja",
     *PROCESSOR_FILES,
     "recipe.yaml",
@@ -113,17 +122,49 @@ def push(folder: Path, repo: str, *, private: bool = False, progress: Progress =
 def _names_to_upload(folder: Path) -> list[str]:
     """Return the names of the files to upload.
 
-    Raise ModelError at a link, which may lead to any file here, and if the config, the card or all weights are missing.
+    Raise ModelError at a link, which may lead to any file here, and if the config, the card, weights or a module that
+    the model's code imports are missing.
     """
-    files = [file for pattern in UPLOADED_PATTERNS for file in folder.glob(pattern) if file.is_file()]
+    weights = _indexed_weights(folder)
+    patterns = [*UPLOADED_PATTERNS, *weights]
+    files = [file for pattern in patterns for file in folder.glob(pattern) if file.is_file()]
+    code_files = [file for file in files if file.suffix == ".py"]
+    for code in code_files:
+        files += _imported_modules(code)
     for file in files:
         if file.resolve() != file:
             raise ModelError(f"{file}: is a link, which is not followed; put a copy of the file there")
-    names = sorted(str(file.relative_to(folder)) for file in files)
-    for needed in (CONFIG_FILE, CARD, "*.safetensors"):
+    names = sorted({str(file.relative_to(folder)) for file in files})
+    for needed in (CONFIG_FILE, CARD, *(weights or ["*.safetensors"])):
         if not fnmatch.filter(names, needed):
             raise ModelError(f"{folder / needed}: is missing; upload a whole run or model")
     return names
+
+
+def _indexed_weights(folder: Path) -> list[str]:
+    """Return the names of the files of weights by the index, if there is one; raise ModelError if it is damaged.
+
+    As in transformers, a single file counts before an index that was left beside it.
+    """
+    index = find_file(folder, SAFE_WEIGHTS_INDEX_NAME)
+    if index is None or find_file(folder, SAFE_WEIGHTS_NAME):
+        return []
+    return sorted(set(read_index(index).values()))
+
+
+def _imported_modules(code: Path) -> list[Path]:
+    """Return the modules that a file of Python code imports from its folder, and those that they import.
+
+    Raise ModelError if one is missing or is elsewhere: transformers could not load the model.
+    """
+    try:
+        modules = [Path(file) for file in get_relative_import_files(code)]
+    except FileNotFoundError as error:
+        raise ModelError(f"{error.filename}: is missing; {code.name} needs it; copy it from the base") from None
+    for module in modules:
+        if module.parent != code.parent:
+            raise ModelError(f"{code}: imports {module}, which is in another folder; put it beside that file")
+    return modules
 
 
 def _content(folder: Path, name: str) -> bytes | Path:

@@ -7,6 +7,7 @@ from transformers import DynamicCache, PreTrainedConfig
 from transformers.cache_utils import DynamicLayer
 
 from pi_lora.models.device import dtype_named
+from pi_lora.models.files import BITSANDBYTES, quantization_of
 from pi_lora.scaling.config import LONGROPE_ONLY, full_attention_rope, window_of
 
 # The types of rope in which vLLM 0.32 reads the sections for time, height and width.
@@ -48,9 +49,7 @@ def serving_lines(config: PreTrainedConfig, folder: Path = Path()) -> list[str]:
     if rope["rope_type"] == "longrope" and has_latent_attention:
         vllm = ["# vLLM 0.32 drops the divisors of models with latent attention; it serves yarn"]
     llama_cpp = []
-    needs_divisors = rope["rope_type"] in ("longrope", "llama3")
-    is_dropped = rope["rope_type"] == "proportional" and rope.get("factor", 1) != 1
-    if not is_dropped and (not needs_divisors or language.model_type in DIVISORS_IN_LLAMA_CPP):
+    if _can_be_exported(config):
         if language is not config:
             llama_cpp.append("# the GGUF file has no towers; llama.cpp's own converter writes them with --mmproj")
         llama_cpp += [
@@ -62,6 +61,21 @@ def serving_lines(config: PreTrainedConfig, folder: Path = Path()) -> list[str]:
         *llama_cpp,
         f"# a sequence of {window:,} tokens takes {cache_megabytes:,.0f} MB of KV cache in {dtype}",
     ]
+
+
+def _can_be_exported(config: PreTrainedConfig) -> bool:
+    """Whether llama.cpp's converter reads the weights of a model and keeps the scaling.
+
+    It dequantizes FP8, keeps MXFP4 and refuses bitsandbytes.
+    """
+    if quantization_of(config.to_dict()) == BITSANDBYTES:
+        return False
+    language = config.get_text_config()
+    rope = full_attention_rope(language.to_dict())
+    if rope["rope_type"] == "proportional" and rope.get("factor", 1) != 1:
+        return False
+    needs_divisors = rope["rope_type"] in ("longrope", "llama3")
+    return not needs_divisors or language.model_type in DIVISORS_IN_LLAMA_CPP
 
 
 def llama_cpp_lines(file: Path, window: int, model: str) -> list[str]:

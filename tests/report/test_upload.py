@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 import yaml
+from safetensors.torch import load_file, save_file
 
 from conftest import small_recipe
 from hub import TOKEN, Hub
@@ -61,6 +62,104 @@ def test_push_uploads_exactly_the_files_of_the_run(
     assert push(folder, "me/model") == f"{hub.url}/me/model"
     assert hub.files("models/me/model") == wanted
     assert not hub.repositories["models/me/model"].private
+
+
+def with_code(folder: Path) -> None:
+    """Add modules to a model, of which each imports the next."""
+    modules = {
+        "modeling_own.py": "from .layers import Layer",
+        "layers.py": "from .operations import add",
+        "operations.py": "import math",
+    }
+    for name, code in modules.items():
+        (folder / name).write_text(code)
+
+
+def test_the_modules_and_vocabulary_of_a_models_own_code_are_uploaded(lora_run: Path, hub: Hub, tmp_path: Path) -> None:
+    run = shutil.copytree(lora_run, tmp_path / "run")
+    push(run, "me/model")
+    without_code = hub.files("models/me/model").keys()
+    with_code(run)
+    (run / "own.tiktoken").write_text("IQ== 0")
+    (run / "vocab.bpe").write_text("a b")
+    (run / "own.spm").write_bytes(b"vocabulary")
+    (run / "script.py").write_text("from .other import secret")
+    (run / "other.py").write_text("secret = 1")
+    push(run, "me/model")
+    added = hub.files("models/me/model").keys() - without_code
+    assert added == {"modeling_own.py", "layers.py", "operations.py", "own.tiktoken", "vocab.bpe", "own.spm"}
+
+
+def test_code_that_imports_a_missing_module_is_refused(lora_run: Path, hub: Hub, tmp_path: Path) -> None:
+    run = shutil.copytree(lora_run, tmp_path / "run")
+    with_code(run)
+    (run / "operations.py").unlink()
+    with pytest.raises(ModelError, match=r"operations\.py: is missing; modeling_own\.py needs it; copy it") as raised:
+        push(run, "me/model")
+    assert "\n" not in str(raised.value)
+    assert hub.log == []
+
+
+def test_code_that_imports_a_file_elsewhere_is_refused(lora_run: Path, hub: Hub, tmp_path: Path) -> None:
+    run = shutil.copytree(lora_run, tmp_path / "run")
+    secret = tmp_path / "secret.py"
+    secret.write_text("secret")
+    for path in (tmp_path / "secret", "../secret"):
+        (run / "modeling_own.py").write_text(f"from .{path} import secret")
+        with pytest.raises(ModelError, match=r"secret\.py, which is in another folder; put it beside that file"):
+            push(run, "me/model")
+    assert hub.log == []
+
+
+SHARDS = [
+    "model.safetensors-0000{}-of-00002.safetensors",
+    "model-0000{}-of-000002.safetensors",
+    "model-{}-of-2.safetensors",
+]
+
+
+def in_shards(folder: Path, pattern: str) -> None:
+    """Put the two halves of the weights of a model into files of their own, with an index."""
+    tensors = load_file(folder / "model.safetensors")
+    (folder / "model.safetensors").unlink()
+    names = sorted(tensors)
+    weight_map = {}
+    for number in (1, 2):
+        part = {name: tensors[name] for name in names[number - 1 :: 2]}
+        weight_map |= dict.fromkeys(part, pattern.format(number))
+        save_file(part, folder / pattern.format(number))
+    (folder / "model.safetensors.index.json").write_text(json.dumps({"weight_map": weight_map}))
+
+
+@pytest.mark.parametrize("pattern", SHARDS)
+def test_the_weights_of_the_index_are_uploaded_under_any_name(
+    pattern: str, full_run: Path, hub: Hub, tmp_path: Path
+) -> None:
+    run = shutil.copytree(full_run, tmp_path / "run")
+    in_shards(run, pattern)
+    push(run, "me/model")
+    pushed = hub.files("models/me/model")
+    for number in (1, 2):
+        name = pattern.format(number)
+        assert pushed[name] == (run / name).read_bytes()
+
+
+def test_a_model_that_lacks_a_file_of_its_index_is_refused(full_run: Path, hub: Hub, tmp_path: Path) -> None:
+    run = shutil.copytree(full_run, tmp_path / "run")
+    in_shards(run, SHARDS[0])
+    lacking = run / SHARDS[0].format(2)
+    lacking.unlink()
+    with pytest.raises(ModelError, match=f"{lacking.name}: is missing; upload a whole run or model"):
+        push(run, "me/model")
+    assert hub.log == []
+
+
+def test_a_single_file_counts_before_an_index_beside_it(full_run: Path, hub: Hub, tmp_path: Path) -> None:
+    run = shutil.copytree(full_run, tmp_path / "run")
+    index = {"weight_map": {"lm_head.weight": "model-00001-of-00002.safetensors"}}
+    (run / "model.safetensors.index.json").write_text(json.dumps(index))
+    push(run, "me/model")
+    assert "model.safetensors" in hub.files("models/me/model")
 
 
 PRIVATE = "/home/jürgen m/secret project"

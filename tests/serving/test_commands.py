@@ -108,6 +108,20 @@ def test_llama_cpp_is_not_named_for_pi_of_gemma4(factor: float, exported: bool) 
     assert any("llama-server" in line for line in serving_lines(config)) == exported
 
 
+@pytest.mark.parametrize(
+    ("quantization", "exported"),
+    [({"quant_method": "fp8"}, True), ({"quant_method": "bitsandbytes"}, False), ({"load_in_4bit": True}, False)],
+)
+def test_llama_cpp_is_not_named_for_weights_that_its_converter_refuses(
+    quantization: dict[str, object], exported: bool
+) -> None:
+    config = AutoConfig.for_model("llama", **SMALL, num_hidden_layers=2, quantization_config=quantization)
+    lines = serving_lines(config)
+    assert any("llama-server" in line for line in lines) == exported
+    assert any("export gguf" in line for line in lines) == exported
+    assert lines[0].startswith("vllm serve")
+
+
 def test_a_composite_is_exported_without_towers() -> None:
     lines = serving_lines(small_composite("mistral3"))
     [comment] = [line for line in lines if line.startswith("# the GGUF")]

@@ -70,6 +70,23 @@ def test_a_run_is_merged_and_converted_with_its_window(
         find_converter(resolve_model(str(lora_run)), output)
 
 
+def test_a_run_is_converted_on_a_base_that_moved(
+    lora_run: Path, small_model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run = Path(shutil.copytree(lora_run, tmp_path / "run"))
+    for name in ("run.json", "adapter_config.json"):
+        text = (run / name).read_text()
+        (run / name).write_text(text.replace(str(small_model), str(tmp_path / "moved away")))
+    sources = converter(tmp_path / "sources").parent
+    output = tmp_path / "model.gguf"
+    words = ["export", "gguf", str(run), "--output", str(output), "--converter", str(sources)]
+    with pytest.raises(ModelError, match="say where it is with --base MODEL"):
+        cli.app(words, result_action="return_value")
+    assert not cli.app([*words, "--base", str(small_model)], result_action="return_value")
+    assert read(output, "llama.context_length") == [128]
+    assert f"{output}: written for llama.cpp" in capsys.readouterr().out
+
+
 def test_full_weights_on_the_hub_are_downloaded(
     full_run: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
