@@ -12,7 +12,7 @@ from pi_lora.merging.deltas import OutputTensor, match_tensors
 from pi_lora.merging.writing import write_tensors
 from pi_lora.models.composite import names_in
 from pi_lora.models.files import public_name
-from pi_lora.models.quantized import check_quantization, dequantized
+from pi_lora.models.quantized import check_loadable, check_quantization, dequantized
 from pi_lora.models.quiet import quiet_loading
 from pi_lora.models.resolve import base_of_adapter
 from pi_lora.models.saving import save_without_weights, write_generation_config
@@ -64,8 +64,11 @@ class Merge:
     def write_weights(self, folder: Path, check: Check, progress: Progress) -> None:
         """Write the weights, and compare the written tensors with base + adapter, and on request the logits.
 
-        Raise ModelError if they differ.
+        Raise ModelError if they differ, or if the base cannot be loaded to compute the logits.
         """
+        if check == "logits":
+            base = self.source.base
+            check_loadable(base.name, base.config, read_weights(base.name, base.file))
         write_tensors(self.tensors, folder, progress)
         if check == "none":
             self.lines.append("not checked")

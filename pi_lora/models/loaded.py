@@ -20,7 +20,7 @@ from pi_lora.models.device import (
     measured_under_autocast,
 )
 from pi_lora.models.files import quantization_of
-from pi_lora.models.quantized import DEQUANTIZED_ON_LOADING
+from pi_lora.models.quantized import DEQUANTIZED_ON_LOADING, check_is_quantized, check_loadable
 from pi_lora.models.quiet import quiet_loading
 from pi_lora.models.source import Base, ModelSource
 from pi_lora.models.weights import check_finite, read_weights
@@ -143,6 +143,8 @@ def load_base(
         return empty_module(source.typed_config, dtype, kernel)
     options = _placement_options(placement, dtype)
     base.download_weights()
+    if quantization_of(base.config):
+        check_loadable(base.name, base.config, read_weights(base.name, base.file))
     config = source.typed_config
     is_dequantized = quantization_of(source.config) in DEQUANTIZED_ON_LOADING
     if is_dequantized:
@@ -251,9 +253,10 @@ def empty_module(config: PreTrainedConfig, dtype: torch.dtype, kernel: str | Non
 
 def check_shapes(base: Base) -> None:
     """Raise ModelError if the files of a base hold other weights than its config describes, by their headers alone.
-    Quantized weights have other names and shapes in the files.
+    Quantized weights have other names and shapes in the files. Whether bitsandbytes quantized any is checked.
     """
     stored = read_weights(base.name, base.file)
+    check_is_quantized(base.name, base.config, stored)
     if quantization_of(base.config):
         return
     shapes = {name: torch.empty(tensor.shape, device="meta") for name, tensor in stored.items()}
@@ -328,5 +331,6 @@ def _compute_in(dtype: torch.dtype, model: PreTrainedModel) -> None:
 
 def _cast_weights(model: PreTrainedModel, dtype: torch.dtype) -> None:
     for weight in model.parameters():
-        if weight.is_floating_point():
+        # The bytes of NF4 may be stored as numbers of another dtype.
+        if weight.is_floating_point() and not hasattr(weight, "quant_state"):
             weight.data = weight.data.to(dtype)

@@ -5,9 +5,9 @@ import json
 import math
 import re
 from collections import defaultdict
-from collections.abc import Mapping
-from dataclasses import dataclass
-from typing import Any
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any, Protocol
 
 import torch
 
@@ -23,6 +23,8 @@ DEQUANTIZED_ON_LOADING = ("fp8", "mxfp4")
 NUMBERS = "numbers"
 SCALES = ("absmax", "SCB", "scales", "scale_inv")
 PARTS_OF_MODULES = r"\.(SCB|weight_format|input_scale|activation_scale)$"
+# The ends of the names of the scales of bitsandbytes.
+ENDS_OF_BITSANDBYTES = (".absmax", ".SCB")
 # The scales of bitsandbytes that have a scale in common.
 NESTED_BLOCK = 256
 
@@ -40,6 +42,50 @@ def check_quantization(base: Base) -> None:
         f"{base.name}: has weights quantized by {kind}, which are not dequantized here; "
         f"name the model that it was made from{named}"
     )
+
+
+def check_is_quantized(name: str, config: Config, stored: Iterable[str]) -> None:
+    """Raise ModelError if the config of the model `name` says that bitsandbytes quantized the weights, but none of the
+    `stored` tensors has a name of its scales.
+    """
+    if quantization_of(config) != BITSANDBYTES:
+        return
+    if not any(tensor.endswith(ENDS_OF_BITSANDBYTES) for tensor in stored):
+        raise ModelError(
+            f"{name}: config.json has a quantization_config, but the weights are not quantized; "
+            "remove it from config.json"
+        )
+
+
+class Header(Protocol):
+    """The header of a tensor: of a file on this machine, or as the hub returns it."""
+
+    @property
+    def shape(self) -> Sequence[int]:
+        """The numbers along each axis."""
+
+
+def check_loadable(name: str, config: Config, stored: Mapping[str, Header]) -> None:
+    """Raise ModelError if transformers does not dequantize the `stored` weights of the model `name` correctly.
+
+    transformers 5.23 takes the rows of an FP8 matrix divided by the number of its scales as the height of a block. That
+    is wrong if the last block is cut, except if it is the only one. The same holds for columns.
+    """
+    check_is_quantized(name, config, stored)
+    quantization = config.get("quantization_config") or {}
+    block = quantization.get("weight_block_size")
+    if block is None:
+        return
+    for key, scales in stored.items():
+        weight, part = _part_of(key)
+        if part != "scale_inv" or weight not in stored:
+            continue
+        for size, block_size, num_scales in zip(stored[weight].shape[-2:], block, scales.shape[-2:], strict=False):
+            if num_scales > 1 and size % block_size:
+                raise ModelError(
+                    f"{name}: {weight}: {size} rows or columns are not whole FP8 blocks of {block_size}, "
+                    "which transformers does not dequantize correctly; name the same model in bfloat16"
+                )
 
 
 @dataclass(frozen=True)
@@ -178,6 +224,8 @@ def _joined(name: str, parts: dict[str, StoredTensor], block: list[int] | None) 
         settings = next(tensor for part, tensor in parts.items() if part.startswith("quant_state"))
         state = json.loads(bytes(settings.whole().tolist()))
         common["shape"] = tuple(state["shape"])
+        # For FSDP, the bytes are stored as numbers of another dtype.
+        common["numbers"] = replace(numbers, dtype=torch.uint8, shape=(numbers.size, 1))
         return FourBit(**common, parts=tuple(parts.items()), block=state["blocksize"])
     if scales.name.endswith(".SCB"):
         return Int8(**common)

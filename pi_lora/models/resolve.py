@@ -193,6 +193,8 @@ def _completed(config: "PreTrainedConfig", stored: Config) -> Json:
     if "num_local_experts" in own:
         # The name by which transformers 4 reads Qwen 3's, and TRL 1.16 all.
         own["num_experts"] = own["num_local_experts"]
+    if not own.get("quantization_config"):
+        own.pop("quantization_config", None)
     return own
 
 

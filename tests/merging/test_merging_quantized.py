@@ -14,12 +14,14 @@ from transformers import AutoModelForCausalLM, BitsAndBytesConfig, LlamaConfig
 
 from architectures import small_config
 from conftest import run_command, small_recipe, train
-from pi_lora.api import load, merge
+from hub import Hub
+from pi_lora.api import extend, load, merge
 from pi_lora.errors import ModelError
 from pi_lora.models.loaded import load_base
-from pi_lora.models.quantized import dequantized
+from pi_lora.models.quantized import check_loadable, dequantized
 from pi_lora.models.resolve import resolve_model
 from pi_lora.models.weights import read_header, read_weights
+from pi_lora.preflight import check
 from pi_lora.scaling.extension import Extension
 from random_runs import TWICE, save_base, save_run, stored
 from small_configs import SIZES
@@ -28,7 +30,8 @@ NEEDS_BITSANDBYTES = pytest.mark.skipif(
     importlib.util.find_spec("bitsandbytes") is None, reason="bitsandbytes is not installed"
 )
 # Rows and columns that are no multiple of what shares a scale.
-LLAMA = LlamaConfig(**{**SIZES, "hidden_size": 192, "intermediate_size": 320})
+LLAMA_SIZES = {**SIZES, "hidden_size": 192, "intermediate_size": 320}
+LLAMA = LlamaConfig(**LLAMA_SIZES)
 
 
 def mark(folder: Path, **quantization: Any) -> None:
@@ -44,9 +47,9 @@ def with_bitsandbytes(folder: Path, **options: Any) -> None:
     )
 
 
-def with_fp8(folder: Path, kind: str = "llama", block: int | None = 64) -> None:
+def with_fp8(folder: Path, kind: str = "llama", block: int | None = 64, **sizes: int) -> None:
     """As Qwen and DeepSeek publish theirs: every block divided by a scale of its own."""
-    config = LLAMA if kind == "llama" else small_config(kind)
+    config = LlamaConfig(**{**LLAMA_SIZES, **sizes}) if kind == "llama" else small_config(kind)
     config.vocab_size = 1024
     save_base(config, folder, torch.bfloat16)
     tensors = {}
@@ -85,8 +88,15 @@ FOUR_BIT = {"load_in_4bit": True, "bnb_4bit_quant_type": "nf4", "bnb_4bit_comput
 KINDS: dict[str, Callable[[Path], None]] = {
     "nf4": lambda folder: with_bitsandbytes(folder, **FOUR_BIT, bnb_4bit_use_double_quant=True),
     "nf4, scales in float32": lambda folder: with_bitsandbytes(folder, **FOUR_BIT),
+    "nf4, stored as bfloat16": lambda folder: with_bitsandbytes(
+        folder, **FOUR_BIT, bnb_4bit_quant_storage=torch.bfloat16
+    ),
+    "nf4, stored as float32": lambda folder: with_bitsandbytes(
+        folder, **FOUR_BIT, bnb_4bit_quant_storage=torch.float32
+    ),
     "int8": lambda folder: with_bitsandbytes(folder, load_in_8bit=True),
     "fp8": with_fp8,
+    "fp8, one block that is cut": lambda folder: with_fp8(folder, intermediate_size=40),
     "fp8, one scale": lambda folder: with_fp8(folder, block=None),
     "fp8 experts": lambda folder: with_fp8(folder, "qwen3_moe", 16),
     "mxfp4": with_mxfp4,
@@ -116,6 +126,7 @@ def weight_of(module: Any, name: str) -> torch.Tensor:
 @torch.no_grad()
 def test_an_adapter_is_merged_into_the_dequantized_base(base: Path, tmp_path: Path) -> None:
     source = resolve_model(str(base))
+    check_loadable("base", source.config, read_weights(str(base), source.base.file))
     module = load_base(source, torch.float32)
     for name, weight in dequantized(read_weights(str(base), source.base.file), source.config).items():
         if name in module.state_dict():
@@ -159,6 +170,67 @@ def test_lora_trains_on_a_base_that_transformers_dequantizes(make: Callable[[Pat
     run = train(recipe, tmp_path / "run")
     assert load(str(run)).window == 128
     assert merge(run, tmp_path / "merged", check="logits").lines
+
+
+def test_fp8_blocks_that_transformers_dequantizes_wrongly_are_not_loaded(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A merge without a comparison of logits does not load the base; one with it is refused before it is written."""
+    with_fp8(tmp_path / "base", intermediate_size=96)
+    base = resolve_model(str(tmp_path / "base")).base
+    headers = read_weights(base.name, base.file)
+    refused = (
+        r"^base: model\.layers\.0\.mlp\.down_proj\.weight: 96 rows or columns are not whole FP8 blocks of 64, "
+        "which transformers does not dequantize correctly; name the same model in bfloat16$"
+    )
+    with pytest.raises(ModelError, match=refused):
+        check_loadable("base", base.config, headers)
+    with pytest.raises(ModelError, match="96 rows or columns are not whole FP8 blocks of 64"):
+        load(str(tmp_path / "base"))
+    with pytest.raises(ModelError, match="96 rows or columns are not whole FP8 blocks of 64"):
+        check(small_recipe(tmp_path / "base"), tmp_path / "run")
+    run = save_run(tmp_path / "base", tmp_path / "run", **ADAPTER)
+    with monkeypatch.context() as patch:
+        patch.delattr("pi_lora.merging.merging.write_tensors")
+        with pytest.raises(ModelError, match="96 rows or columns are not whole FP8 blocks of 64"):
+            merge(run, tmp_path / "merged", check="logits")
+    merged = stored(merge(run, tmp_path / "merged").folder)
+    name = "model.layers.0.mlp.down_proj.weight"
+    blocks = torch.cat(list(dequantized(headers, base.config)[name].blocks()))
+    assert torch.equal(merged[name], blocks.bfloat16())
+
+
+@NEEDS_BITSANDBYTES
+@pytest.mark.parametrize("bits", ["load_in_4bit", "load_in_8bit"])
+def test_a_quantization_config_of_weights_that_are_not_quantized_is_refused(
+    bits: str, small_model: Path, tmp_path: Path
+) -> None:
+    base = Path(shutil.copytree(small_model, tmp_path / "base"))
+    mark(base, quant_method="bitsandbytes", **{bits: True})
+    refused = "base: config.json has a quantization_config, but the weights are not quantized; remove it"
+    with pytest.raises(ModelError, match=refused):
+        train(small_recipe(base), tmp_path / "run")
+    with pytest.raises(ModelError, match=refused):
+        extend(str(base), tmp_path / "extended", target=128, scaling="yarn")
+    with pytest.raises(ModelError, match=refused):
+        load(str(base))
+
+
+@NEEDS_BITSANDBYTES
+def test_a_base_on_the_hub_is_refused_by_its_headers(small_model: Path, tmp_path: Path, hub: Hub) -> None:
+    base = Path(shutil.copytree(small_model, tmp_path / "base"))
+    mark(base, quant_method="bitsandbytes", load_in_8bit=True)
+    hub.add("models/someone/model", base)
+    with pytest.raises(ModelError, match=r"^someone/model: config\.json has a quantization_config, but"):
+        check(small_recipe("someone/model"), tmp_path / "run", ask_hub=True)
+
+
+def test_an_empty_quantization_config_is_none(small_model: Path, tmp_path: Path) -> None:
+    base = Path(shutil.copytree(small_model, tmp_path / "base"))
+    mark(base)
+    assert check(small_recipe(base), tmp_path / "run")
+    extend(str(base), tmp_path / "extended", target=128, scaling="yarn")
+    assert "quantization_config" not in json.loads((tmp_path / "extended" / "config.json").read_text())
 
 
 def test_quantized_weights_whose_config_does_not_say_so_are_refused(tmp_path: Path) -> None:

@@ -126,6 +126,19 @@ def test_a_base_that_bitsandbytes_quantized_is_tuned_and_measured(options: dict[
     assert load(str(train(small_recipe(base), tmp_path / "run"))).window == 128
 
 
+@pytest.mark.filterwarnings("ignore:You passed `quantization_config`")
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+def test_qlora_computes_from_nf4_that_is_stored_as_another_dtype(dtype: torch.dtype, tmp_path: Path) -> None:
+    """As FSDP needs it. The weights are bytes whatever the dtype in which the model computes."""
+    plain = save_base(LlamaConfig(**{**SIZES, "hidden_size": 128}), tmp_path / "plain")
+    options = BitsAndBytesConfig(load_in_4bit=True, bnb_4bit_quant_type="nf4", bnb_4bit_quant_storage=dtype)
+    base = Path(shutil.copytree(plain, tmp_path / "base"))
+    AutoModelForCausalLM.from_pretrained(plain, quantization_config=options).save_pretrained(base)
+    for compute_dtype in (torch.bfloat16, torch.float32):
+        module = load_base(resolve_model(str(base)), compute_dtype, placement="quantized")
+        assert module.model.layers[0].self_attn.q_proj.weight.dtype == dtype
+
+
 def test_infinite_scales_of_single_quantization_are_refused(tmp_path: Path) -> None:
     plain = save_base(LlamaConfig(**{**SIZES, "hidden_size": 128}), tmp_path / "base")
     single = BitsAndBytesConfig(load_in_4bit=True)
