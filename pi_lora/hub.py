@@ -118,7 +118,7 @@ def _problem(name: str, kind: Kind, revision: str, error: BaseException) -> str:
             return f"{name}: the hub asks for a valid token; {LOG_IN}, or correct HF_TOKEN"
         return f"{name}: the hub refuses it ({reason}); check the name and the rights of the token"
     if not isinstance(cause, HTTPError | ConnectionError | LocalEntryNotFoundError | RevisionResolutionError):
-        return f"{name}: the hub cannot serve it ({first_line(error)}); check the name, and subset and split of data"
+        return f"{name}: the hub cannot serve it ({_messages(error)}); check the name, and subset and split of data"
     reason = f"{constants.ENDPOINT} does not answer ({first_line(cause)}); check the network"
     if constants.HF_HUB_OFFLINE:
         reason = "the hub did not answer" if _Hub.fell_back else "HF_HUB_OFFLINE=1 is set"
@@ -136,6 +136,13 @@ def gated(name: str, kind: Kind) -> str:
     """Return what to do about a gated repository."""
     page = f"datasets/{name}" if kind == "dataset" else name
     return f"{name}: is gated; accept the terms at {constants.ENDPOINT}/{page}, then {LOG_IN}"
+
+
+def _messages(error: BaseException) -> str:
+    """Return all lines of an error and its cause in one: those of `datasets` (5.2) say later what is wrong."""
+    told = [error, error.__cause__] if error.__cause__ else [error]
+    messages = [" ".join(str(each).split()) or type(each).__name__ for each in told]
+    return ": ".join(message.rstrip(".") for message in messages)
 
 
 def _telling_cause(error: BaseException) -> BaseException:

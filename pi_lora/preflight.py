@@ -1,7 +1,7 @@
 """The checks of a recipe before anything is downloaded, tokenized or loaded; all mistakes are reported together."""
 
 import importlib.util
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -20,17 +20,19 @@ from pi_lora.hub import hub_errors
 from pi_lora.models.adapter import check_shape, check_targets
 from pi_lora.models.files import BUILTIN, methods_on, quantization_of
 from pi_lora.models.loaded import check_shapes
-from pi_lora.models.quantized import check_quantization
+from pi_lora.models.quantized import Header, check_loadable, check_quantization
 from pi_lora.models.resolve import resolve_for_training
 from pi_lora.models.shape import dense_mlps
 from pi_lora.models.source import Base, ModelSource
+from pi_lora.models.weights import read_weights
 from pi_lora.planning.advice import plan_lines
 from pi_lora.planning.training_plan import TrainingPlan
 from pi_lora.recipe.data import Data, Source
+from pi_lora.recipe.evaluation import TextOptions
 from pi_lora.recipe.schema import Recipe, Training
 from pi_lora.run import Run
 from pi_lora.staging import check_output, staging_path
-from pi_lora.types import NO_PERMISSIONS, Json, Permissions
+from pi_lora.types import NO_PERMISSIONS, Permissions
 
 
 def check(
@@ -58,16 +60,21 @@ def check(
 
     with collected():
         model = _check_model(recipe, permissions, output if resume else None)
-    problems = data_problems(recipe.data, ask_hub)
+    tokenizer = None
+    length = recipe.context.target
     if model:
+        length = recipe.data.tokens_per_sequence(model.original, length)
         with collected():
             _check_encoding(recipe, model.tokenizer)
+            tokenizer = model.tokenizer
         with collected():
             _check_weights(model, ask_hub)
+    problems = data_problems(recipe.data, ask_hub, tokenizer=tokenizer, window=length)
+    if model:
         problems = problems or amount_problems(recipe, model.original)
     problems += _machine_problems(recipe)
     with collected():
-        problems += _evaluation_problems(recipe, ask_hub)
+        problems += _evaluation_problems(recipe, tokenizer, ask_hub)
     if problems:
         mistakes.append(RecipeError(problems))
     with collected():
@@ -149,29 +156,36 @@ def _check_weights(model: ModelSource, ask_hub: bool) -> None:
     base = model.base
     if base.commit is None or constants.HF_HUB_OFFLINE:
         check_shapes(base)
+        check_loadable(base.name, base.config, read_weights(base.name, base.file))
     elif ask_hub:
         with hub_errors(base.name):
             try:
-                HfApi().get_safetensors_metadata(base.name, revision=base.commit)
+                metadata = HfApi().get_safetensors_metadata(base.name, revision=base.commit)
             except (NotASafetensorsRepoError, SafetensorsParsingError) as error:
                 problem = f"weights cannot be read ({first_line(error)}); name another base"
                 raise ModelError(f"{base.name}: {problem}") from None
+        stored: dict[str, Header] = {}
+        for file in metadata.files_metadata.values():
+            stored |= file.tensors
+        check_loadable(base.name, base.config, stored)
 
 
-def _evaluation_problems(recipe: Recipe, ask_hub: bool) -> Iterator[str]:
+def _evaluation_problems(recipe: Recipe, tokenizer: Any, ask_hub: bool) -> Iterator[str]:
+    target = recipe.context.target
     yield from _perplexity_problems(recipe, ask_hub)
     chat = recipe.evaluation.chat
     if chat:
-        yield from _text_problems("chat", {"name": chat.data, "column": chat.column, "split": chat.split}, ask_hub)
+        chats = Data.model_validate({"source": {"name": chat.data, "column": chat.column, "split": chat.split}})
+        window = chat.window or target
+        for problem in data_problems(chats, ask_hub, tokenizer=tokenizer, window=window):
+            yield problem.replace("data.source", "evaluation.chat.data", 1)
     context = recipe.evaluation.context
-    if context and context.data and context.data not in PINNED:
-        yield from _text_problems(
-            "context", {"name": context.data, **context.model_dump(include=HELD_OUT_KEYS)}, ask_hub
-        )
+    if context:
+        yield from _text_problems("context", context, {"window": context.window or target}, ask_hub)
     summaries = recipe.evaluation.summarization
     if summaries and summaries.data:
         _, rows = complete(summaries, recipe)
-        for problem in data_problems(rows, ask_hub, held_out=True):
+        for problem in data_problems(rows, ask_hub, held_out=True, tokenizer=tokenizer, window=target):
             yield problem.replace("data.source", "evaluation.summarization.data", 1)
     files = {}
     if context and context.key_tokens:
@@ -186,14 +200,27 @@ def _evaluation_problems(recipe: Recipe, ask_hub: bool) -> Iterator[str]:
             yield f"evaluation.{key}: {name}: no such file; correct the name"
 
 
-def _text_problems(measurement: str, source: Json, ask_hub: bool) -> Iterator[str]:
-    """Yield the problems of a text that is measured."""
-    data = Data.model_validate({"source": source})
-    if measurement != "chat" and data.has_chats:
-        yield f"evaluation.{measurement}.column: {source['column']} holds chats; name a column of texts"
+def _text_problems(measurement: str, options: TextOptions, windows: Mapping[str, int], ask_hub: bool) -> Iterator[str]:
+    """Yield the problems of a text that is measured, also that no document has the tokens that a key of `windows` or
+    `min_tokens` needs.
+    """
+    if options.data is None or options.data in PINNED:
         return
-    for problem in data_problems(data, ask_hub, held_out=True):
-        yield problem.replace("data.source", f"evaluation.{measurement}.data", 1)
+    section = f"evaluation.{measurement}"
+    source = Source.model_validate({"name": options.data, **options.model_dump(include=HELD_OUT_KEYS)})
+    if source.has_chats:
+        yield f"{section}.column: {source.column} holds chats; name a column of texts"
+        return
+    problems = data_problems(Data(source=(source,)), ask_hub, held_out=True)
+    for problem in problems:
+        yield problem.replace("data.source", f"{section}.data", 1)
+    if problems:
+        return
+    needed = {**windows, "min_tokens": options.min_tokens or 0}
+    key = max(needed, key=needed.__getitem__)
+    too_short = too_short_for(source, needed[key], "a document needs" if key == "min_tokens" else "a window has")
+    if too_short:
+        yield f"{section}.data: {too_short}; name longer texts, or lower {section}.{key}"
 
 
 def _perplexity_problems(recipe: Recipe, ask_hub: bool) -> Iterator[str]:
@@ -210,15 +237,7 @@ def _perplexity_problems(recipe: Recipe, ask_hub: bool) -> Iterator[str]:
             break
     if perplexity.data is None and not recipe.model.name.startswith(BUILTIN):
         yield "evaluation.perplexity.data: is missing; name a text that the model is not tuned on"
-    if perplexity.data and perplexity.data not in PINNED:
-        source = {"name": perplexity.data, **perplexity.model_dump(include=HELD_OUT_KEYS)}
-        problems = list(_text_problems("perplexity", source, ask_hub))
-        yield from problems
-        too_short = (
-            None if problems else too_short_for(Source.model_validate(source), max(perplexity.windows or [target]))
-        )
-        if too_short:
-            yield f"evaluation.perplexity.data: {too_short}; name longer texts, or lower evaluation.perplexity.windows"
+    yield from _text_problems("perplexity", perplexity, {"windows": max(perplexity.windows or [target])}, ask_hub)
 
 
 def _machine_problems(recipe: Recipe) -> Iterator[str]:

@@ -107,7 +107,7 @@ class Run:
     @property
     def texts(self) -> list[Source]:
         """The texts that the run and the run before it were tuned on, by the paths that they had; none without a
-        recipe.
+        recipe. Examples have no column: their rows are held out by the columns of the prompt.
         """
         if not self.has_recipe:
             return []
@@ -117,7 +117,9 @@ class Run:
         for source in self.recipe.data.source:
             path = folder / Path(source.name).expanduser()
             is_here = glob.has_magic(source.name) or path.exists()
-            texts.append(source.changed(name=str(path)) if is_here else source)
+            name = str(path) if is_here else source.name
+            column = "" if self.recipe.data.has_examples else source.column
+            texts.append(source.changed(name=name, column=column))
         return texts
 
     @cached_property

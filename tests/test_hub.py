@@ -24,12 +24,13 @@ from hub import OTHER_TOKEN, TOKEN, Fault, Hub
 from models.test_composite import other_tensors, save_composite, tuned
 from pi_lora import api
 from pi_lora.data import sources
-from pi_lora.data.sources import evaluation_documents, find_table, held_out_text
+from pi_lora.data.examples import data_problems
+from pi_lora.data.sources import evaluation_documents, find_table, held_out_text, share_to_hold_out
 from pi_lora.errors import DataError, ModelError, RecipeError
 from pi_lora.models.files import PROCESSOR_FILES
 from pi_lora.models.resolve import resolve_model
 from pi_lora.preflight import check
-from pi_lora.recipe.data import Source
+from pi_lora.recipe.data import Data, Source
 from pi_lora.recipe.evaluation import PerplexityOptions
 from pi_lora.recipe.files import dump_recipe, load_recipe
 from pi_lora.report.upload import push
@@ -225,6 +226,31 @@ def test_no_answer_is_not_a_missing_file(hub: Hub, lora_run: Path, small_model: 
     with pytest.raises(ModelError, match=message) as raised:
         read()
     assert "\n" not in str(raised.value)
+
+
+def test_what_is_wrong_with_a_data_set_is_named(hub: Hub) -> None:
+    """Files with other columns, and a subset to choose."""
+    hub.add(BOOKS, {"a.jsonl": jsonl(["one"]), "b.jsonl": b'{"text": "two", "n": 1}\n'})
+    with pytest.raises(
+        DataError, match=r"^me/books: .*generating the dataset: .*\bn\b.*; check the name, and"
+    ) as raised:
+        texts()
+    assert "\n" not in str(raised.value)
+    card = "---\nconfigs:\n- {config_name: en, data_files: a.jsonl}\n- {config_name: de, data_files: b.jsonl}\n---\n"
+    hub.add("datasets/me/subsets", hub.files(BOOKS) | {"README.md": card.encode()})
+    with pytest.raises(DataError, match=r"Config name is missing\. .*\['en', 'de'\].*; check the name, and subset"):
+        texts(name="me/subsets")
+
+
+def test_a_part_of_a_split_is_downloaded(hub: Hub) -> None:
+    """`datasets` cannot stream it."""
+    hub.add(BOOKS, {"train.jsonl": jsonl(["one", "two"])})
+    part = {"name": "me/books", "split": "train[:50%]"}
+    assert data_problems(Data.model_validate({"source": part}), ask_hub=True) == []
+    assert texts(**part) == ["one"]
+    assert share_to_hold_out(Source.model_validate(part), 128)
+    measured = PerplexityOptions(data="me/books", split="train[:50%]", hold_out=0.99)
+    assert [document.text for document in evaluation_documents(measured)] == ["one"]
 
 
 def test_a_hub_that_fails_is_told_from_one_that_does_not_answer(hub: Hub, small_model: Path) -> None:

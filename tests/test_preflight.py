@@ -280,6 +280,109 @@ def test_every_text_of_the_evaluation_is_there_before_the_training(small_model: 
     ]
 
 
+@pytest.fixture
+def with_chat_template(small_model: Path, tmp_path: Path) -> Path:
+    """A small model with a chat template."""
+    model = Path(shutil.copytree(small_model, tmp_path / "with chat template"))
+    turn = "<{{ message.role }}>{{ message.content }}\n"
+    template = (
+        "{% for message in messages %}" + turn + "{% endfor %}{% if add_generation_prompt %}<assistant>{% endif %}"
+    )
+    (model / "chat_template.jinja").write_text(template)
+    return model
+
+
+def chats(file: Path, sender: str, number: int = 3) -> dict[str, str]:
+    """A file of chats whose second turn has this sender."""
+    turns = [{"from": "human", "value": "q"}, {"from": sender, "value": "a"}]
+    file.write_text("".join(json.dumps({"conversations": turns}) + "\n" for _ in range(number)))
+    return {"name": str(file), "column": "conversations"}
+
+
+def test_chats_and_examples_that_cannot_train_are_refused(with_chat_template: Path, tmp_path: Path) -> None:
+    """A dry run passed, and the training refused them."""
+    rows = tmp_path / "rows.jsonl"
+    rows.write_text('{"q": "a", "a": " "}\n' * 3)
+    examples = {"source": str(rows), "template": "Q: {q}", "completion": "a", "completion_tokens": 9}
+    usable = {"source": chats(tmp_path / "usable.jsonl", "gpt")}
+    check(small_recipe(with_chat_template, data=usable), tmp_path / "run")
+    for data, reasons in (
+        (
+            {"source": chats(tmp_path / "bots.jsonl", "bot")},
+            "chats with turns of the bot, which is no role, left out: 3",
+        ),
+        (examples, "empty rows left out: 3"),
+        ({**examples, "completion": "q", "template": "Q: {q}" + "x" * 500}, "rows too long for the window left out: 3"),
+    ):
+        with pytest.raises(
+            RecipeError, match=rf"^data\.source: .*: none of the first 500 rows can be used \({reasons}\)"
+        ):
+            check(small_recipe(with_chat_template, data=data), tmp_path / "run")
+
+
+def test_measurements_that_cannot_work_are_refused_before_the_training(
+    with_chat_template: Path, small_model: Path, tmp_path: Path
+) -> None:
+    """They were refused after it."""
+    text, rows = tmp_path / "text.txt", tmp_path / "rows.jsonl"
+    text.write_text("a" * 200)
+    rows.write_text('{"d": "a", "s": "b", "none": ""}\n')
+    usable = chats(tmp_path / "usable.jsonl", "gpt")
+    bots = chats(tmp_path / "bots.jsonl", "bot")
+    summaries = {"data": str(rows), "document": "d", "summary": "s", "max_new_tokens": 9}
+    check(
+        small_recipe(
+            with_chat_template,
+            evaluation={
+                "chat": {"data": usable["name"], "column": "conversations"},
+                "context": {"data": str(text)},
+                "perplexity": {"data": str(text), "min_tokens": 150},
+                "summarization": summaries,
+            },
+        ),
+        tmp_path / "run",
+    )
+    for model, evaluation, line in (
+        (small_model, {"chat": {"data": usable["name"], "column": "conversations"}}, "chat.data: .* no chat template"),
+        (
+            with_chat_template,
+            {"chat": {"data": bots["name"], "column": "conversations"}},
+            "chat.data: .*turns of the bot",
+        ),
+        (
+            small_model,
+            {"context": {"data": str(text), "window": 256}},
+            "context.data: .*; .* lower evaluation.context.window",
+        ),
+        (
+            small_model,
+            {"perplexity": {"data": str(text), "min_tokens": 300}},
+            "perplexity.data: .* a document needs 300 tokens; .* evaluation.perplexity.min_tokens",
+        ),
+        (
+            small_model,
+            {"summarization": {**summaries, "summary": "none"}},
+            "summarization.data: .*empty rows left out: 1",
+        ),
+        (small_model, {"summarization": {**summaries, "max_new_tokens": 127}}, "summarization.data: .*rows too long"),
+    ):
+        with pytest.raises(RecipeError, match=f"^evaluation.{line}"):
+            check(small_recipe(model, evaluation=evaluation), tmp_path / "run")
+
+
+@pytest.mark.parametrize("chunks", [64, 65])
+def test_more_chunks_than_tokens_are_refused(small_model: Path, tmp_path: Path, chunks: int) -> None:
+    """A dry run passed, and PoSE could not draw positions."""
+    recipe = small_recipe(small_model, data={"source": "builtin:stdlib", "positions": "pose", "chunks": chunks})
+    if chunks == 64:
+        check(recipe, tmp_path / "run")
+        return
+    with pytest.raises(
+        RecipeError, match=r"^data\.chunks: 65 are more than the 64 tokens of a PoSE sequence; lower them$"
+    ):
+        check(recipe, tmp_path / "run")
+
+
 @pytest.mark.skipif(not Path("/proc/self").exists(), reason="there is no /proc")
 def test_an_output_where_no_folder_can_be_made_is_refused_first(small_model: Path, lora_run: Path) -> None:
     """Nobody can make a folder in /proc, though root may write there by its rights."""

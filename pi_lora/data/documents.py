@@ -27,9 +27,13 @@ DELIMITERS = {".csv": ",", ".tsv": "\t"}
 TABLE_SUFFIXES = (".jsonl", ".ndjson", ".json", PARQUET, ARROW, *DELIMITERS)
 SUFFIXES = (".txt", ".md", ".tex", ".py", ".rst", *TABLE_SUFFIXES)
 KINDS = f"{', '.join(SUFFIXES)}, and all but Parquet and Arrow with .gz, .bz2, .xz or .zst"
-# What a folder of rows holds about them, as downloaded from the hub or saved by `datasets`.
-ABOUT_ROWS = ("README.md", "dataset_info.json", "dataset_infos.json", "dataset_dict.json", "state.json")
-SPLIT = re.compile(r"(?<![a-z])(train|validation|valid|val|dev|test)(?![a-z])")
+# What a folder of rows holds about them, as downloaded from the hub or saved by `datasets`: cards, licences, scripts.
+ABOUT_ROWS = re.compile(
+    r"(readme|licen[cs]e|notice|changelog|contributing|citation)\b.*|.*\.py|(dataset_infos?|dataset_dict|state)\.json",
+    re.IGNORECASE,
+)
+# A split in a name, such as train-00000.parquet or Testing/rows.csv.
+SPLIT = re.compile(r"(?<![a-z])(train|val|dev|test|eval)(?:ing|id|idation|uation)?(?![a-z])", re.IGNORECASE)
 COMPRESSION = re.compile(r"\.(gz|bz2|xz|zst)$")
 UTF16_MARKS = (codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE)
 
@@ -71,9 +75,9 @@ def looks_local(name: str) -> bool:
 
 
 def files_named(name: str) -> list[Path]:
-    """Return the files that a file, folder or glob names, those of a folder at any depth but for hidden ones. Raise
-    DataError if there are none, none of a kind that is read, or rows of several splits in a folder. A file that is
-    named, without a suffix, is text.
+    """Return the files that a file, folder or glob names, those of a folder at any depth but for hidden ones. In a
+    folder with files of rows, files about them are not read. A file that is named, without a suffix, is text. Raise
+    DataError if there are no files, none of a kind that is read, or rows of several splits in a folder.
     """
     path = Path(name).expanduser()
     kinds = SUFFIXES
@@ -84,9 +88,12 @@ def files_named(name: str) -> list[Path]:
         pattern = f"{glob.escape(str(path))}/**" if path.is_dir() else str(path)
         found = sorted(map(Path, glob.iglob(pattern, recursive=True)))
     files = [file for file in found if suffix_of(file.name) in kinds and file.is_file()]
+    if not path.is_file():
+        files = [file for file in files if _is_part(file)]
     if path.is_dir() and any(suffix_of(file.name) in TABLE_SUFFIXES for file in files):
-        files = [file for file in files if file.name not in ABOUT_ROWS]
-        splits = {split for file in files for split in SPLIT.findall(str(file.relative_to(path)))}
+        files = [file for file in files if not ABOUT_ROWS.fullmatch(file.name)]
+        names = [str(file.relative_to(path)) for file in files]
+        splits = {split.lower() for name in names for split in SPLIT.findall(name)}
         if len(splits) > 1:
             raise DataError(f"{name}: holds the splits {', '.join(sorted(splits))}; name the folder or files of one")
     if not found:
@@ -94,6 +101,16 @@ def files_named(name: str) -> list[Path]:
     if not files:
         raise DataError(f"{name}: holds no readable file ({KINDS}); name other files")
     return files
+
+
+def _is_part(file: Path) -> bool:
+    """Whether a file is part of its data set: beside the saved shards, which `state.json` lists, `datasets` leaves
+    caches, and shards of an older version.
+    """
+    state = file.with_name("state.json")
+    if suffix_of(file.name) != ARROW or not state.is_file():
+        return True
+    return json.dumps(file.name).encode() in state.read_bytes()
 
 
 def fingerprint(files: Iterable[Path]) -> str:

@@ -3,14 +3,16 @@
 import itertools
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import replace
 from functools import partial
 from string import Formatter
 from typing import Any, NamedTuple
 
 from huggingface_hub import constants
 
+from pi_lora.data.chats import ChatTemplate
 from pi_lora.data.documents import COMPRESSION, NamedJson, looks_local
-from pi_lora.data.sources import BUILTIN_TEXTS, COUNTED_ROWS, Table, find_table, hash_to_unit
+from pi_lora.data.sources import BUILTIN_TEXTS, COUNTED_ROWS, Table, find_table, format_counts, hash_to_unit, streamed
 from pi_lora.data.tokens import (
     added_prefix,
     check_offsets,
@@ -54,6 +56,7 @@ class Task:
     """
 
     def __init__(self, data: Data) -> None:
+        self.document = data.document
         self.completion = data.completion or data.summary or ""
         document = f"{{{data.document}}}"
         self.template = data.template or SUMMARIZE.replace("{document}", document)
@@ -69,6 +72,13 @@ class Task:
         wanted = data.document or "column"
         if not self.prompt_columns or data.document not in (None, *self.prompt_columns):
             raise DataError(f"data.template: names no {{{wanted}}}; write {{{wanted}}} where the text of a row goes")
+
+    @property
+    def held_out_by(self) -> list[str]:
+        """The columns by which rows are held out: the document, so that all rows with one document are held out
+        together, or else the columns of the prompt.
+        """
+        return [self.document] if self.document else self.prompt_columns
 
     def prompt(self, row: Json) -> str:
         """Return the prompt of a row."""
@@ -128,13 +138,10 @@ class Prompter:
                     counts[TOO_LONG] += 1
 
     def rows(self, table: Table, held_out: bool) -> Iterator[NamedJson]:
-        """Yield the rows of a table that train, or that are `held_out`: by a digest of the document, so that all rows
-        with one document are held out together, or of the columns of the prompt.
-        """
+        """Yield the rows of a table that train, or that are `held_out` by a digest of the columns that decide."""
         share = table.source.hold_out
-        decisive = [self.document] if self.document else self.task.prompt_columns
         for name, row in table.read(self.task.columns, None):
-            text = "\n".join(row[column] for column in decisive)
+            text = "\n".join(row[column] for column in self.task.held_out_by)
             if share is None or (hash_to_unit(text) < share) == held_out:
                 yield name, row
 
@@ -207,10 +214,42 @@ class Prompter:
         return completions
 
 
-def data_problems(data: Data, ask_hub: bool = False, *, held_out: bool = False) -> list[str]:
+def check_first_rows(table: Table, data: Data, tokenizer: Any, window: int, *, held_out: bool) -> None:
+    """Raise DataError if all examples or chats in the first rows of a table would be left out of a training, or of a
+    measurement of `held_out` ones. Usually one row, or one batch, is encoded.
+    """
+    counts = Counter[str]()
+
+    def read(columns: Sequence[str], _: int | None) -> Iterator[NamedJson]:
+        return itertools.islice(table.read(columns, None), COUNTED_ROWS)
+
+    usable: Iterator[Any]
+    if data.has_examples:
+        first_rows = replace(table, read=read)
+        usable = Prompter(data, tokenizer, window).examples(first_rows, counts, held_out=held_out)
+    else:
+        column = table.source.column
+        template = ChatTemplate(tokenizer, train_on_all=data.loss == "all", special_tokens=data.special_tokens)
+        usable = template.chats(read([column], None), column, window, counts)
+    if next(usable, None) is None and counts.total():
+        reasons = ", ".join(format_counts(counts))
+        raise DataError(
+            f"{table.source.name}: none of the first {COUNTED_ROWS} rows can be used ({reasons}); "
+            "name others, or a longer window"
+        )
+
+
+def data_problems(
+    data: Data,
+    ask_hub: bool = False,
+    *,
+    held_out: bool = False,
+    tokenizer: Any = None,
+    window: int = 0,
+) -> list[str]:
     """Return the problems of the template and of the first rows of the sources, one a line; `held_out` ones if texts
-    are to be measured. Sources on the hub are streamed if `ask_hub`, read from the cache without the hub, and skipped
-    otherwise.
+    are to be measured. With the `tokenizer` of a model, examples and chats are encoded for its `window`. Sources on the
+    hub are streamed if `ask_hub`, read from the cache without the hub, and skipped otherwise.
     """
     try:
         columns = Task(data).columns if data.has_examples else []
@@ -221,20 +260,24 @@ def data_problems(data: Data, ask_hub: bool = False, *, held_out: bool = False) 
         if not (ask_hub or constants.HF_HUB_OFFLINE or looks_local(source.name)):
             continue
         try:
-            table = find_table(source.changed(streaming=True))
+            table = find_table(streamed(source))
             if columns or source.has_chats:
                 rows = table.read(columns or [source.column], None)
                 if next(rows, None) is None:
                     raise DataError(f"{source.name}: holds no rows; name a source with rows")
+                if tokenizer is not None:
+                    check_first_rows(table, data, tokenizer, window, held_out=held_out)
             else:
                 next(table.documents(held_out=held_out), None)
         except DataError as problem:
-            problems.append(f"data.source: {problem}")
+            # That a model has no chat template names the key itself.
+            problems.append(f"data.source: {str(problem).removeprefix('data.source: ')}")
     return problems
 
 
-def too_short_for(source: Source, window: int) -> str | None:
-    """Return the problem that no held-out document of a local source can fill a window of so many tokens.
+def too_short_for(source: Source, window: int, needs: str = "a window has") -> str | None:
+    """Return the problem that no held-out document of a local source can fill a window of so many tokens. `needs` says
+    in the message what needs them.
 
     Every byte counts as a token, and BOS is one more. Return None if a document may fill it, or if there are too many.
     """
@@ -247,17 +290,20 @@ def too_short_for(source: Source, window: int) -> str | None:
         if longest + 1 >= window or number == COUNTED_ROWS:
             return None
     kind = "held-out document" if source.hold_out else "document"
-    return f"{source.name}: the longest {kind} has {longest:,} bytes, and a window has {window:,} tokens"
+    return f"{source.name}: the longest {kind} has {longest:,} bytes, and {needs} {window:,} tokens"
 
 
 def amount_problems(recipe: Recipe, original: int) -> list[str]:
     """Return the sources whose text is too short for their share of a training even if every byte is a token: one line
-    each. Only text files are known without reading them; `original` is the window L in tokens.
+    each; and PoSE chunks that a sequence cannot hold. Only text files are known without reading them; `original` is the
+    window L in tokens.
     """
     data = recipe.data
     if data.has_examples:
         return []
     length = data.tokens_per_sequence(original, recipe.context.target)
+    if data.positions == "pose" and data.chunks > length:
+        return [f"data.chunks: {data.chunks} are more than the {length} tokens of a PoSE sequence; lower them"]
     training = recipe.training
     sequences = training.steps * training.global_batch_size * (1 - data.keep_short)
     weights = sum(source.weight for source in data.source)

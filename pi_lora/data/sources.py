@@ -122,8 +122,9 @@ def texts(rows: Iterable[NamedJson], columns: Sequence[str]) -> Iterator[NamedJs
             kind = list if column in CHAT_COLUMNS else str
             if column not in row or not isinstance(row[column], kind | None):
                 wanted = "list of messages" if kind is list else "text"
+                held = f"holds {type(row[column]).__name__} and " if column in row else ""
                 raise DataError(
-                    f"{row_name}: has no {wanted} in column {column}; name the column of texts, or of chats "
+                    f"{row_name}: {held}has no {wanted} in column {column}; name the column of texts, or of chats "
                     "(messages or conversations), or leave the file out by a pattern such as *.txt; "
                     f"its columns: {', '.join(row)}"
                 )
@@ -285,6 +286,13 @@ def find_table(source: Source) -> Table:
     return local_files(source, files)
 
 
+def streamed(source: Source) -> Source:
+    """Return a source whose first rows are read without the others, but for a part of a split such as `train[:50%]`,
+    which `datasets` (5.2) cannot stream.
+    """
+    return source.changed(streaming=source.streaming or "[" not in source.split)
+
+
 def share_to_hold_out(source: Source, target: int) -> float | None:
     """Return the share of `source` to hold out for windows of `target` tokens (L'): about four windows and ten
     documents, between a fiftieth and a fifth, and a hundredth of `COUNTED_ROWS` or more on the hub; none for text that
@@ -292,7 +300,7 @@ def share_to_hold_out(source: Source, target: int) -> float | None:
     """
     if source.name in BUILTIN_TEXTS:
         return None
-    table = find_table(source.changed(streaming=True))
+    table = find_table(streamed(source))
     hashes: list[float] = []
     documents = len(table.texts)
     if not documents:
@@ -331,21 +339,26 @@ def held_out_text(source: Source) -> Json:
 
 
 def texts_of(source: Source) -> set[Any]:
-    """Return the files of a source, none if they are gone; of other sources the data set, subset and split."""
+    """Return the files of a source, none if they are gone; of other sources the data set, subset and each split, whole
+    if a part of it is named: `train` and `test` of `train[:50%]+test`.
+    """
     if source.name in BUILTIN_TEXTS or not looks_local(source.name):
-        return {(source.name, source.subset, source.split)}
+        splits = [part.partition("[")[0].strip() for part in source.split.split("+")]
+        return {(source.name, source.subset, split) for split in splits}
     with suppress(DataError):
         return {file.resolve() for file in files_named(source.name)}
     return set()
 
 
 def trains_on(sources: Iterable[Source], measured: Source) -> bool:
-    """Whether texts of `measured` are in these sources of a training, other than texts that are held out in both."""
+    """Whether texts of `measured` are in these sources of a training, other than texts that are held out in both.
+    Examples, whose sources have no column, are taken to be measured by the prompts that trained.
+    """
     texts = texts_of(measured)
     for source in sources:
         trained = texts_of(source)
         # Rows are held out by their text, which is another in another column.
-        is_same = trained == texts and source.column == measured.column
+        is_same = trained == texts and source.column in ("", measured.column)
         are_held_out = is_same and source.hold_out is not None and source.hold_out == measured.hold_out
         if not are_held_out and not trained.isdisjoint(texts):
             return True
@@ -373,6 +386,10 @@ def evaluation_documents(options: TextOptions) -> Iterator[Document]:
     if name in PINNED:
         source, file = PINNED[name]
         return hub_file(source, file).documents()
+    if options.column in CHAT_COLUMNS:
+        raise DataError(f"--column: {options.column} holds chats; name a column of texts")
+    source = Source(name=name, **options.model_dump(include=HELD_OUT_KEYS))
     # The first documents of a large data set are measured without downloading all of it.
-    keys = {"streaming": options.hold_out is not None, **options.model_dump(include=HELD_OUT_KEYS)}
-    return find_table(Source(name=name, **keys)).documents(held_out=True)
+    if options.hold_out is not None:
+        source = streamed(source)
+    return find_table(source).documents(held_out=True)

@@ -10,8 +10,8 @@ from statistics import fmean
 from pydantic import Field
 
 from pi_lora.data.documents import looks_local
-from pi_lora.data.examples import EMPTY, NO_EXAMPLE, TOO_LONG, Prompter
-from pi_lora.data.sources import SCROLLS, find_table, format_counts
+from pi_lora.data.examples import EMPTY, NO_EXAMPLE, TOO_LONG, Prompter, Task
+from pi_lora.data.sources import SCROLLS, find_table, format_counts, trains_on
 from pi_lora.errors import DataError
 from pi_lora.evaluation.forward import prompts_at_once
 from pi_lora.evaluation.generation import generate
@@ -114,6 +114,7 @@ class Summarization(Measurement[SummarizationOptions, SummarizationScores]):
             **means,
             per_example=rouges,
             rows=[name for name, _, _, _ in examples],
+            tuned_on=is_tuned_on(model.source, data),
         )
 
     def metrics(self, scores: SummarizationScores) -> Iterator[Metric]:
@@ -163,6 +164,15 @@ def complete(options: SummarizationOptions, tuned_by: Recipe | None) -> tuple[Su
         completion_tokens=completed.max_new_tokens,
     )
     return completed, data
+
+
+def is_tuned_on(model: ModelSource, data: Data) -> bool:
+    """Whether a model may be tuned on the rows that `data` holds out: if other columns decide, other rows trained."""
+    [source] = data.source
+    tuned = model.recipe.data if model.recipe else None
+    if not tuned or not tuned.has_examples or Task(tuned).held_out_by != Task(data).held_out_by:
+        source = source.changed(hold_out=None)
+    return trains_on(model.run.texts, source)
 
 
 def rouge(predictions: Sequence[str], references: Sequence[str]) -> dict[str, list[float]]:

@@ -8,6 +8,7 @@ import hashlib
 import json
 import lzma
 import os
+import shutil
 from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
@@ -75,6 +76,58 @@ def shelf(tmp_path: Path) -> Path:
 
 def test_a_folder_gives_the_documents_of_every_file_format(shelf: Path) -> None:
     assert texts(shelf) == ["one", "two", "three", "four", "five", "six", "seven"]
+
+
+def test_chats_are_no_text_to_measure() -> None:
+    with pytest.raises(DataError, match=r"^--column: messages holds chats; name a column of texts$"):
+        evaluation_documents(PerplexityOptions(data="chats.jsonl", column="messages"))
+
+
+@pytest.mark.parametrize(("value", "kind"), [(1.5, "float"), (["a"], "list")])
+def test_what_a_column_without_text_holds_is_named(tmp_path: Path, value: object, kind: str) -> None:
+    rows = write_jsonl(tmp_path / "rows.jsonl", [{"text": value}])
+    with pytest.raises(DataError, match=f"rows.jsonl:1: holds {kind} and has no text in column text; name"):
+        texts(rows)
+    with pytest.raises(DataError, match=r"rows\.jsonl:1: has no text in column body; name"):
+        texts(rows, column="body")
+
+
+def test_what_a_folder_of_rows_holds_about_them_is_not_read(tmp_path: Path) -> None:
+    """A licence and the script of a clone would train; in a folder of texts they are texts."""
+    about = ("LICENSE.md", "license.txt", "README-de.md", "books.py")
+    for name in (*about, "notes.md"):
+        (tmp_path / name).write_text(name)
+    assert sorted(texts(tmp_path)) == sorted([*about, "notes.md"])
+    write_jsonl(tmp_path / "rows.jsonl", [{"text": "a row"}])
+    assert sorted(texts(tmp_path)) == ["a row", "notes.md"]
+
+
+@pytest.mark.parametrize("change", ["map", "save again"])
+def test_of_a_saved_data_set_only_its_own_files_are_read(tmp_path: Path, change: str) -> None:
+    """`datasets` leaves the results of `map` and the shards of an older version beside them."""
+    saved = datasets.Dataset.from_list([{"text": f"text {number}"} for number in range(6)])
+    saved.save_to_disk(tmp_path, num_shards=3)
+    if change == "map":
+        datasets.load_from_disk(tmp_path).map(lambda row: {"text": row["text"].upper()})
+    else:
+        saved.save_to_disk(tmp_path)
+    assert len(list(tmp_path.glob("*.arrow"))) > 3
+    expected = [f"text {number}" for number in range(6)]
+    assert texts(tmp_path) == texts(tmp_path / "*.arrow") == expected
+
+
+@pytest.mark.parametrize(
+    "names", [("train", "eval"), ("train", "evaluation"), ("training", "testing"), ("Train", "Test")]
+)
+def test_every_name_of_a_split_is_known(tmp_path: Path, names: tuple[str, str]) -> None:
+    for name in names:
+        (tmp_path / name).mkdir()
+        write_jsonl(tmp_path / name / "rows.jsonl", [{"text": name}])
+    with pytest.raises(DataError, match=r"holds the splits \w+, \w+; name the folder or files of one"):
+        texts(tmp_path)
+    write_jsonl(tmp_path / names[0] / f"{names[0]}-0.jsonl", [{"text": "more"}])
+    shutil.rmtree(tmp_path / names[1])
+    assert sorted(texts(tmp_path)) == sorted([names[0], "more"])
 
 
 def test_a_folder_of_rows_is_read_without_its_card_and_hidden_files(tmp_path: Path) -> None:
@@ -501,6 +554,9 @@ def test_texts_that_train_are_known_by_their_files(tmp_path: Path, monkeypatch: 
         assert trains_on(whole, measured)
     for measured in (Source(name="others.txt"), Source(name="owner/data", split="test"), Source(name="gone")):
         assert not trains_on(whole, measured)
+    for split in ("train[:50%]", "test+train"):
+        assert trains_on(whole, Source(name="owner/data", split=split))
+        assert trains_on([Source(name="owner/data", split=split)], Source(name="owner/data"))
     assert not any(trains_on(in_part, measured) for measured in same)
     assert [held_out_share(in_part, measured) for measured in same] == [0.4] * 4
     for measured in (Source(name="books"), Source(name="books", hold_out=0.2), Source(name="books/old", hold_out=0.4)):

@@ -13,13 +13,15 @@ from rouge_score.rouge_scorer import RougeScorer
 from conftest import run_captured, small_recipe, train
 from pi_lora.api import load
 from pi_lora.data.batches import training_data
-from pi_lora.data.sources import hash_to_unit
+from pi_lora.data.sources import hash_to_unit, trains_on
 from pi_lora.errors import DataError, Interrupted
 from pi_lora.evaluation.generation import generate
 from pi_lora.evaluation.measurement import Session
+from pi_lora.evaluation.perplexity import Perplexity
 from pi_lora.evaluation.summarization import Summarization, complete
+from pi_lora.evaluation.texts import measured_source
 from pi_lora.models.resolve import resolve_model
-from pi_lora.recipe.evaluation import Sampling, SummarizationOptions
+from pi_lora.recipe.evaluation import PerplexityOptions, Sampling, SummarizationOptions
 from pi_lora.recipe.schema import Recipe
 
 REPORTS = Path(__file__).parents[1] / "data" / "texts" / "gao_reports.jsonl"
@@ -149,9 +151,34 @@ def test_reports_that_are_measured_have_not_trained(tuned: Path, monkeypatch: py
     # By default, and where the user names the same file.
     for options in (SummarizationOptions(), SummarizationOptions(data=str(REPORTS))):
         prompts.clear()
-        Summarization().run(loaded, options, Session())
+        assert not Summarization().run(loaded, options, Session()).tuned_on
         assert len(prompts) == len(reports(held_out=True))
         assert not [text for text in trained if text.startswith(tuple(prompts))]
+
+
+def test_rows_that_another_column_holds_out_are_marked_as_tuned_on(
+    tuned: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Other rows trained than those that the new prompt, or a column of texts, holds out."""
+    monkeypatch.setattr("pi_lora.evaluation.summarization.generate", lambda _, batch, __: [""] * len(batch))
+    loaded = load(str(tuned))
+    for document, completion, is_marked in (("report", "summary", False), ("summary", "report", True)):
+        options = SummarizationOptions(
+            template=f"Read {{{document}}} Now write:",
+            document=document,
+            completion=completion,
+            document_tokens=50,
+            max_new_tokens=8,
+            limit=4,
+        )
+        assert Summarization().run(loaded, options, Session()).tuned_on == is_marked
+    asked = PerplexityOptions(data=str(REPORTS), column="summary")
+    for column in ("summary", "text"):
+        completed = Perplexity().prepare(asked.changed(column=column), [loaded.source])
+        assert completed.hold_out is None
+        measured = measured_source(completed)
+        assert measured
+        assert trains_on(loaded.source.run.texts, measured)
 
 
 def test_a_run_tuned_on_all_rows_of_a_file_asks_for_others(extended: Path, monkeypatch: pytest.MonkeyPatch) -> None:

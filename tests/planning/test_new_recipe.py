@@ -254,8 +254,8 @@ def test_new_trains_on_all_chats_without_a_warning(command: Command, small_model
     folder = tmp_path / "model"
     shutil.copytree(small_model, folder)
     (folder / "chat_template.jinja").write_text("{% for message in messages %}{{ message.content }}{% endfor %}")
-    turns = [{"role": role, "content": "Long documents serve best. " * 50} for role in ("user", "assistant")]
-    (tmp_path / "chats.jsonl").write_text((json.dumps({"messages": turns}) + "\n") * 40)
+    turns = [{"role": role, "content": "Long documents serve best. " * 5} for role in ("user", "assistant")]
+    (tmp_path / "chats.jsonl").write_text((json.dumps({"messages": turns}) + "\n") * 400)
     words = [str(folder), *"--target 256 --gpu cpu --data chats.jsonl --column messages --output my.yaml".split()]
     status, _, errors = command(*words)
     assert (status, errors) == (0, "")
