@@ -7,7 +7,6 @@ the composite. The other parts are left out and take no memory.
 import inspect
 import re
 from collections.abc import Iterable
-from contextlib import suppress
 from functools import wraps
 from typing import Any
 
@@ -101,16 +100,16 @@ def check_reads_text_alone(model: Any) -> None:
     if not other_parts(model):
         return
     ids = torch.zeros(1, 2, dtype=torch.long, device=model.device)
-    # Code that looks at values ends here with a RuntimeError: the meta device has none.
-    with suppress(RuntimeError):
-        try:
-            model(input_ids=ids, use_cache=False)
-        except (AttributeError, TypeError) as error:
-            model_type = model.config.model_type
-            raise ScalingError(
-                f"model of type {model_type}: cannot read text without its other parts ({first_line(error)}); "
-                "choose another"
-            ) from None
+    try:
+        model(input_ids=ids, use_cache=False)
+    except (AttributeError, TypeError) as error:
+        model_type = model.config.model_type
+        raise ScalingError(
+            f"model of type {model_type}: cannot read text without its other parts ({first_line(error)}); "
+            "choose another"
+        ) from None
+    except Exception:  # code that looks at values, which the meta device lacks, raises several kinds
+        return
 
 
 def adapter_renamings(model: Any) -> dict[str, str]:
