@@ -30,7 +30,7 @@ from pi_lora.storage import cache_folder, digest_of, make_once, read_json, write
 from pi_lora.types import Json, Progress, silent
 
 # Raise it with every change to how rows or synthetic documents are made: older caches are not taken for new ones.
-FORMAT = 11
+FORMAT = 12
 # The label that the loss ignores (torch's `ignore_index`).
 IGNORED = -100
 

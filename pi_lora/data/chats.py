@@ -17,8 +17,10 @@ from pi_lora.types import Json
 
 # Names of ShareGPT's `from` for the roles of chat templates.
 ROLES = {"human": "user", "gpt": "assistant", "observation": "tool"}
+# Roles of the results of tools.
+RESULT_ROLES = ("tool", "function", "ipython")
 # Some templates write any role, also a misspelled one.
-CHAT_ROLES = ("system", "developer", "user", "assistant", "tool", "function", "ipython")
+CHAT_ROLES = ("system", "developer", "user", "assistant", *RESULT_ROLES)
 # Keys by which OpenAI, axolotl and ms-swift mark a turn as not to be learned, with 0 or false.
 MARKS = ("weight", "train", "training", "loss")
 # What a chat says beside the content of its turns, in JSON, if it is not empty.
@@ -42,8 +44,8 @@ def messages_of(row_name: str, given: list[Any]) -> list[Json]:
     messages = []
     for entry in given:
         message = dict(entry) if isinstance(entry, dict) else {}
-        if "from" in message:
-            sender = message["from"]
+        sender = message.get("from")
+        if sender is not None:
             message |= {"role": ROLES.get(sender, sender), "content": message.get("value")}
         if not isinstance(message.get("role"), str):
             raise DataError(
@@ -156,16 +158,15 @@ class ChatTemplate:
             raise Unusable("with images, videos or sound")
         if row.get("system"):
             messages = [{"role": "system", "content": row["system"]}, *messages]
-        tools = row.get("tools")
-        if isinstance(tools, str):
-            tools = json.loads(tools.strip() or "[]")
-        written = json.dumps({"messages": messages, "tools": tools}, ensure_ascii=False)
+        tools = _parsed(row.get("tools"))
+        options = _parsed(row.get("chat_template_kwargs"))
+        written = json.dumps({"messages": messages, "tools": tools, "options": options}, ensure_ascii=False)
         if any(token in written for token in self.refused):
             raise Unusable("with special tokens in a message")
         given = json.loads(written, object_hook=_without_none)
         messages = given["messages"]
         tools = given.get("tools") or None
-        options = row.get("chat_template_kwargs") or {}
+        options = given.get("options") or {}
         render: partial[str] = partial(self._render, tools=tools, **options)
         for message in messages:
             _normalize(message)
@@ -182,9 +183,18 @@ class ChatTemplate:
         elif any(map(is_masked, messages)):
             raise Unusable("with turns that are not to be learned, under loss: all")
         encoded = self.tokenizer(text, add_special_tokens=False, return_offsets_mapping=True, verbose=False)
-        starts = [start for start, _ in encoded["offset_mapping"]]
-        loss_mask = [any(first <= start < end for first, end in turns) for start in starts]
+        # The first token of a turn may begin with the white space that ends the prompt.
+        loss_mask = [
+            any(start < end and first < stop for first, end in turns) for start, stop in encoded["offset_mapping"]
+        ]
         return Labelled(encoded["input_ids"], loss_mask)
+
+
+def _parsed(value: Any) -> Any:
+    """Return a value that may be written as JSON; None for an empty text."""
+    if isinstance(value, str):
+        return json.loads(value.strip() or "null")
+    return value
 
 
 def _without_none(fields: Json) -> Json:
@@ -192,26 +202,38 @@ def _without_none(fields: Json) -> Json:
     return {key: value for key, value in fields.items() if value is not None}
 
 
-def _normalize(message: Json) -> None:
-    """Give a message content that is a text, and calls with arguments that are none, as templates expect."""
+def _text_of(message: Json) -> Any:
+    """Return the content of a message as text: parts are joined, and other results of tools are written as JSON. Raise
+    Unusable if a part is no text.
+    """
     content = message.get("content", "")
-    if isinstance(content, list):
+    if isinstance(content, list) and all(isinstance(part, dict) and "type" in part for part in content):
         kinds = {part["type"] for part in content} - {"text"}
         if kinds:
             raise Unusable(f"with parts of type {min(kinds)}")
-        content = "".join(part["text"] for part in content)
-    message["content"] = content
+        return "".join(part["text"] for part in content)
+    if message["role"] in RESULT_ROLES and not isinstance(content, str):
+        return json.dumps(content, ensure_ascii=False)
+    return content
+
+
+def _normalize(message: Json) -> None:
+    """Give a message content that is a text, and calls with arguments that are none, as templates expect."""
+    message["content"] = _text_of(message)
     if message["role"] == "function_call":  # of LLaMA-Factory: the content is a call, or a list of calls
-        calls = json.loads(content)
+        calls = json.loads(message["content"])
         calls = calls if isinstance(calls, list) else [calls]
-        message |= {"role": "assistant", "content": "", "tool_calls": calls}
+        tool_calls = [{"type": "function", "function": call} for call in calls]
+        message |= {"role": "assistant", "content": "", "tool_calls": tool_calls}
     if message["role"] not in CHAT_ROLES:
         raise Unusable(f"with turns of the {message['role']}, which is no role,")
-    for call in message.get("tool_calls", ()):
-        function = call.get("function", call)
-        if isinstance(function["arguments"], str):
-            function["arguments"] = json.loads(function["arguments"])
-    is_empty = not content.strip() and not message.get("tool_calls")
+    calls = message.pop("tool_calls", None)
+    if calls:  # else the key is left out: some templates refuse an empty list
+        message["tool_calls"] = calls
+        for call in calls:
+            function = call.get("function", call)
+            function["arguments"] = _parsed(function.get("arguments")) or {}
+    is_empty = not (message["content"].strip() or calls or message.get("function_call"))
     if is_empty and message["role"] == "assistant" and not is_masked(message):
         raise Unusable("with an empty turn of the assistant")
 
@@ -227,11 +249,13 @@ def _check_turns(messages: list[Json], render: partial[str]) -> None:
             raise Unusable(f"with turns of the {message['role']}, unknown to the chat template,")
     while marked:
         turn = marked.pop()
-        reasoning = [key for key in REASONING if turn.get(key)]
+        reasoning = {key: "reason." for key in REASONING if turn.get(key)}
+        name = next(iter(reasoning), "<think> in an answer")
+        if turn["role"] == "assistant" and "</think>" in messages[len(marked)]["content"]:
+            reasoning["content"] = "<think>reason.</think>turn."
         if reasoning:
-            marked_turn = turn | dict.fromkeys(reasoning, "reason.")
-            if "reason." not in render([*marked, marked_turn]):
-                raise Unusable(f"with {reasoning[0]}, unknown to the chat template,")
+            if "reason." not in render([*marked, turn | reasoning]):
+                raise Unusable(f"with {name}, unknown to the chat template,")
             return
 
 
@@ -247,14 +271,16 @@ def _turns(
             continue
         rest = _after_content(messages, number, render)
         until = _after_content(messages[: number + 1], number, render)
-        prompt = _after_content(messages[:number], number, partial(render, add_generation_prompt=True))
+        prompt = _prompt(messages[:number], render)
         start = min(_equal_characters(prompt, until), _equal_characters(prompt, rest))
         # Some prompts begin what earlier turns do not have, as Qwen 3.5 <think>, which begins like <tool_call>.
         while 0 < start < len(prompt) and not prompt.endswith(boundaries, 0, start):
             start -= 1
         turn = until[start:]
         following = rest[start:]
-        length = _length_in(following, turn) or _length_in(following, _without_end(turn, special))
+        unended = _without_end(turn, special)
+        length = _length_in(following, turn) or _length_in(following, unended)
+        length = length or _length_in(following, unended.rstrip())
         if not length:
             raise TemplateError("earlier turns change with later ones")
         first = len(text) - len(rest) + start
@@ -264,6 +290,17 @@ def _turns(
             closing = next((token for token in special if text.startswith(token, end)), "")
             end += len(closing)
         yield first, end
+
+
+def _prompt(messages: list[Json], render: partial[str]) -> str:
+    """Return what follows the content of the last turn in the prompt for an answer to `messages`. Templates render no
+    prompt without messages: two answers begin alike.
+    """
+    if messages:
+        return _after_content(messages, len(messages), partial(render, add_generation_prompt=True))
+    one = render([{"role": "assistant", "content": "a"}])
+    other = render([{"role": "assistant", "content": "b"}])
+    return one[: _equal_characters(one, other)]
 
 
 def _after_content(messages: list[Json], number: int, render: partial[str]) -> str:
@@ -301,9 +338,9 @@ def _length_in(text: str, turn: str) -> int:
 
 
 def _without_end(turn: str, special: tuple[str, ...]) -> str:
-    """Return a turn without the special tokens and the white space that end it."""
-    turn = turn.rstrip()
+    """Return a turn without the special tokens that end it, and without the white space after and between them."""
+    stripped = turn.rstrip()
     for token in special:
-        if turn.endswith(token):
-            return _without_end(turn.removesuffix(token), special)
+        if stripped.endswith(token):
+            return _without_end(stripped.removesuffix(token), special)
     return turn

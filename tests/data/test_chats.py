@@ -62,6 +62,16 @@ REFERENCES: dict[str, tuple[str, list[dict[str, str]], list[tuple[str, bool]]]] 
             ("2 + 3 = 5<|im_end|>\n", True),
         ],
     ),
+    "chatml, an answer first": (
+        "chatml",
+        QUESTIONS[1:],
+        [
+            ("<|im_start|>assistant\n", False),
+            (" It is 4.\n<|im_end|>\n", True),
+            ("<|im_start|>user\nAnd 3?<|im_end|>\n<|im_start|>assistant\n", False),
+            ("2 + 3 = 5<|im_end|>\n", True),
+        ],
+    ),
     "chatml with marks": (
         "chatml_marked",
         QUESTIONS[2:],
@@ -172,6 +182,16 @@ REFERENCES: dict[str, tuple[str, list[dict[str, str]], list[tuple[str, bool]]]] 
             ("<|start|>assistant<|channel|>final<|message|>Five.<|return|>", True),
         ],
     ),
+    "gpt-oss, white space after an answer": (
+        "gptoss",
+        QUESTIONS,
+        [
+            ("<|start|>user<|message|>What is 2 + 2?<|end|><|start|>assistant", False),
+            ("<|channel|>final<|message|> It is 4.\n<|end|>", True),
+            ("<|start|>user<|message|>And 3?<|end|><|start|>assistant", False),
+            ("<|channel|>final<|message|>2 + 3 = 5<|return|>", True),
+        ],
+    ),
     "phi 3": (
         "phi3",
         QUESTIONS,
@@ -267,6 +287,25 @@ def test_a_template_that_rewrites_earlier_turns_is_named_as_the_reason() -> None
     assert reason == "chats that the chat template refuses (earlier turns change with later ones)"
 
 
+def test_a_turn_is_learned_if_the_last_turn_alone_ends_with_a_line_break() -> None:
+    end = "{{ '\n' if loop.last and m.role == 'assistant' else ' ' }}"
+    template = "{% for m in messages %}[{{ m.role }}]{{ m.content | trim }}" + end + "{% endfor %}"
+    assert learned(QUESTIONS, {}, template)[1] == "[assistant]It is 4.|[assistant]2 + 3 = 5\n"
+
+
+@pytest.mark.parametrize(
+    ("before", "answer", "own"),
+    [(": ", "self", " self[end]"), (": ", "self is", " self is[end]"), ("]\n", "\nHello", "\n\nHello[end]")],
+)
+def test_an_answer_is_learned_whole_where_its_first_token_begins_in_the_prompt(
+    before: str, answer: str, own: str
+) -> None:
+    template = "{% for m in messages %}{{ m.role + before + m.content }}[end]{% endfor %}"
+    template += "{% if add_generation_prompt %}{{ 'assistant' + before }}{% endif %}"
+    messages = [QUESTIONS[0], {"role": "assistant", "content": answer}]
+    assert learned(messages, {"chat_template_kwargs": {"before": before}}, template)[1] == own
+
+
 TOOL = {"type": "function", "function": {"name": "tide", "parameters": {"type": "object", "properties": {}}}}
 CALL = {"type": "function", "function": {"name": "tide", "arguments": {"port": "P1"}}}
 KNOWS_TOOLS = (
@@ -316,13 +355,34 @@ def test_tools_and_calls_are_rendered_by_the_template(call: dict[str, Any], tool
     assert own == '<tide {"port": "P1"}>[end]\n|It is 5.[end]\n'
 
 
+@pytest.mark.parametrize("arguments", [{}, {"arguments": None}, {"arguments": ""}, {"arguments": "null"}])
+def test_a_call_may_have_no_arguments(arguments: dict[str, Any]) -> None:
+    call = {"function": {"name": "tide", **arguments}}
+    messages = [CALLING[0], {**CALLING[1], "tool_calls": [call]}, *CALLING[2:]]
+    assert learned(messages, {"tools": [TOOL]})[1] == "<tide {}>[end]\n|It is 5.[end]\n"
+
+
+def test_an_empty_list_of_calls_is_kept_from_the_template() -> None:
+    refusal = "{% for m in messages if m.tool_calls is defined %}{{ raise_exception('no calls') }}{% endfor %}"
+    _, own = learned([QUESTIONS[2], {**QUESTIONS[3], "tool_calls": []}], {}, refusal + KNOWS_TOOLS)
+    assert own == "2 + 3 = 5[end]\n"
+
+
+@pytest.mark.parametrize("content", [{"Höhe": 5}, 5, [{"feet": 5}], ["a type", 5]])
+def test_the_result_of_a_tool_that_is_no_text_is_written_as_json(content: Any) -> None:
+    messages = [*CALLING[:2], {"role": "tool", "content": content}, CALLING[3]]
+    text, _ = learned(messages, {"tools": [TOOL]})
+    assert f"[tool]{json.dumps(content, ensure_ascii=False)}[end]" in text
+
+
 @pytest.mark.parametrize("many", [False, True])
 def test_turns_of_llama_factory_that_are_calls_are_learned(many: bool) -> None:
     function = CALL["function"]
     call = json.dumps([function, function] if many else function)
     theirs = [{"from": "human", "value": "Tide?"}, {"from": "function_call", "value": call}]
     theirs += [{"from": "observation", "value": "5 feet"}, {"from": "gpt", "value": "It is 5."}]
-    text, own = learned(theirs, {"tools": json.dumps([TOOL])})
+    template = KNOWS_TOOLS.replace("(c.function or c)", "c.function")
+    text, own = learned(theirs, {"tools": json.dumps([TOOL])}, template)
     assert "[tool]5 feet[end]" in text
     assert own == '<tide {"port": "P1"}>' * (1 + many) + "[end]\n|It is 5.[end]\n"
     assert learned(theirs, {}, PLAIN)[0] == "chats with tool_calls, unknown to the chat template,"
@@ -356,7 +416,11 @@ def test_optional_columns_of_a_chat_reach_the_template(tmp_path: Path, name: str
 PLAIN = "{% for m in messages %}[{{ m.role }}]{{ m.content }}[end]{% endfor %}"
 OPTION = "{% set thinking = enable_thinking %}"
 TWO_ROLES = "{% for m in messages if m.role in ('user', 'assistant') %}[{{ m.role }}]{{ m.content }}[end]{% endfor %}"
+DROPS_THOUGHTS = PLAIN.replace("m.content", "m.content if m.role == 'user' else m.content.split('</think>')[-1]")
 THINKS = {"role": "assistant", "reasoning_content": "2 + 2", "content": "4"}
+THINKS_INLINE = {"role": "assistant", "content": "<think>2 + 2, for this reason.</think>4 for this reason."}
+ABOUT_THOUGHTS = {"role": "user", "content": "What is </think>?"}
+OLD_CALL = {"role": "assistant", "content": None, "function_call": {"name": "tide", "arguments": "{}"}}
 IMAGE = {"type": "image_url", "image_url": {"url": "lamp.png"}}
 
 
@@ -367,6 +431,10 @@ IMAGE = {"type": "image_url", "image_url": {"url": "lamp.png"}}
         (QUESTIONS, {"tools": [TOOL]}, PLAIN, "chats with tools, unknown to the chat template,"),
         ([CALLING[0], *CALLING[2:]], {}, TWO_ROLES, "chats with turns of the tool, unknown to the chat template,"),
         ([*QUESTIONS[:3], THINKS], {}, PLAIN, "chats with reasoning_content, unknown to the chat template,"),
+        ([*QUESTIONS[:3], THINKS_INLINE], {}, DROPS_THOUGHTS, "chats with <think> in an answer, unknown to the chat"),
+        ([THINKS_INLINE, *QUESTIONS[2:]], {}, DROPS_THOUGHTS, "chats with <think> in an answer, unknown to the chat"),
+        ([THINKS_INLINE, ABOUT_THOUGHTS], {}, DROPS_THOUGHTS, "chats with <think> in an answer, unknown to the chat"),
+        ([QUESTIONS[0], OLD_CALL], {}, PLAIN, "chats with function_call, unknown to the chat template,"),
         (CALLING, {}, KNOWS_TOOLS.replace(" | tojson", ""), "chats with calls or tools that .* as Python text"),
         ([*QUESTIONS[:3], {"role": "assistant", "content": None}], {}, PLAIN, "chats with an empty turn"),
         ([*QUESTIONS[:3], {"role": "assistant", "content": " "}], {}, PLAIN, "chats with an empty turn"),
@@ -418,15 +486,22 @@ def test_a_turn_that_is_marked_is_not_learned(mark: dict[str, Any]) -> None:
     assert under_all == "chats with turns that are not to be learned, under loss: all"
 
 
-def test_options_of_the_template_are_those_of_the_row() -> None:
-    template = KNOWS_TOOLS.replace("[end]", "[{{ end or 'end' }}]")
-    assert learned(QUESTIONS[2:], {"chat_template_kwargs": {"end": "stop"}}, template)[1] == "2 + 3 = 5[stop]\n"
+@pytest.mark.parametrize(
+    ("options", "end"),
+    [({"end": "stop"}, "stop"), ('{"end": "stop"}', "stop"), ({"end": None}, "end"), ('{"end": null}', "end")],
+)
+def test_options_of_the_template_are_those_of_the_row(options: Any, end: str) -> None:
+    template = KNOWS_TOOLS.replace("[end]", "[{{ end | default('end') }}]")
+    assert learned(QUESTIONS[2:], {"chat_template_kwargs": options}, template)[1] == f"2 + 3 = 5[{end}]\n"
 
 
 def test_sharegpt_turns_become_messages() -> None:
     theirs = [{"from": {"user": "human", "assistant": "gpt"}.get(role, role), "value": role} for role in ROLES]
     messages = messages_of("x:1", theirs)
     assert [(message["role"], message["content"]) for message in messages] == [(role, role) for role in ROLES]
+    # As Arrow gives messages, if some of them are of ShareGPT.
+    [message] = messages_of("x:1", [{"from": None, "value": None, "role": "user", "content": "a"}])
+    assert (message["role"], message["content"]) == ("user", "a")
     with pytest.raises(DataError, match=r"^x:1: holds a message without role and content; write \{role"):
         messages_of("x:1", [{"text": "a"}])
 

@@ -55,9 +55,16 @@ def reference(model: LoadedModel, base: LoadedModel, turns: list[str]) -> tuple[
     text, tokens = "", 0
     for question, answer in zip(turns[::2], turns[1::2], strict=True):
         text += f"[user] {question}</s>[assistant] "
-        before = base.tokenizer(text, add_special_tokens=False)["input_ids"]
+        prompt_length = len(text)
         text += f"{answer}</s>"
-        ids = torch.tensor([base.tokenizer(text, add_special_tokens=False)["input_ids"]])
+        encoded = base.tokenizer(text, add_special_tokens=False, return_offsets_mapping=True)
+        # A token of the space before an answer and of its first word is part of the answer.
+        before = [
+            token
+            for token, (_, end) in zip(encoded["input_ids"], encoded["offset_mapping"], strict=True)
+            if end <= prompt_length
+        ]
+        ids = torch.tensor([encoded["input_ids"]])
         own, other = (each.module(ids).logits[0].double().softmax(-1) for each in (model, base))
         for place in range(len(before), ids.shape[1]):
             p, q = other[place - 1], own[place - 1]
