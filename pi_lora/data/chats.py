@@ -19,6 +19,7 @@ from pi_lora.types import Json
 ROLES = {"human": "user", "gpt": "assistant", "observation": "tool"}
 # Roles of the results of tools.
 RESULT_ROLES = ("tool", "function", "ipython")
+TOO_LONG = "chats of over {:,} tokens"
 # Some templates write any role, also a misspelled one.
 CHAT_ROLES = ("system", "developer", "user", "assistant", *RESULT_ROLES)
 # Keys by which OpenAI, axolotl and ms-swift mark a turn as not to be learned, with 0 or false.
@@ -148,7 +149,7 @@ class ChatTemplate:
         except REFUSALS as error:
             return f"chats that the chat template refuses ({first_line(error)})"
         if len(chat.ids) > longest:
-            return f"chats of over {longest:,} tokens"
+            return TOO_LONG.format(longest)
         if not any(chat.loss_mask):
             return "chats without a turn of the assistant to learn"
         return chat
