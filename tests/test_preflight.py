@@ -314,19 +314,17 @@ def test_chats_and_examples_that_cannot_train_are_refused(with_chat_template: Pa
         (examples, "empty rows left out: 3"),
         ({**examples, "completion": "q", "template": "Q: {q}" + "x" * 500}, "rows too long for the window left out: 3"),
     ):
-        with pytest.raises(
-            RecipeError, match=rf"^data\.source: .*: none of the first 3 rows can be used \({reasons}\)"
-        ):
+        with pytest.raises(RecipeError, match=rf"^data\.source: .*: none of the 3 rows can be used \({reasons}\)"):
             check(small_recipe(with_chat_template, data=data), tmp_path / "run")
 
 
-def test_shorter_rows_may_follow_the_first_ones(tmp_path: Path, small_model: Path) -> None:
-    """Of rows that are sorted by length, the last ones train; without any, the training says so."""
+def test_usable_rows_may_follow_the_first_ones(tmp_path: Path, small_model: Path) -> None:
+    """Of rows that are sorted, the last ones train; without any, the training says so."""
     rows = tmp_path / "rows.jsonl"
     rows.write_text(json.dumps({"q": "x" * 500, "a": "b"}) + "\n")
     examples = {"source": str(rows), "template": "Q: {q}", "completion": "a", "completion_tokens": 9}
     recipe = small_recipe(small_model, data=examples)
-    with pytest.raises(RecipeError, match="none of the first 1 rows can be used"):
+    with pytest.raises(RecipeError, match="none of the 1 rows can be used"):
         check(recipe, tmp_path / "run")
     rows.write_text(rows.read_text() * 500)
     assert check(recipe, tmp_path / "run")

@@ -19,7 +19,6 @@ from pi_lora.types import Json
 ROLES = {"human": "user", "gpt": "assistant", "observation": "tool"}
 # Roles of the results of tools.
 RESULT_ROLES = ("tool", "function", "ipython")
-TOO_LONG = "chats of over {:,} tokens"
 # Some templates write any role, also a misspelled one.
 CHAT_ROLES = ("system", "developer", "user", "assistant", *RESULT_ROLES)
 # Keys by which OpenAI, axolotl and ms-swift mark a turn as not to be learned, with 0 or false.
@@ -149,7 +148,7 @@ class ChatTemplate:
         except REFUSALS as error:
             return f"chats that the chat template refuses ({first_line(error)})"
         if len(chat.ids) > longest:
-            return TOO_LONG.format(longest)
+            return f"chats of over {longest:,} tokens"
         if not any(chat.loss_mask):
             return "chats without a turn of the assistant to learn"
         return chat
@@ -280,8 +279,8 @@ def _turns(
         turn = until[start:]
         following = rest[start:]
         unended = _without_end(turn, special)
-        length = _length_in(following, turn) or _length_in(following, unended)
-        length = length or _length_in(following, unended.rstrip())
+        lengths = (_length_in(following, form) for form in (turn, unended, unended.rstrip()))
+        length = next(filter(None, lengths), 0)
         if not length:
             raise TemplateError("earlier turns change with later ones")
         first = len(text) - len(rest) + start

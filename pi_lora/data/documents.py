@@ -29,11 +29,14 @@ SUFFIXES = (".txt", ".md", ".tex", ".py", ".rst", *TABLE_SUFFIXES)
 KINDS = f"{', '.join(SUFFIXES)}, and all but Parquet and Arrow with .gz, .bz2, .xz or .zst"
 # What a folder of rows holds about them, as downloaded from the hub or saved by `datasets`: cards, licences, scripts.
 ABOUT_ROWS = re.compile(
-    r"(readme|licen[cs]e|notice|changelog|contributing|citation)\b.*|.*\.py|(dataset_infos?|dataset_dict|state)\.json",
+    r"(readme|licen[cs]e|notice|changelog|contributing|citation)\b[^.]*\.(md|txt|rst)|.*\.py"
+    r"|(dataset_infos?|dataset_dict|state)\.json",
     re.IGNORECASE,
 )
 # A split in a name, such as train-00000.parquet or Testing/rows.csv.
-SPLIT = re.compile(r"(?<![a-z])(train|val|dev|test|eval)(?:ing|id|idation|uation)?(?![a-z])", re.IGNORECASE)
+SPLIT = re.compile(
+    r"(?<![a-z])(?:(train)(?:ing)?|(test)(?:ing)?|(?:val(?:id(?:ation)?)?|dev|eval(?:uation)?))(?![a-z])", re.IGNORECASE
+)
 COMPRESSION = re.compile(r"\.(gz|bz2|xz|zst)$")
 UTF16_MARKS = (codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE)
 
@@ -92,8 +95,8 @@ def files_named(name: str) -> list[Path]:
         files = [file for file in files if _is_part(file)]
     if path.is_dir() and any(suffix_of(file.name) in TABLE_SUFFIXES for file in files):
         files = [file for file in files if not ABOUT_ROWS.fullmatch(file.name)]
-        names = [str(file.relative_to(path)) for file in files]
-        splits = {split.lower() for name in names for split in SPLIT.findall(name)}
+        rows = [file for file in files if suffix_of(file.name) in TABLE_SUFFIXES]
+        splits = {split for file in rows if (split := _split_of(str(file.relative_to(path))))}
         if len(splits) > 1:
             raise DataError(f"{name}: holds the splits {', '.join(sorted(splits))}; name the folder or files of one")
     if not found:
@@ -101,6 +104,14 @@ def files_named(name: str) -> list[Path]:
     if not files:
         raise DataError(f"{name}: holds no readable file ({KINDS}); name other files")
     return files
+
+
+def _split_of(name: str) -> str | None:
+    """Return the split of a file by its name in a folder, the last one that is named, as in train/dev.jsonl."""
+    found = [*SPLIT.finditer(name)]
+    if not found:
+        return None
+    return (found[-1][1] or found[-1][2] or "validation").lower()
 
 
 def _is_part(file: Path) -> bool:

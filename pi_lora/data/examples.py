@@ -10,7 +10,6 @@ from typing import Any, NamedTuple
 
 from huggingface_hub import constants
 
-from pi_lora.data import chats
 from pi_lora.data.chats import ChatTemplate
 from pi_lora.data.documents import COMPRESSION, NamedJson, looks_local
 from pi_lora.data.sources import BUILTIN_TEXTS, COUNTED_ROWS, Table, find_table, format_counts, hash_to_unit, streamed
@@ -217,7 +216,8 @@ class Prompter:
 
 def check_first_rows(table: Table, data: Data, tokenizer: Any, window: int, *, held_out: bool) -> None:
     """Raise DataError if all examples or chats in the first rows of a table would be left out of a training, or of a
-    measurement of `held_out` ones. Usually one row, or one batch, is encoded. Shorter ones may follow too long ones.
+    measurement of `held_out` ones. Usually one row, or one batch, is encoded. Usable rows may follow in a
+    longer table.
     """
     counts = Counter[str]()
     num_rows = 0
@@ -236,15 +236,9 @@ def check_first_rows(table: Table, data: Data, tokenizer: Any, window: int, *, h
         column = table.source.column
         template = ChatTemplate(tokenizer, train_on_all=data.loss == "all", special_tokens=data.special_tokens)
         usable = template.chats(read([column], None), column, window, counts)
-    if next(usable, None) is not None or not counts.total():
-        return
-    too_long = counts[TOO_LONG] + counts[f"{chats.TOO_LONG.format(window)} left out"]
-    if too_long and num_rows == COUNTED_ROWS:
-        return
-    raise DataError(
-        f"{table.source.name}: none of the first {num_rows} rows can be used ({', '.join(format_counts(counts))}); "
-        "name others, or a longer window"
-    )
+    if next(usable, None) is None and counts.total() and num_rows < COUNTED_ROWS:
+        reasons = ", ".join(format_counts(counts))
+        raise DataError(f"{table.source.name}: none of the {num_rows} rows can be used ({reasons}); name others")
 
 
 def data_problems(

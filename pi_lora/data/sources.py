@@ -351,14 +351,12 @@ def texts_of(source: Source) -> set[Any]:
 
 
 def trains_on(sources: Iterable[Source], measured: Source) -> bool:
-    """Whether texts of `measured` are in these sources of a training, other than texts that are held out in both.
-    Examples, whose sources have no column, are taken to be measured by the prompts that trained.
-    """
+    """Whether texts of `measured` are in these sources of a training, other than texts that are held out in both."""
     texts = texts_of(measured)
     for source in sources:
         trained = texts_of(source)
         # Rows are held out by their text, which is another in another column.
-        is_same = trained == texts and source.column in ("", measured.column)
+        is_same = trained == texts and source.column == measured.column
         are_held_out = is_same and source.hold_out is not None and source.hold_out == measured.hold_out
         if not are_held_out and not trained.isdisjoint(texts):
             return True

@@ -168,7 +168,7 @@ def complete(options: SummarizationOptions, tuned_by: Recipe | None) -> tuple[Su
 
 def is_tuned_on(model: ModelSource, data: Data) -> bool:
     """Whether a model may be tuned on the rows that `data` holds out: if other columns decide, other rows trained."""
-    [source] = data.source
+    source = data.source[0].changed(column="")  # as of the texts of a run
     tuned = model.recipe.data if model.recipe else None
     if not tuned or not tuned.has_examples or Task(tuned).held_out_by != Task(data).held_out_by:
         source = source.changed(hold_out=None)

@@ -57,7 +57,8 @@ def measured_source(options: Section) -> Source | None:
     """Return the text or rows that options of a measurement name, as a source; None if they name none."""
     if not isinstance(options, TextOptions | SummarizationOptions | ChatOptions) or options.data is None:
         return None
-    values = options.model_dump(include={"subset", "split", "column", "hold_out"})
+    # Examples have no column.
+    values = {"column": "", **options.model_dump(include={"subset", "split", "column", "hold_out"})}
     # Summaries are of the validation split by default.
     return Source(name=options.data, **values | {"split": options.split or "validation"})
 

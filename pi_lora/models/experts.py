@@ -89,7 +89,7 @@ def linear_targets(model: PreTrainedModel) -> tuple[str | list[str], list[str]]:
     stacks = set()
     for name, weight in model.named_parameters():
         module, _, parameter = name.rpartition(".")
-        of_experts = "Experts" in type(model.get_submodule(module)).__name__
+        of_experts = module.endswith(".experts") or "Experts" in type(model.get_submodule(module)).__name__
         if of_experts and weight.dim() == 3:
             stacks.add(f"{module.rpartition('.')[-1]}.{parameter}")
     projections = Layout(model).projections

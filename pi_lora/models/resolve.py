@@ -314,7 +314,7 @@ def _resolve_base(name: str, revision: str | None, permissions: Permissions) -> 
         elif language:
             config_class = register(language, config_class)
     if MODEL not in code:
-        _check_causal(name, config)
+        _check_causal(name, config, language)
     _check_theta(folder, own)
     if full_attention_rope(own)["rope_type"] == "linear":
         settings_file = find_file(folder, SETTINGS_FILE)
@@ -333,13 +333,11 @@ def _resolve_base(name: str, revision: str | None, permissions: Permissions) -> 
     )
 
 
-def _check_causal(name: str, config: "PreTrainedConfig") -> None:
-    """Raise ModelError if transformers has no causal language model for a config."""
+def _check_causal(name: str, config: "PreTrainedConfig", language: type | None) -> None:
+    """Raise ModelError if transformers has no causal language model for a config, or that `language` is none."""
     from transformers import MODEL_FOR_CAUSAL_LM_MAPPING
 
-    from pi_lora.models.composite import language_class
-
-    builds = type(config) in MODEL_FOR_CAUSAL_LM_MAPPING or language_class(config)
+    builds = type(config) in MODEL_FOR_CAUSAL_LM_MAPPING or language
     if not builds or config.model_type in NOT_CAUSAL:
         raise ModelError(
             f"{name}: transformers has no model of type {config.model_type} that predicts the next token of a text; "

@@ -92,6 +92,14 @@ def test_what_a_column_without_text_holds_is_named(tmp_path: Path, value: object
         texts(rows, column="body")
 
 
+@pytest.mark.parametrize("name", ["eval/validation.jsonl", "train_eval.jsonl", "training/dev.jsonl", "valuation.csv"])
+def test_a_file_is_of_the_last_split_that_its_name_has(tmp_path: Path, name: str) -> None:
+    (tmp_path / name).parent.mkdir(exist_ok=True)
+    (tmp_path / name).write_text('{"text": "a"}\n' if name.endswith("jsonl") else "text\na\n")
+    (tmp_path / "Evaluation.md").write_text("b")
+    assert sorted(texts(tmp_path)) == ["a", "b"]
+
+
 def test_what_a_folder_of_rows_holds_about_them_is_not_read(tmp_path: Path) -> None:
     """A licence and the script of a clone would train; in a folder of texts they are texts."""
     about = ("LICENSE.md", "license.txt", "README-de.md", "books.py")
@@ -99,7 +107,8 @@ def test_what_a_folder_of_rows_holds_about_them_is_not_read(tmp_path: Path) -> N
         (tmp_path / name).write_text(name)
     assert sorted(texts(tmp_path)) == sorted([*about, "notes.md"])
     write_jsonl(tmp_path / "rows.jsonl", [{"text": "a row"}])
-    assert sorted(texts(tmp_path)) == ["a row", "notes.md"]
+    write_jsonl(tmp_path / "citation-1.jsonl", [{"text": "another"}])
+    assert sorted(texts(tmp_path)) == ["a row", "another", "notes.md"]
 
 
 @pytest.mark.parametrize("change", ["map", "save again"])

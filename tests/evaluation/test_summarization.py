@@ -179,6 +179,7 @@ def test_rows_that_another_column_holds_out_are_marked_as_tuned_on(
         measured = measured_source(completed)
         assert measured
         assert trains_on(loaded.source.run.texts, measured)
+        assert trains_on(loaded.source.run.texts, measured.changed(hold_out=loaded.source.run.texts[0].hold_out))
 
 
 def test_a_run_tuned_on_all_rows_of_a_file_asks_for_others(extended: Path, monkeypatch: pytest.MonkeyPatch) -> None:
