@@ -68,10 +68,14 @@ def test_adapters_train_in_float16_on_gpus_without_bfloat16(method: str, gpus: i
     assert recipe.computes_in(on_cpu=False, has_bfloat16=True) == "bfloat16"
 
 
-@pytest.mark.parametrize(("has_bfloat16", "dtype"), [(True, "bfloat16"), (False, "float32")])
-def test_qlora_computes_all_of_a_step_in_one_dtype_on_a_cpu(has_bfloat16: bool, dtype: str) -> None:
+@pytest.mark.parametrize(
+    ("precision", "has_bfloat16", "dtype"),
+    [("auto", True, "bfloat16"), ("auto", False, "float32"), ("float32", True, "float32")],
+)
+def test_qlora_computes_all_of_a_step_in_one_dtype_on_a_cpu(precision: str, has_bfloat16: bool, dtype: str) -> None:
     """Without instructions for it, products in bfloat16 take several times as long."""
-    recipe = small_recipe("any", tuning={"method": "qlora"})
+    training = {"steps": 1, "warmup_steps": 0, "precision": precision}
+    recipe = small_recipe("any", tuning={"method": "qlora"}, training=training)
     assert recipe.computes_in(on_cpu=True, has_bfloat16=has_bfloat16) == dtype
     assert recipe.dtype_of_base(on_cpu=True, has_bfloat16=has_bfloat16) == dtype
 
