@@ -4,11 +4,13 @@ windows and passkeys, on documents and passkeys that the search did not see.
     python benchmarks/search.py builtin
     python scripts/fetch_model.py smollm2_135m_instruct
     python benchmarks/search.py smollm2
+    python benchmarks/search.py smollm2_32k    # and gemma3_64k: with a GPU; Gemma 3 270M as models/gemma3_270m
 
 The built-in model is searched at 1,024 tokens on the first twelve documents, and measured on eleven others that the
 seed draws, none of the twelve. SmolLM2 is searched at 16,384 tokens on the validation novels of experiment.py,
-and measured on the test novels and with the passkeys of use_context.py, as the rows that are known already. A command
-whose result exists is left out. A processor without fast bfloat16 measures in float32.
+and measured on the test novels and with the passkeys of use_context.py, as the rows that are known already. So are
+SmolLM2 at 32,768 and Gemma 3 270M at 65,536 tokens, which nobody has measured. A command whose result exists is left
+out. A processor without fast bfloat16 measures in float32.
 """
 
 import math
@@ -47,6 +49,22 @@ SETTINGS = {
         "bfloat16",
         f"--minutes 30 --data {BOOKS}/validation",
         f"--data {BOOKS}/test --windows 8192,16384 --truncate 16384 --stride 8192",
+        "--depths 8 --trials 5 --seed 11",
+    ),
+    "smollm2_32k": (
+        BASE,
+        "32768",
+        "bfloat16",
+        f"--minutes 30 --data {BOOKS}/validation",
+        f"--data {BOOKS}/test --windows 8192,32768 --truncate 32768 --stride 8192",
+        "--depths 8 --trials 5 --seed 11",
+    ),
+    "gemma3_64k": (
+        "models/gemma3_270m",
+        "65536",
+        "bfloat16",
+        f"--minutes 30 --data {BOOKS}/validation",
+        f"--data {BOOKS}/test --windows 32768,65536 --truncate 65536 --stride 32768",
         "--depths 8 --trials 5 --seed 11",
     ),
 }
@@ -104,20 +122,20 @@ def cells(name: str, row: str) -> dict[str, str]:
     its change from that of YaRN with the paired interval.
     """
     texts = {}
-    model, _, dtype, *_ = SETTINGS[name]
+    _, _, dtype, _, text, _ = SETTINGS[name]
     for measurement in ("perplexity", "passkey"):
         contents = [record.read(result_of(name, measurement, each)) for each in (YARN, row)]
         if all(contents):
-            if measurement == "perplexity" and model == BASE:
+            if measurement == "perplexity" and str(BOOKS) in text:
                 contents = [of_novels(content) for content in contents]
             for change in compare(*map(MEASUREMENTS[measurement].scores.model_validate, contents)):
                 if change.unit != "tokens":
-                    text = f"{change.run:.2f}"
+                    cell = f"{change.run:.2f}"
                     if change.change:
-                        text += f"; {change.change:+.1f} {change.unit} ({change.interval_text})"
+                        cell += f"; {change.change:+.1f} {change.unit} ({change.interval_text})"
                     if contents[1]["dtype"] != dtype:
-                        text += f" ({contents[1]['dtype']})"
-                    texts[change.measurement] = text
+                        cell += f" ({contents[1]['dtype']})"
+                    texts[change.measurement] = cell
     return texts
 
 
