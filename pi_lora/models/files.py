@@ -57,6 +57,8 @@ EXTENDED = " (extended by pi-lora: load it with pi_lora.load, or merge it)"
 # its positions, but PEFT warns of a key that it does not know, with the name of the key, and ignores it.
 WARNING = "the base needs the config.json beside this file: load it with pi_lora.load, or merge it"
 CARD = "README.md"
+# The vocabularies of tokenizers that bring their own code.
+OWN_VOCABULARIES = ("*.tiktoken", "*.bpe", "*.spm")
 # All that a hub id has beside full weights and pictures, with the vocabularies of tokenizers that bring their own code.
 SMALL_FILES = (
     "*.json",
@@ -65,9 +67,7 @@ SMALL_FILES = (
     "*.jinja",
     "*.txt",
     "*.model",
-    "*.tiktoken",
-    "*.bpe",
-    "*.spm",
+    *OWN_VOCABULARIES,
     CARD,
     ADAPTER_WEIGHTS_FILE,
 )
