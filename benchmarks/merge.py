@@ -15,7 +15,7 @@ import sys
 import tempfile
 from pathlib import Path
 
-from record import add_tokenizer, cost_of, parser_of, write_run
+from record import add_tokenizer, cost_of, machine, parser_of, write
 
 SHARD = "500MB"
 PEFT = f"""
@@ -94,7 +94,7 @@ def main() -> None:
             costs[way] = cost
             print(f"{way}: {cost['seconds']:.1f} s, {cost['peak_bytes'] / 1e9:.2f} GB", flush=True)
             shutil.rmtree(merged, ignore_errors=True)
-    write_run("merge", {"ways": costs})
+    write("merge", {"machine": machine(), "ways": costs})
 
 
 if __name__ == "__main__":

@@ -23,19 +23,21 @@ if Path(sys.argv[0]).parent.name == "benchmarks":
     signal.signal(signal.SIGINT, signal.SIG_DFL)
 
 
-def read(name: str) -> dict[str, Any]:
+def read(name: str) -> Any:
     """The results of a script, or of one of its rows; empty before they are measured."""
     file = RESULTS / f"{name}.json".replace(" ", "-")
     if not file.is_file():
         return {}
-    result: dict[str, Any] = json.loads(file.read_text(encoding="utf-8"))
-    return result
+    return json.loads(file.read_text(encoding="utf-8"))
 
 
-def read_scores(name: str) -> list[dict[str, Any]]:
-    """The scores in a file of `pi-lora eval --json`, which holds a list if several models were measured."""
-    content = json.loads((RESULTS / f"{name}.json").read_text(encoding="utf-8"))
-    return content if isinstance(content, list) else [content]
+def read_scores(name: str) -> list[Any]:
+    """The scores in a file of `pi-lora eval --json`, of one model or of several; none before they are measured."""
+    from pi_lora.evaluation.suite import MEASUREMENTS
+
+    content = read(name)
+    results = content if isinstance(content, list) else [content]
+    return [MEASUREMENTS[result["measurement"]].scores.model_validate(result) for result in results if result]
 
 
 def write(name: str, result: Mapping[str, Any]) -> None:
@@ -43,11 +45,6 @@ def write(name: str, result: Mapping[str, Any]) -> None:
     from pi_lora.storage import write_json
 
     write_json(RESULTS / f"{name}.json", result)
-
-
-def write_run(name: str, result: Mapping[str, Any]) -> None:
-    """Keep results that were all measured in this run."""
-    write(name, {"machine": machine(), **result})
 
 
 def write_row(name: str, path: tuple[str, ...], row: Mapping[str, Any]) -> None:

@@ -14,18 +14,16 @@ out. A processor without fast bfloat16 measures in float32.
 """
 
 import math
-from collections.abc import Iterator, Mapping
-from functools import partial
+from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import record  # first: it finds scripts/
 from experiment import BASE, BOOKS, Command, run_missing, score
 from pages import machines_of, table
-from pi_lora.evaluation.suite import MEASUREMENTS
+from pi_lora.evaluation.perplexity import DocumentPerplexity, PerplexityScores, WindowPerplexity
 from pi_lora.models.device import has_fast_bfloat16
 from pi_lora.report.comparison import compare
-from pi_lora.types import Json
 from record import parser_of
 from tables_smollm2 import by_novel
 
@@ -33,40 +31,43 @@ RESULTS = Path("benchmarks/results/search")
 YARN = "yarn"
 FOUND = "factors"
 ROWS = ("base", YARN, "theta", "llama3", "cope", "drop", FOUND)
-# The model, the target in tokens, the dtype, and options of the search, of perplexity and of passkeys.
+
+
+class Setting(NamedTuple):
+    """A model, the target in tokens, the dtype, and options of the search, of perplexity and of passkeys."""
+
+    model: str
+    target: int
+    dtype: str
+    search: str
+    perplexity: str
+    passkey: str
+
+
+def on_novels(model: str, original: int, target: int) -> Setting:
+    """A model that is searched on the validation novels and measured on the test novels."""
+    return Setting(
+        model=model,
+        target=target,
+        dtype="bfloat16",
+        search=f"--minutes 30 --data {BOOKS}/validation",
+        perplexity=f"--data {BOOKS}/test --windows {original},{target} --truncate {target} --stride {original}",
+        passkey="--depths 8 --trials 5 --seed 11",
+    )
+
+
 SETTINGS = {
-    "builtin": (
-        "builtin:tiny",
-        "1024",
-        "float32",
-        "--minutes 3",
-        "--documents 11 --seed 4154 --windows 256,1024 --truncate 2048",
-        "--depths 8 --trials 10 --seed 12",
+    "builtin": Setting(
+        model="builtin:tiny",
+        target=1024,
+        dtype="float32",
+        search="--minutes 3",
+        perplexity="--documents 11 --seed 4154 --windows 256,1024 --truncate 2048",
+        passkey="--depths 8 --trials 10 --seed 12",
     ),
-    "smollm2": (
-        BASE,
-        "16384",
-        "bfloat16",
-        f"--minutes 30 --data {BOOKS}/validation",
-        f"--data {BOOKS}/test --windows 8192,16384 --truncate 16384 --stride 8192",
-        "--depths 8 --trials 5 --seed 11",
-    ),
-    "smollm2_32k": (
-        BASE,
-        "32768",
-        "bfloat16",
-        f"--minutes 30 --data {BOOKS}/validation",
-        f"--data {BOOKS}/test --windows 8192,32768 --truncate 32768 --stride 8192",
-        "--depths 8 --trials 5 --seed 11",
-    ),
-    "gemma3_64k": (
-        "models/gemma3_270m",
-        "65536",
-        "bfloat16",
-        f"--minutes 30 --data {BOOKS}/validation",
-        f"--data {BOOKS}/test --windows 32768,65536 --truncate 65536 --stride 32768",
-        "--depths 8 --trials 5 --seed 11",
-    ),
+    "smollm2": on_novels(BASE, 8192, 16384),
+    "smollm2_32k": on_novels(BASE, 8192, 32768),
+    "gemma3_64k": on_novels("models/gemma3_270m", 32768, 65536),
 }
 # Rows that another script measured in the same way.
 KNOWN = {
@@ -85,36 +86,44 @@ def result_of(name: str, measurement: str, row: str) -> str:
 
 def commands(name: str) -> Iterator[Command]:
     """Yield the commands in order."""
-    model, target, dtype, searched, text, passkeys = SETTINGS[name]
-    if not has_fast_bfloat16():
-        dtype = "float32"
+    setting = SETTINGS[name]
+    dtype = setting.dtype if has_fast_bfloat16() else "float32"
     file = RESULTS / f"{name}.json"
+    at_target = f"{setting.model} --target {setting.target}"
     # The rows below are the test of the search.
-    words = f"search {model} {searched} --documents 1 --trials 1 --target {target} --dtype {dtype} --output {file}"
+    words = f"search {at_target} {setting.search} --documents 1 --trials 1 --dtype {dtype} --output {file}"
     yield file, words.split()
     # The divisors first.
     for row in (FOUND, *ROWS[:-1]):
-        measured = partial(score, results=RESULTS / name, dtype=dtype)
-        extended = f"{model} --target {target}"
-        if row != "base":
-            extended += f" --scaling {row}"
-        if row == FOUND:
-            extended += f" --factors {file}"
-        if (name, "perplexity", row) not in KNOWN:
-            yield measured("perplexity", row, model if row == "base" else extended, text)
-        if (name, "passkey", row) not in KNOWN:
-            yield measured("passkey", row, extended, passkeys)
+        models = {"perplexity": f"{at_target} --scaling {row}", "passkey": f"{at_target} --scaling {row}"}
+        if row == "base":
+            models = {"perplexity": setting.model, "passkey": at_target}
+        for measurement, model in models.items():
+            if (name, measurement, row) in KNOWN:
+                continue
+            if row == FOUND:
+                model += f" --factors {file}"
+            options = getattr(setting, measurement)
+            yield score(measurement, row, model, options, results=RESULTS / name, dtype=dtype)
 
 
-def of_novels(content: Json) -> Json:
+def of_novels(scores: PerplexityScores) -> PerplexityScores:
     """Perplexities with one value for every novel: two documents of one novel are not independent."""
-    values: dict[str, list[Json]] = {}
-    for row in content["windows"]:
-        for novel, loss in by_novel(content, row["window"]).items():
-            value = {"window": row["window"], "perplexity": math.exp(loss), "tokens": row["tokens"]}
-            values.setdefault(novel, []).append(value)
-    novels = [{"name": novel, "tokens": 0, "windows": windows} for novel, windows in values.items()]
-    return {**content, "per_document": novels}
+    windows: dict[str, list[WindowPerplexity]] = {}
+    for row in scores.windows:
+        for novel, loss in by_novel(scores, row.window).items():
+            of_novel = WindowPerplexity(window=row.window, perplexity=math.exp(loss), tokens=row.tokens)
+            windows.setdefault(novel, []).append(of_novel)
+    novels = [DocumentPerplexity(name=novel, tokens=0, windows=rows) for novel, rows in windows.items()]
+    return scores.model_copy(update={"per_document": novels})
+
+
+def scores_of(name: str, measurement: str, row: str) -> list[Any]:
+    """The scores of a row, none before they are measured; of documents of novels, with one value for every novel."""
+    scores = record.read_scores(result_of(name, measurement, row))
+    if measurement == "perplexity" and str(BOOKS) in SETTINGS[name].perplexity:
+        return [of_novels(result) for result in scores]
+    return scores
 
 
 def cells(name: str, row: str) -> dict[str, str]:
@@ -122,39 +131,38 @@ def cells(name: str, row: str) -> dict[str, str]:
     its change from that of YaRN with the paired interval.
     """
     texts = {}
-    _, _, dtype, _, text, _ = SETTINGS[name]
     for measurement in ("perplexity", "passkey"):
-        contents = [record.read(result_of(name, measurement, each)) for each in (YARN, row)]
-        if all(contents):
-            if measurement == "perplexity" and str(BOOKS) in text:
-                contents = [of_novels(content) for content in contents]
-            for change in compare(*map(MEASUREMENTS[measurement].scores.model_validate, contents)):
-                if change.unit != "tokens":
-                    cell = f"{change.run:.2f}"
-                    if change.change:
-                        cell += f"; {change.change:+.1f} {change.unit} ({change.interval_text})"
-                    if contents[1]["dtype"] != dtype:
-                        cell += f" ({contents[1]['dtype']})"
-                    texts[change.measurement] = cell
+        both = [*scores_of(name, measurement, YARN), *scores_of(name, measurement, row)]
+        if len(both) < 2:
+            continue
+        for change in compare(*both):
+            if change.unit == "tokens":
+                continue
+            cell = f"{change.run:.2f}"
+            if change.change:
+                cell += f"; {change.change:+.1f} {change.unit} ({change.interval_text})"
+            if both[1].dtype != SETTINGS[name].dtype:
+                cell += f" ({both[1].dtype})"
+            texts[change.measurement] = cell
     return texts
 
 
-def tables(_: Mapping[str, Any]) -> Iterator[str]:
-    """A table for each model, a scaling a row; the search, and the machines."""
-    for name, (model, *_rest) in SETTINGS.items():
+def tables() -> Iterator[str]:
+    """A table for each model that was searched, a scaling a row; the search, and the machines."""
+    for name, setting in SETTINGS.items():
         found = record.read(f"search/{name}")
-        measured = {row: texts for row in ROWS if (texts := cells(name, row))}
-        if found:
-            headings = measured[YARN]
-            rows = []
-            for row, texts in measured.items():
-                cells_of_row = [texts.get(heading, "not measured") for heading in headings]
-                rows.append((row, *cells_of_row))
-            yield from table((model, *headings), rows)
-            cost = f"{found['steps']} steps, {found['options']['minutes']:.0f} minutes"
-            yield f"\nPasskeys in %; changes beside untuned YaRN, paired, 95 %. The search: {cost}.\n"
-            yield from machines_of(record.read(f"search/{name}/machines"))
-            yield ""
+        if not found:
+            continue
+        headings = cells(name, YARN)
+        rows = []
+        for row in ROWS:
+            texts = cells(name, row)
+            rows.append([row, *(texts.get(heading, "not measured") for heading in headings)])
+        yield from table((setting.model, *headings), rows)
+        cost = f"{found['steps']} steps, {found['options']['minutes']:.0f} minutes"
+        yield f"\nPasskeys in %; changes beside untuned YaRN, paired, 95 %. The search: {cost}.\n"
+        yield from machines_of(record.read(f"search/{name}/machines"))
+        yield ""
 
 
 def main() -> None:

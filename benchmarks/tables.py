@@ -1,9 +1,10 @@
-"""Write the tables of docs/, of the README, and benchmarks/README.md, from benchmarks/results/.
+"""Write the tables of docs/, of the README and of benchmarks/README.md, from benchmarks/results/.
 
 python benchmarks/tables.py
 """
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -12,35 +13,30 @@ import search
 import tables_context
 import tables_gpu
 import tables_smollm2
-from figures import index
+from compare_methods import DEPTHS, METHODS, STEPS, TARGET, TRIALS, UNTUNED, WINDOWS
 from pages import machines_of, made_on, mean_and_range, table, write_block
+from pi_lora.evaluation.measurement import Metric
 from pi_lora.evaluation.probe import Probe, Probed
-from pi_lora.evaluation.suite import MEASUREMENTS, metrics_of, setting_of
+from pi_lora.evaluation.suite import metric_rows, metrics_of, setting_of
 from pi_lora.report.comparison import compare
 from record import parser_of
 
-HERE = Path(__file__).parent
 DOCS = record.ROOT / "docs"
-NOT_RUN = "Not run yet.\n"
+FIGURES = record.ROOT / "benchmarks" / "README.md"
 
 Result = Mapping[str, Any]
 Lines = Iterator[str]
 
 
-def text_of(name: str, write: Callable[[Result], Iterable[str]]) -> str:
-    """The tables of a result, below the machine if one machine measured all of it; or a line that it was not run."""
-    result = record.read(name)
-    if not result:
-        return NOT_RUN
-    lines = []
-    if "machine" in result:
-        lines.append(f"{made_on(result['machine'])}\n")
-    lines.extend(write(result))
-    return "\n".join([*lines, ""])
+def text_of(write: Callable[[], Iterable[str]]) -> str:
+    """The lines of a block."""
+    return "\n".join([*write(), ""])
 
 
-def merge(result: Result) -> Lines:
+def merge() -> Lines:
     """A way of merging a row: seconds until all is on the disk, and the peak."""
+    result = record.read("merge")
+    yield f"{made_on(result['machine'])}\n"
     rows = []
     for way, row in result["ways"].items():
         seconds = f"{row['seconds']:.1f} s"
@@ -49,10 +45,26 @@ def merge(result: Result) -> Lines:
     yield from table(("", "time", "peak memory"), rows)
 
 
-def attention(result: Result) -> Lines:
+def train_overhead() -> Lines:
+    """A model a row: tokens a second of `pi-lora train`, those of the bare script being 1."""
+    runs = {}
+    for name, run in record.read("train_overhead")["runs"].items():
+        label, *changes = name.split()
+        for change in changes:
+            if change.startswith("model.name="):
+                label = Path(change).name
+        runs[label] = run
+    rows = [(label, f"{run['median_ratio']:.2f}") for label, run in runs.items()]
+    yield from table(("", "times as many"), rows)
+    yield ""
+    yield from machines_of(runs)
+
+
+def attention() -> Lines:
     """A job a row: seconds and peak of both kernels, where both ran."""
+    measured = record.read("attention")["rows"]
     rows = []
-    for row in result["rows"].values():
+    for row in measured.values():
         costs = []
         for kernel in ("sdpa", "auto"):
             cost = row.get(kernel)
@@ -62,11 +74,12 @@ def attention(result: Result) -> Lines:
         rows.append((row["name"], tokens, row["dtype"], *costs, faster))
     yield from table(("", "tokens", "dtype", "`sdpa`", "`auto`", "times as fast"), rows)
     yield ""
-    yield from machines_of(result["rows"])
+    yield from machines_of(measured)
 
 
-def plan_memory(result: Result) -> Lines:
+def plan_memory() -> Lines:
     """A training a row: the bytes of tensors by the plan and by the simulation, and the peak of the process."""
+    result = record.read("plan_memory")
     head = ("", "method", "tokens", "planned tensors", "simulated", "planned operations", "planned peak", "measured")
     rows = []
     for name, row in {**result["recipes"], **result["chosen"], **result["rows"]}.items():
@@ -87,14 +100,22 @@ def plan_memory(result: Result) -> Lines:
     yield from table(head, rows)
 
 
+def planned_beside_measured() -> Lines:
+    """How far the planned peaks of the trainings that were measured are off, and where they were measured."""
+    rows = record.read("plan_memory")["rows"]
+    off = [row["ratio"] - 1 for row in rows.values()]
+    yield f"{len(off)} trainings: {min(off):+.0%} to {max(off):+.0%} beside the measured memory."
+    yield from machines_of(rows)
+
+
 def gib(size: float) -> str:
     """Bytes in GiB."""
     return f"{size / 2**30:.2f} GiB"
 
 
-def engines(result: Result) -> Lines:
+def engines() -> Lines:
     """For each case a table, an engine a row: the verdicts of check-server on its prompts."""
-    for case, rows in result["cases"].items():
+    for case, rows in record.read("engines")["cases"].items():
         yield f"`{case}`:\n"
         cells = [engine_row(engine, row) for engine, row in rows.items()]
         yield from table(("server", *prompt_names(rows), "day"), cells)
@@ -119,7 +140,7 @@ def prompt_names(rows: Mapping[str, Result]) -> list[str]:
 
 def engine_row(engine: str, row: Result) -> tuple[object, ...]:
     """The cells of one engine."""
-    name = engine.replace("_adapter", ", adapter on its base").replace("_", " ")
+    name = engine.replace("_", " ")
     day = row["machine"]["date"]
     if "failed" in row:
         reason = row["failed"].replace("|", " ")
@@ -135,19 +156,19 @@ def verdict_text(verdict: Result) -> str:
     return f"{verdict['verdict']}{nats}, {verdict['agreed']} equal tokens"
 
 
-def probe(result: Result) -> Lines:
-    """For each target a table of the untuned scalings, from a file of `pi-lora probe --json`; then the sample."""
-    probed = Probe.model_validate(result)
+def probe(name: str) -> Lines:
+    """A table of the untuned scalings, from a file of `pi-lora probe --json`; then the sample."""
+    probed = Probe.model_validate(record.read(name))
     versions = ", ".join(f"{library} {version}" for library, version in probed.versions.items())
-    for target in probed.targets:
-        yield f"{probed.hardware}; {versions}.\n"
-        windows = [f"perplexity at {window:,}" for window in (probed.original, target.target)]
-        rows = [probe_row(name, scaling) for name, scaling in target.scalings.items()]
-        yield from table(("scaling", *windows, "k_max", "passkeys"), rows)
-        best = target.scalings[target.best]
-        settings = "; ".join(setting_of(scores) for scores in best.scores)
-        yield f"\nMeasured with {settings}; {best.perplexity.dtype}."
-        yield f"`direct` is the base as it is. In the words of the probe: {target.summary}."
+    yield f"{probed.hardware}; {versions}.\n"
+    [target] = probed.targets
+    windows = [f"perplexity at {window:,}" for window in (probed.original, target.target)]
+    rows = [probe_row(name, scaling) for name, scaling in target.scalings.items()]
+    yield from table(("scaling", *windows, "k_max", "passkeys"), rows)
+    best = target.scalings[target.best]
+    settings = "; ".join(setting_of(scores) for scores in best.scores)
+    yield f"\nMeasured with {settings}; {best.perplexity.dtype}."
+    yield f"`direct` is the base as it is. In the words of the probe: {target.summary}."
 
 
 def probe_row(name: str, scaling: Probed) -> tuple[str, ...]:
@@ -159,110 +180,97 @@ def probe_row(name: str, scaling: Probed) -> tuple[str, ...]:
     return (name, *perplexities, *passkeys)
 
 
-def chats(_: Result) -> Lines:
+def chats() -> Lines:
     """A metric a row: without tuning, tuned on novels, and on novels with chats."""
-    texts = chat_metrics()
-    models = dict.fromkeys(model for cells in texts.values() for model in cells)
+    columns: dict[str, dict[str, Metric]] = {}
+    for file in sorted((record.RESULTS / "chats").glob("*.json")):
+        for scores in record.read_scores(f"chats/{file.stem}"):
+            column = columns.setdefault(Path(scores.model).name, {})
+            column |= {metric.heading: metric for metric in metrics_of(scores) if metric.hub_name}
     rows = []
-    for metric, cells in texts.items():
-        row = [cells.get(model, "not asked") for model in models]
-        rows.append((metric, *row))
-    names = [Path(model).name for model in models]
-    yield from table(("", *names), rows)
+    for row in metric_rows(list(columns.values())):
+        rows.append([cell or "not asked" for cell in row])
+    yield from table(("", *columns), rows)
     yield "\nWith chats beside without, paired, 95 %:\n"
     for measurement in ("chat", "perplexity"):
-        yield from chat_changes(measurement)
+        for row in compare(*record.read_scores(f"chats/{measurement}-tuned")):
+            if row.interval:
+                low, high = row.interval
+                change = f"{row.change:+.3f} {row.unit}".rstrip()
+                yield f"- {row.measurement}: {change} ({low:+.3f} to {high:+.3f})"
 
 
-def chat_metrics() -> dict[str, dict[str, str]]:
-    """The text of each metric by its heading and by model."""
-    texts: dict[str, dict[str, str]] = {}
-    for file in sorted((record.RESULTS / "chats").glob("*.json")):
-        for result in record.read_scores(f"chats/{file.stem}"):
-            measurement = MEASUREMENTS[result["measurement"]]
-            scores = measurement.scores.model_validate(result)
-            for metric in measurement.metrics(scores):
-                if metric.hub_name:
-                    texts.setdefault(metric.heading, {})[result["model"]] = metric.text
-    return texts
-
-
-def chat_changes(measurement: str) -> Lines:
-    """The paired changes from novels alone to novels with chats that have an interval."""
-    validate = MEASUREMENTS[measurement].scores.model_validate
-    novels, novels_and_chats = record.read_scores(f"chats/{measurement}-tuned")
-    for row in compare(validate(novels), validate(novels_and_chats)):
-        if row.interval:
-            low, high = row.interval
-            change = f"{row.change:+.3f} {row.unit}".rstrip()
-            yield f"- {row.measurement}: {change} ({low:+.3f} to {high:+.3f})"
-
-
-def methods(result: Result) -> Lines:
+def methods() -> Lines:
     """A way of tuning a row, mean and range of its seeds; then how and on what the rows were measured."""
-    first_runs = next(iter(result["rows"].values()))
-    windows = list(first_runs[0]["perplexity"])
+    files = {label: f"{name}-test" for name, (label, _) in UNTUNED.items()}
+    files |= {label: f"{name}-[0-9]*-test" for name, (label, _) in METHODS.items()}
     rows = []
     machines = {}
-    for name, runs in result["rows"].items():
-        label = result["labels"][name]
-        perplexities = [mean_and_range([run["perplexity"][window] for run in runs], ".2f") for window in windows]
+    for label, pattern in files.items():
+        runs = list(runs_in(pattern).values())
+        perplexities = []
+        for window in WINDOWS:
+            of_runs = [run["perplexity"][str(window)] for run in runs]
+            perplexities.append(mean_and_range(of_runs, ".2f"))
         k_max = mean_and_range([run["k_max"] for run in runs], ".0f")
         passkeys = mean_and_range([run["success_rate"] for run in runs], ".0%")
         rows.append((label, len(runs), *perplexities, k_max, passkeys))
         machines[label] = runs[-1]
-    headings = [f"ppl {window}" for window in windows]
+    headings = [f"ppl {window}" for window in WINDOWS]
     yield from table(("method", "seeds", *headings, "k_max", "passkeys"), rows)
-    yield f"\n{result['steps']} steps each; {result['depths']} distances of {result['trials']} passkeys each."
+    yield f"\n{STEPS} steps each; {DEPTHS} distances of {TRIALS} passkeys each."
     yield from machines_of(machines)
 
 
-def rates(result: Result) -> Lines:
+def runs_in(pattern: str) -> dict[str, Result]:
+    """The rows of compare_methods.py in files whose names match, by name."""
+    files = sorted((record.RESULTS / "methods").glob(f"{pattern}.json"))
+    return {file.stem: record.read(f"methods/{file.stem}") for file in files}
+
+
+def rates() -> Lines:
     """Perplexity at the target, a learning rate a column."""
-    tried = {rate for runs in result["rates"].values() for rate in runs}
-    rates = sorted(tried, key=float)
+    tried: dict[str, dict[str, str]] = {}
+    for name, (label, _) in METHODS.items():
+        tried[label] = {}
+        for file, run in runs_in(f"{name}-[0-9]*-validation").items():
+            rate, *_ = file.removeprefix(f"{name}-").split("-")
+            tried[label][rate] = f"{run['perplexity'][str(TARGET)]:.2f}"
+    columns = sorted({rate for cells in tried.values() for rate in cells}, key=float)
     rows = []
-    for name, runs in result["rates"].items():
-        cells = [perplexity_at_target(runs.get(rate)) for rate in rates]
-        rows.append((result["labels"][name], *cells))
-    yield from table(("method", *rates), rows)
+    for label, cells in tried.items():
+        rows.append([label, *(cells.get(rate, "") for rate in columns)])
+    yield from table(("method", *columns), rows)
 
 
-def perplexity_at_target(run: Result | None) -> str:
-    """The perplexity of the longest window; empty if the rate was not tried."""
-    if run is None:
-        return ""
-    *_, perplexity = run["perplexity"].values()
-    return f"{perplexity:.2f}"
-
-
-# Page, name of the block in it, name of the result, and what writes its tables.
-BLOCKS: list[tuple[Path, str, str, Callable[[Result], Iterable[str]]]] = [
-    (DOCS / "performance.md", "gpu", "gpu", tables_gpu.tables),
-    (DOCS / "performance.md", "attention", "attention", attention),
-    (DOCS / "performance.md", "plan_memory", "plan_memory", plan_memory),
-    (DOCS / "results.md", "smollm2", "smollm2_16k/machines", tables_smollm2.tables),
-    (DOCS / "experiments.md", "validation", "smollm2_16k/perplexity-validation-tuned-yarn", tables_smollm2.validation),
-    (DOCS / "results.md", "probe_builtin", "probe_builtin", probe),
-    (DOCS / "results.md", "probe_smollm2", "probe_smollm2", probe),
-    (DOCS / "results.md", "search", "search/builtin", search.tables),
-    (DOCS / "results.md", "chats", "chats/chat-tuned", chats),
-    (DOCS / "results.md", "methods", "methods", methods),
-    (DOCS / "experiments.md", "rates", "methods", rates),
-    (DOCS / "engines.md", "engines", "engines", engines),
-    (DOCS / "merging.md", "merge", "merge", merge),
-    (DOCS / "results.md", "use_context", "use_context/machines", tables_context.smollm2),
-    (DOCS / "results.md", "gemma3_64k", "gemma3_64k/machines", tables_context.gemma3),
-    (DOCS / "experiments.md", "whole_sequences", "use_context/machines", tables_context.validation),
-    (record.ROOT / "README.md", "use_context", "use_context/machines", tables_context.readme),
+# Page, name of the block in it, and what writes its tables.
+BLOCKS: list[tuple[Path, str, Callable[[], Iterable[str]]]] = [
+    (DOCS / "performance.md", "gpu", tables_gpu.measured),
+    (DOCS / "performance.md", "attention", attention),
+    (DOCS / "performance.md", "plan_memory", plan_memory),
+    (DOCS / "results.md", "smollm2", tables_smollm2.tables),
+    (DOCS / "experiments.md", "validation", tables_smollm2.validation),
+    (DOCS / "results.md", "probe_builtin", partial(probe, "probe_builtin")),
+    (DOCS / "results.md", "probe_smollm2", partial(probe, "probe_smollm2")),
+    (DOCS / "results.md", "search", search.tables),
+    (DOCS / "results.md", "chats", chats),
+    (DOCS / "results.md", "methods", methods),
+    (DOCS / "experiments.md", "rates", rates),
+    (DOCS / "engines.md", "engines", engines),
+    (DOCS / "merging.md", "merge", merge),
+    (DOCS / "results.md", "use_context", tables_context.smollm2),
+    (DOCS / "results.md", "gemma3_64k", tables_context.gemma3),
+    (DOCS / "experiments.md", "whole_sequences", tables_context.validation),
+    (record.ROOT / "README.md", "use_context", tables_context.readme),
+    (FIGURES, "plan_memory", planned_beside_measured),
+    (FIGURES, "train_overhead", train_overhead),
 ]
 
 
 def write_pages() -> None:
-    """Write every page and block, and the picture of SmolLM2."""
-    (HERE / "README.md").write_text(index(), encoding="utf-8")
-    for page, block, result, write in BLOCKS:
-        write_block(page, block, text_of(result, write))
+    """Write every block, and the picture of SmolLM2."""
+    for page, block, write in BLOCKS:
+        write_block(page, block, text_of(write))
     tables_smollm2.picture(DOCS / "smollm2.png")
 
 

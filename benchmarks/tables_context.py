@@ -1,13 +1,13 @@
-"""The tables of the use of context, from the results of use_context.py: of the rows that are measured."""
+"""The tables of the use of context, from the results of use_context.py."""
 
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator
 from statistics import fmean
-from typing import Any
 
 import record
 from pages import machines_of, table
-from pi_lora.evaluation.chat import Chats, ChatScores
+from pi_lora.evaluation.chat import Chats
+from pi_lora.evaluation.context import Context, ContextScores
 from pi_lora.evaluation.intervals import of_means
 from pi_lora.report.comparison import Comparison
 from tables_smollm2 import change_in_percent, retrieved, validation_perplexity
@@ -38,29 +38,33 @@ GEMMA3 = {
     "tuned": "YaRN, 20 steps of the recipe of `new`",
 }
 
-Result = Mapping[str, Any]
+
+def scores_of(results: str, row: str, text: str) -> ContextScores:
+    """The scores of a row."""
+    scores: ContextScores
+    [scores] = record.read_scores(f"{results}/context-{row}-{text}")
+    return scores
 
 
-def documents_of(results: str, row: str, text: str) -> Sequence[Result]:
-    """The scores of the documents of a row."""
-    documents: Sequence[Result] = record.read(f"{results}/context-{row}-{text}")["per_document"]
-    return documents
-
-
-def mean(documents: Sequence[Result], field: str, weight: str) -> float:
-    """The mean of a field in nats, weighted by the number of tokens."""
-    measured = [document for document in documents if document[weight]]
-    return fmean((document[field] for document in measured), [document[weight] for document in measured])
-
-
-def perplexities(documents: Sequence[Result]) -> list[str]:
+def perplexities(scores: ContextScores) -> list[str]:
     """Perplexity with the near context and with the whole window, and LongPPL with both."""
-    cells = []
-    for loss, gain, weight, style in (("loss", "gain", "tokens", ".2f"), ("key_loss", "key_gain", "key_tokens", ".1f")):
-        far = mean(documents, loss, weight)
-        near = far + mean(documents, gain, weight)
-        cells += [format(math.exp(near), style), format(math.exp(far), style)]
-    return cells
+    gain, _, long_whole, long_near = Context().metrics(scores)
+    documents = scores.per_document
+    loss = fmean([document.loss for document in documents], [document.tokens for document in documents])
+    near = math.exp(loss + gain.value)
+    return [f"{near:.2f}", f"{math.exp(loss):.2f}", f"{long_near.value:.1f}", f"{long_whole.value:.1f}"]
+
+
+def key_gain(scores: ContextScores) -> str:
+    """The gain of key tokens in nats, with the interval over documents."""
+    _, _, long_whole, long_near = Context().metrics(scores)
+    gain = math.log(long_near.value / long_whole.value)
+    pairs = []
+    for document in scores.per_document:
+        if document.key_gain is not None:
+            pairs.append((0.0, document.key_gain, float(document.key_tokens)))
+    bounds = [f"{bound:.1f}" for bound in of_means([pairs]) or ()]
+    return f"{gain:.1f} ({' to '.join(bounds)})"
 
 
 def control_of(row: str) -> str:
@@ -73,43 +77,41 @@ def control_of(row: str) -> str:
     return f"{CONTROL}{seed}{number}"
 
 
-def beside_control(documents: Sequence[Result], control: Sequence[Result]) -> str:
+def beside_control(scores: ContextScores, control: ContextScores) -> str:
     """The change from the perplexity of the control with the near context to that with the whole window."""
     losses = []
-    for before, after in zip(control, documents, strict=True):
-        near = before["loss"] + before["gain"]
-        losses.append((near, after["loss"], after["tokens"]))
+    for before, after in zip(control.per_document, scores.per_document, strict=True):
+        near = before.loss + before.gain
+        losses.append((near, after.loss, float(after.tokens)))
     return change_in_percent(losses)
 
 
-def key_gain(documents: Sequence[Result]) -> str:
-    """The gain of key tokens in nats, with the interval over documents."""
-    pairs = [(0.0, each["key_gain"], each["key_tokens"]) for each in documents if each["key_tokens"]]
-    bounds = [f"{bound:.1f}" for bound in of_means([pairs]) or ()]
-    return f"{mean(documents, 'key_gain', 'key_tokens'):.1f} ({' to '.join(bounds)})"
+def key_tokens(scores: ContextScores) -> int:
+    """The number of key tokens."""
+    return sum(document.key_tokens for document in scores.per_document)
 
 
-def readme(machines: Result) -> Iterator[str]:
+def readme() -> Iterator[str]:
     """Five rows for the README, and where they were measured."""
     rows = []
     for row in IN_README:
-        documents = documents_of("use_context", row, "novels")
-        rows.append((SMOLLM2[row], *perplexities(documents), retrieved(f"use_context/passkey-{row}")))
+        scores = scores_of("use_context", row, "novels")
+        rows.append((SMOLLM2[row], *perplexities(scores), retrieved(f"use_context/passkey-{row}")))
     head = ("model", "perplexity, near context", "16k", "LongPPL, near context", "16k", "passkeys at 16k")
     yield from table(head, rows)
     yield ""
-    yield from machines_of(machines)
+    yield from machines_of(record.read("use_context/machines"))
 
 
-def smollm2(machines: Result) -> Iterator[str]:
+def smollm2() -> Iterator[str]:
     """All rows on novels and on mathematics."""
     for text in ("novels", "mathematics"):
         rows = []
         for row, label in SMOLLM2.items():
-            documents = documents_of("use_context", row, text)
-            control = documents_of("use_context", control_of(row), text)
-            beside = "" if row == "evaluator" else beside_control(documents, control)
-            cells = [label, *perplexities(documents), key_gain(documents), beside]
+            scores = scores_of("use_context", row, text)
+            control = scores_of("use_context", control_of(row), text)
+            beside = "" if row == "evaluator" else beside_control(scores, control)
+            cells = [label, *perplexities(scores), key_gain(scores), beside]
             if text == "novels":
                 cells.append(retrieved(f"use_context/passkey-{row}"))
             rows.append(cells)
@@ -125,29 +127,25 @@ def smollm2(machines: Result) -> Iterator[str]:
         if text == "novels":
             head.append("passkeys")
         yield from table(head, rows)
-        tokens = sum(document["tokens"] for document in control)
-        keys = sum(document["key_tokens"] for document in control)
-        own_keys = sum(document["key_tokens"] for document in documents)
-        amounts = f"{len(control)} documents, {tokens:,} scored tokens, {keys} key tokens"
-        evaluator = f"The evaluator has another tokenizer, and {own_keys} key tokens in the same texts"
+        tokens = sum(document.tokens for document in control.per_document)
+        amounts = f"{control.documents} documents, {tokens:,} scored tokens, {key_tokens(control)} key tokens"
+        evaluator = f"The evaluator has another tokenizer, and {key_tokens(scores)} key tokens in the same texts"
         yield f"\n{amounts}; 95 % intervals over documents. {evaluator}.\n"
-    for row, content in zip(("whole", "released", CONTROL), record.read_scores(CHATS), strict=True):
-        scores = ChatScores.model_validate(content)
-        _, divergence, *_ = Chats().metrics(scores)
-        yield f"{scores.chats} chats, {SMOLLM2[row]}: KL divergence from the base {divergence.text} nats a token.\n"
-    yield from machines_of(machines)
+    for row, chats in zip(("whole", "released", CONTROL), record.read_scores(CHATS), strict=True):
+        _, divergence, *_ = Chats().metrics(chats)
+        yield f"{chats.chats} chats, {SMOLLM2[row]}: KL divergence from the base {divergence.text} nats a token.\n"
+    yield from machines_of(record.read("use_context/machines"))
 
 
-def gemma3(machines: Result) -> Iterator[str]:
+def gemma3() -> Iterator[str]:
     """The rows of Gemma 3, and the table of `pi-lora compare`."""
     rows = []
     for row, label in GEMMA3.items():
-        documents = documents_of("gemma3_64k", row, "novels")
-        rows.append((label, *perplexities(documents)))
-    keys = sum(document["key_tokens"] for document in documents)
+        scores = scores_of("gemma3_64k", row, "novels")
+        rows.append((label, *perplexities(scores)))
     head = ("Gemma 3 270M", "perplexity, near", "64k", "LongPPL, near", "64k")
     yield from table(head, rows)
-    yield f"\n{len(documents)} novels, 65,536 tokens of each; {keys} key tokens of untuned PI.\n"
+    yield f"\n{scores.documents} novels, 65,536 tokens of each; {key_tokens(scores)} key tokens of untuned PI.\n"
     comparison = Comparison.model_validate(record.read("gemma3_64k/compare"))
     rows = []
     for change in comparison.rows:
@@ -155,10 +153,10 @@ def gemma3(machines: Result) -> Iterator[str]:
         rows.append((change.measurement, *values, change.verdict, change.interval_text))
     yield from table(("`pi-lora compare`", "base", "run", "verdict", "95 % interval"), rows)
     yield f"\n{comparison.settings['perplexity']}.\n"
-    yield from machines_of(machines)
+    yield from machines_of(record.read("gemma3_64k/machines"))
 
 
-def validation(machines: Result) -> Iterator[str]:
+def validation() -> Iterator[str]:
     """Perplexity of the validation novels, a rate a column."""
     rows = []
     for name in ("whole", CONTROL):

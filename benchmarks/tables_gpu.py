@@ -4,7 +4,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from statistics import fmean
 from typing import Any
 
-import record  # noqa: F401  first: it finds scripts/
+import record  # first: it finds scripts/
 from pages import made_on, table
 
 Row = Mapping[str, Any]
@@ -13,6 +13,11 @@ GIB = 2**30
 TERA = 1e12
 # Operations a second of a dense bfloat16 product by the data sheets of H100 SXM and H200, the usual base of MFU.
 DATA_SHEET = 989e12
+
+
+def measured() -> Iterator[str]:
+    """The tables of the stored rows."""
+    yield from tables(record.read("gpu"))
 
 
 def tables(result: Mapping[str, Any]) -> Iterator[str]:

@@ -5,17 +5,16 @@
 For each method the learning rate is chosen first: that of the lowest perplexity at the target on validation documents,
 with one seed, among rates twice as far apart until the best is neither the first nor the last. Then three seeds with
 that rate, and every scaling without tuning, are measured on test documents. Runs stay in `comparison/` and scores in
-benchmarks/results/methods/, and the command goes on where it was interrupted. The tables in docs/results.md and
-benchmarks/results/methods.json are written when every row is complete.
+benchmarks/results/methods/, and the command goes on where it was interrupted. `python benchmarks/tables.py` writes the
+tables in docs/results.md.
 """
 
-import json
 import logging
-import re
 import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
+from statistics import fmean
 from typing import Any
 
 from arguments import parser_of
@@ -26,14 +25,13 @@ from pi_lora.evaluation.perplexity import Perplexity
 from pi_lora.recipe.evaluation import PasskeyOptions, PerplexityOptions
 from pi_lora.scaling.extension import Extension
 from pi_lora.staging import staging_path
-from pi_lora.storage import write_json
 
 ROOT = Path(__file__).parent.parent
 sys.path.insert(0, str(ROOT / "benchmarks"))
 from machine import machine  # noqa: E402
-from record import RESULTS, write  # noqa: E402
-from tables import write_pages  # noqa: E402
+from record import read, write  # noqa: E402
 
+RECIPE = ROOT / "recipes" / "demo.yaml"
 RUNS = Path("comparison")
 STEPS = 240
 TARGET = 1024
@@ -56,10 +54,10 @@ VALIDATION = PerplexityOptions(
 TEST = VALIDATION.model_copy(update={"split": "test"})
 
 ALL = "lora, embeddings and norms"
-UNTUNED: dict[str, Extension | None] = {
-    "not tuned": None,
-    **{f"not tuned, scaling: {name}": Extension(TARGET, scaling=name) for name in ("pi", "yarn", "theta", "dynamic")},
-}
+# Labels, and how the built-in model is extended.
+UNTUNED: dict[str, tuple[str, Extension | None]] = {"not-tuned": ("not tuned", None)}
+for scaling in ("pi", "yarn", "theta", "dynamic"):
+    UNTUNED[f"not-tuned-scaling-{scaling}"] = (f"not tuned, scaling: {scaling}", Extension(TARGET, scaling=scaling))
 # Label, and how a row differs from recipes/demo.yaml: LoRA on all linear layers with embeddings and norms, PI.
 METHODS: dict[str, tuple[str, list[str]]] = {
     "full": ("full", ["tuning.method=full"]),
@@ -80,51 +78,49 @@ Row = dict[str, Any]
 def tuned(name: str, rate: float, seed: int, choice: PerplexityOptions) -> Row:
     """The scores of a method with a rate and a seed, tuned first where no run did that."""
     run = RUNS / f"{name}-{rate:g}-{seed}"
-    _, changes = METHODS[name]
-    # The same arithmetic on every processor, so that rows of two of them compare.
-    schedule = f"training.steps={STEPS} training.precision=float32 training.learning_rate={rate:g}"
-    seeds = f"training.seed={seed} data.seed={seed}"
-    overrides = [*schedule.split(), *changes, *seeds.split()]
-    return measured(run.name, choice, lambda: trained(run, overrides))
 
-
-def trained(run: Path, overrides: list[str]) -> str:
-    """Train the demo's recipe with `overrides`, from the last checkpoint if there is one; return the run."""
-    if not run.exists():
-        words = ["train", str(ROOT / "recipes" / "demo.yaml"), *overrides, "--output", str(run)]
-        print("$ pi-lora", *words, flush=True)
+    def train() -> str:
+        # The same arithmetic on every processor, so that rows of two of them compare.
+        schedule = f"training.steps={STEPS} training.precision=float32 training.learning_rate={rate:g}"
+        seeds = f"training.seed={seed} data.seed={seed}"
+        _, changes = METHODS[name]
+        words = ["train", str(RECIPE), *schedule.split(), *changes, *seeds.split(), "--output", str(run)]
         if staging_path(run).exists():
             words.append("--resume")
-        subprocess.run([sys.executable, "-m", "pi_lora", *words], check=True)
-    return str(run)
+        if not run.exists():
+            print("$ pi-lora", *words, flush=True)
+            subprocess.run([sys.executable, "-m", "pi_lora", *words], check=True)
+        return str(run)
+
+    return measured(run.name, choice, train)
 
 
 def measured(row: str, choice: PerplexityOptions, model: Callable[[], str], stretch: Extension | None = None) -> Row:
     """The scores of a model with these documents, which are kept as those of a row."""
-    file = RESULTS / "methods" / f"{row}-{choice.split}.json"
-    if file.exists():
-        scores: Row = json.loads(file.read_text())
-        return scores
+    name = f"methods/{row}-{choice.split}"
+    kept: Row = read(name)
+    if kept:
+        return kept
     loaded = load(model(), stretch)
     perplexity = Perplexity().run(loaded, choice, Session())
-    scores = {
+    scores: Row = {
         "perplexity": {str(window.window): window.perplexity for window in perplexity.windows},
         "machine": machine(),
     }
     if choice is TEST:
         options = PasskeyOptions(target=TARGET, depths=DEPTHS, trials=TRIALS, seed=SEED)
         passkey = Passkey().run(loaded, options, Session())
-        success_rate = sum(depth.success_rate for depth in passkey.depths) / DEPTHS
-        scores |= {"k_max": passkey.k_max, "success_rate": success_rate}
-    write_json(file, scores)
+        scores["k_max"] = passkey.k_max
+        scores["success_rate"] = fmean(depth.success_rate for depth in passkey.depths)
+    write(name, scores)
     return scores
 
 
-def rates_of(score: Callable[[float], float]) -> list[float]:
-    """The rates that are tried: those of the start, then further ones while the best is the first or the last.
+def best_rate(score: Callable[[float], float]) -> float:
+    """The rate with the lowest score. While the best is the first or the last, a further one is tried.
 
-    >>> rates_of(lambda rate: abs(rate - 6e-4))
-    [0.0003125, 0.000625, 0.00125, 0.0025, 0.005]
+    >>> best_rate(lambda rate: abs(rate - 6e-4))
+    0.000625
     """
     rates = sorted(RATES)
     while True:
@@ -134,50 +130,23 @@ def rates_of(score: Callable[[float], float]) -> list[float]:
         elif best == rates[-1]:
             rates = [*rates, 2 * best]
         else:
-            return rates
-
-
-def compared(name: str) -> tuple[dict[str, Row], list[Row]]:
-    """The validation scores of a method by rate, and the test scores of its seeds with the best rate."""
-    tried: dict[float, Row] = {}
-
-    def score(rate: float) -> float:
-        if rate not in tried:
-            tried[rate] = tuned(name, rate, 0, VALIDATION)
-        return float(tried[rate]["perplexity"][str(TARGET)])
-
-    best = min(rates_of(score), key=score)
-    runs = [tuned(name, best, seed, TEST) for seed in range(SEEDS)]
-    return {f"{rate:g}": tried[rate] for rate in sorted(tried)}, runs
-
-
-def untuned(label: str) -> Row:
-    """The test scores of the built-in model with a scaling and no tuning."""
-    return measured(re.sub("[,:]? ", "-", label), TEST, lambda: "builtin:tiny", UNTUNED[label])
+            return best
 
 
 def main() -> None:
     parser_of(__doc__).parse_args()
     logging.getLogger("transformers").setLevel(logging.ERROR)
-    labels: dict[str, str] = {}
-    rows: dict[str, list[Row]] = {}
-    rates: dict[str, dict[str, Row]] = {}
-    for label in UNTUNED:
-        labels[label] = label
-        rows[label] = [untuned(label)]
-    for name, (label, _) in METHODS.items():
-        labels[name] = label
-        rates[name], rows[name] = compared(name)
-    result = {
-        "steps": STEPS,
-        "depths": DEPTHS,
-        "trials": TRIALS,
-        "labels": labels,
-        "rows": rows,
-        "rates": rates,
-    }
-    write("methods", result)
-    write_pages()
+    for row, (_, extension) in UNTUNED.items():
+        measured(row, TEST, lambda: "builtin:tiny", extension)
+    for name in METHODS:
+
+        def score(rate: float, name: str = name) -> float:
+            perplexities = tuned(name, rate, 0, VALIDATION)["perplexity"]
+            return float(perplexities[str(TARGET)])
+
+        rate = best_rate(score)
+        for seed in range(SEEDS):
+            tuned(name, rate, seed, TEST)
 
 
 if __name__ == "__main__":

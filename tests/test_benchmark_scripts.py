@@ -6,6 +6,7 @@ import doctest
 import hashlib
 import itertools
 import json
+import re
 import runpy
 import subprocess
 import sys
@@ -26,9 +27,9 @@ import compare_methods  # noqa: E402
 import engines  # noqa: E402
 import experiment  # noqa: E402
 import fetch_model  # noqa: E402
-import figures  # noqa: E402
 import gpu  # noqa: E402
 import record  # noqa: E402
+import reproduce  # noqa: E402
 import search  # noqa: E402
 import tables  # noqa: E402
 import tables_gpu  # noqa: E402
@@ -237,9 +238,30 @@ def test_a_command_whose_result_exists_is_left_out(tmp_path: Path, monkeypatch: 
 
 
 def test_pages_agree_with_the_results() -> None:
-    assert (ROOT / "benchmarks" / "README.md").read_text() == figures.index(), "run: python benchmarks/tables.py"
-    for place, name, script, write in tables.BLOCKS:
-        assert block(place, name) == tables.text_of(script, write), f"{place}: run: python benchmarks/tables.py"
+    for place, name, write in tables.BLOCKS:
+        assert block(place, name) == tables.text_of(write), f"{place}: run: python benchmarks/tables.py"
+
+
+def test_a_figure_is_reproduced_by_the_commands_below_its_heading(monkeypatch: pytest.MonkeyPatch) -> None:
+    ran: list[str] = []
+    monkeypatch.setattr(sys, "argv", ["reproduce.py", "search"])
+    monkeypatch.setattr(subprocess, "call", lambda shell, **_options: ran.append(shell[-1]))
+    monkeypatch.setattr(reproduce, "write_pages", lambda: ran.append("pages"))
+    reproduce.main()
+    commands, pages = ran
+    assert [line.split()[1:] for line in commands.splitlines()] == [
+        ["benchmarks/search.py", "builtin"],
+        ["scripts/fetch_model.py", "smollm2_135m_instruct"],
+        ["benchmarks/search.py", "smollm2"],
+    ]
+    assert pages == "pages"
+
+
+def test_figures_that_the_pages_name_can_be_reproduced() -> None:
+    pages = [ROOT / "README.md", *(ROOT / "docs").glob("*.md")]
+    named = {name for page in pages for name in re.findall(r"NAME=(\w+)", page.read_text())}
+    assert named
+    assert named <= reproduce.commands_by_name().keys()
 
 
 def test_a_failed_engine_is_recorded_with_the_reason(full_run: Path) -> None:
@@ -260,7 +282,8 @@ def test_failed_engines_are_recorded_as_rows(full_run: Path, monkeypatch: pytest
     engines.main()
     assert rows == {"mlx": {"version": "mlx-lm==0.32.2", "failed": f"{full_run} | it"}}
     row = {**rows["mlx"], "machine": record.machine()}
-    assert f"| mlx | **failed**: {full_run}   it |" in "".join(tables.engines({"cases": {"demo_1k": {"mlx": row}}}))
+    monkeypatch.setattr(record, "read", lambda _name: {"cases": {"demo_1k": {"mlx": row}}})
+    assert f"| mlx | **failed**: {full_run}   it |" in "".join(tables.engines())
 
 
 def test_both_kernels_and_the_losses_become_rows_of_a_table(small_model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -287,7 +310,8 @@ def test_both_kernels_and_the_losses_become_rows_of_a_table(small_model: Path, m
     sweep = rows["losses of Gemma 3 270M, windows 4, 16, 64, 128 tokens"]
     assert [*sweep["auto"]["perplexity"]] == [4, 16, 64]
     kept = {name: {**row, "machine": record.machine()} for name, row in rows.items()}
-    lines = [*tables.attention({"rows": kept})]
+    monkeypatch.setattr(record, "read", lambda _name: {"rows": kept})
+    lines = [*tables.attention()]
     assert any(
         "training step of Gemma 3 270M | 64 |" in line and "| 4.0 s, 2.0 GB | 1.0 s, 2.0 GB | 4.0 |" in line
         for line in lines
