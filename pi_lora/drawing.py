@@ -127,11 +127,18 @@ def draw_marked_text(pieces: Sequence[tuple[str, float]], title: str, axes: Any)
     axes.spines[["left", "bottom"]].set_visible(False)
 
 
-def draw_by_window(curves: Mapping[str, Curve], label: str, axes: Any) -> None:
-    """Draw curves over windows in tokens, on logarithmic axes with plain numbers."""
+def draw_perplexities(curves: Mapping[str, Curve], axes: Any) -> None:
+    """Draw perplexities by window in tokens, on logarithmic axes with plain numbers."""
     from matplotlib.ticker import LogFormatter
 
-    draw_curves(curves, axes, xscale="log", xlabel="window (tokens)", yscale="log", ylabel=label)
+    draw_curves(
+        curves,
+        axes,
+        xscale="log",
+        xlabel="window (tokens)",
+        yscale="log",
+        ylabel="perplexity (lower is better)",
+    )
     ticks = sorted({window for points in curves.values() for window, _ in points})
     axes.set_xticks(ticks, [f"{tick:,}" for tick in ticks])
     axes.xaxis.minorticks_off()

@@ -68,17 +68,17 @@ def pad_rows(model: Any, rows: Sequence[Sequence[int]], padding: int = 0, side: 
 
 
 @torch.no_grad()
-def token_losses(model: Any, ids: torch.Tensor, positions: Sequence[int], **inputs: torch.Tensor) -> torch.Tensor:
-    """Return the losses in nats of the tokens at `positions` of `ids` (rows, length): (rows, positions), on the CPU.
-    The model gets other `inputs` as well.
-    """
-    return differentiable_losses(model, ids, positions, **inputs).cpu()
+def token_losses(model: Any, ids: torch.Tensor, positions: Sequence[int]) -> torch.Tensor:
+    """Return the losses in nats of the tokens at `positions` of `ids` (rows, length): (rows, positions), on the CPU."""
+    return differentiable_losses(model, ids, positions).cpu()
 
 
 def differentiable_losses(
     model: Any, ids: torch.Tensor, positions: Sequence[int], **inputs: torch.Tensor
 ) -> torch.Tensor:
-    """Return what `token_losses` returns, on the model's device; a gradient flows back through it."""
+    """Return what `token_losses` returns, on the model's device; a gradient flows back through it. The model gets other
+    `inputs` as well.
+    """
     parts = split_positions(model, ids, positions)
     losses = [
         _losses(logits.flatten(0, 1), ids[:, part].flatten()).view(len(ids), -1)
@@ -180,18 +180,16 @@ def last_logits(model: Any, ids: Sequence[int], tail: int, prefix: SharedPrefix 
     row = torch.tensor([ids], device=model.device)
     # Tokens are compared: at the end of the prefix, the text behind it may change tokens.
     shared = len([*takewhile(bool, map(eq, prefix.ids, ids[:-tail]))]) if prefix else 0
-    if prefix is None or not shared:
-        output = model(input_ids=row, use_cache=False, logits_to_keep=tail)
-    else:
+    cache = None
+    if prefix and shared:
         cache = deepcopy(prefix.cache)
         cache.crop(shared - len(prefix.ids))
         # Chunks of about equal length, as every chunk attends to all tokens before it.
-        rest = row[:, shared:]
         chunk_tokens = max(2 * tail, min(pass_tokens(model), MASKED_PAIRS // len(ids)))
-        chunks = math.ceil(rest.shape[1] / chunk_tokens)
-        *first_chunks, last_chunk = rest.tensor_split(chunks, dim=1)
+        chunks = math.ceil((len(ids) - shared) / chunk_tokens)
+        *first_chunks, row = row[:, shared:].tensor_split(chunks, dim=1)
         for chunk in first_chunks:
             model(input_ids=chunk, past_key_values=cache, use_cache=True, logits_to_keep=1)
-        output = model(input_ids=last_chunk, past_key_values=cache, use_cache=True, logits_to_keep=tail)
+    output = model(input_ids=row, past_key_values=cache, use_cache=cache is not None, logits_to_keep=tail)
     logits: torch.Tensor = output.logits[0]
     return logits

@@ -12,13 +12,13 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from itertools import chain, pairwise
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from pydantic import Field, model_validator
 
 from pi_lora.data.tokens import added_prefix
-from pi_lora.drawing import Panel, draw_by_window, draw_curves
+from pi_lora.drawing import Panel, draw_curves, draw_perplexities
 from pi_lora.evaluation.forward import check_numbers, pad_rows, pass_tokens, token_losses
 from pi_lora.evaluation.measurement import Measurement, Metric, Result, Scores, Session, Value, header_of
 from pi_lora.evaluation.texts import TokenizedDocument, choose_documents, complete
@@ -176,7 +176,7 @@ class Perplexity(Measurement[PerplexityOptions, PerplexityScores]):
             if result.by_position:
                 losses[label] = [(part.first, part.loss) for part in result.by_position.bins]
         if any(len(points) > 1 for points in sweeps.values()):
-            yield partial(draw_by_window, sweeps, "perplexity (lower is better)")
+            yield partial(draw_perplexities, sweeps)
         if len(losses) == len(scores):
             yield partial(draw_curves, losses, xlabel="tokens before, in the window", ylabel="loss (nats a token)")
 
@@ -269,19 +269,11 @@ class Sweep:
                 yield Piece(start, stop, scored, score_all=start == 0 or by_position)
 
 
-class Scored(NamedTuple):
-    """The losses in nats of the `tokens` of a document that count for `name`: (tokens), on the CPU."""
-
-    name: str
-    tokens: range
-    losses: torch.Tensor
-
-
 def scored_losses(
     model: Any, document: Sequence[int], pieces: Sequence[Piece], prefix: Sequence[int] = ()
-) -> Iterator[Scored]:
-    """Yield the losses of some pieces of a document, which go through the model together. The tokens of `prefix` take
-    the place of the first ones of a piece.
+) -> Iterator[tuple[str, range, torch.Tensor]]:
+    """Yield a name, the tokens of a document that count for it, and their losses in nats: (tokens), on the CPU. The
+    pieces go through the model together. The tokens of `prefix` take the place of the first ones of a piece.
     """
     rows = [[*prefix, *document[piece.start + len(prefix) : piece.stop]] for piece in pieces]
     ids = pad_rows(model, rows)
@@ -291,7 +283,7 @@ def scored_losses(
         for name, tokens in piece.scored.items():
             # The positions of a range are adjacent in `positions` too.
             first = positions.index(tokens.start - piece.start)
-            yield Scored(name, tokens, losses[first : first + len(tokens)])
+            yield name, tokens, losses[first : first + len(tokens)]
 
 
 def pass_losses(

@@ -100,12 +100,12 @@ def push(folder: Path, repo: str, *, private: bool = False, progress: Progress =
         if private and not info.private:
             raise ModelError(f"{url}: is public already; make it private in its settings, or leave out --private")
         others = {file.rfilename for file in info.siblings or ()}.difference(names)
-        stay = sorted(name for pattern in OTHER_MODEL for name in fnmatch.filter(others, pattern) if "/" not in name)
-        if stay:
-            files = stay[0] if len(stay) == 1 else f"{stay[0]} and {len(stay) - 1} more"
-            raise ModelError(
-                f"{url}: holds another model ({files}); name another repository, or delete its files there"
-            )
+        for pattern in OTHER_MODEL:
+            for name in fnmatch.filter(others, pattern):
+                if "/" not in name:
+                    raise ModelError(
+                        f"{url}: holds another model ({name}); name another repository, or delete its files there"
+                    )
         # By default the client waits without an end for a storage that does not answer. It tries six times.
         session = get_session()
         session.timeout = ANSWER_SECONDS
