@@ -24,7 +24,6 @@ from pi_lora.models.quantized import Header, check_loadable, check_quantization
 from pi_lora.models.resolve import resolve_for_training
 from pi_lora.models.shape import dense_mlps
 from pi_lora.models.source import Base, ModelSource
-from pi_lora.models.weights import read_weights
 from pi_lora.planning.advice import plan_lines
 from pi_lora.planning.training_plan import TrainingPlan
 from pi_lora.recipe.data import Data, Source
@@ -156,7 +155,7 @@ def _check_weights(model: ModelSource, ask_hub: bool) -> None:
     base = model.base
     if base.commit is None or constants.HF_HUB_OFFLINE:
         check_shapes(base)
-        check_loadable(base.name, base.config, read_weights(base.name, base.file))
+        check_loadable(base, base.read_weights())
     elif ask_hub:
         with hub_errors(base.name):
             try:
@@ -167,7 +166,7 @@ def _check_weights(model: ModelSource, ask_hub: bool) -> None:
         stored: dict[str, Header] = {}
         for file in metadata.files_metadata.values():
             stored |= file.tensors
-        check_loadable(base.name, base.config, stored)
+        check_loadable(base, stored)
 
 
 def _evaluation_problems(recipe: Recipe, tokenizer: Any, ask_hub: bool) -> Iterator[str]:

@@ -17,7 +17,6 @@ from pi_lora.models.quiet import quiet_loading
 from pi_lora.models.resolve import base_of_adapter
 from pi_lora.models.saving import save_without_weights, write_generation_config
 from pi_lora.models.source import Base, ModelSource
-from pi_lora.models.weights import read_weights
 from pi_lora.scaling.config import ORIGINAL_WINDOW, Config, full_attention_rope, window_of, with_legacy_rope_keys
 from pi_lora.scaling.verify import build_on_meta, config_of
 from pi_lora.types import Progress
@@ -68,7 +67,7 @@ class Merge:
         """
         if check == "logits":
             base = self.source.base
-            check_loadable(base.name, base.config, read_weights(base.name, base.file))
+            check_loadable(base, base.read_weights())
         write_tensors(self.tensors, folder, progress)
         if check == "none":
             self.lines.append("not checked")
@@ -118,7 +117,7 @@ def plan_merge(run: ModelSource, *, dtype: str | None, sibling: bool) -> Merge:
     if sibling:
         tuned_on = base_of_adapter(adapter, permissions=run.permissions)
         source = _onto_sibling(run, tuned_on)
-        before = dequantized(read_weights(tuned_on.name, tuned_on.file), tuned_on.config)
+        before = dequantized(tuned_on.read_weights(), tuned_on.config)
         lines.append(f"sibling: tuned on {public_name(tuned_on.name)}, and added to {public_name(source.base.name)}")
     else:
         run.check_base_fingerprint()
@@ -128,7 +127,7 @@ def plan_merge(run: ModelSource, *, dtype: str | None, sibling: bool) -> Merge:
     assert base.config_class, "a shipped config is for plans"
     with quiet_loading():
         expected = build_on_meta(base.config_class, plain_config)
-    base_tensors = dequantized(read_weights(base.name, base.file), base.config)
+    base_tensors = dequantized(base.read_weights(), base.config)
     tensors = match_tensors(expected, base_tensors, adapter, dtype=dtype, before=before)
     largest = max(tensors, key=lambda tensor: tensor.size)
     stored_dtype = str(largest.dtype).removeprefix("torch.")

@@ -1,4 +1,4 @@
-"""Attention in blocks of queries: sliding windows, chunks, sinks and soft caps, exactly as the config says.
+"""Attention in blocks of queries: sliding windows, chunks, sinks or soft caps, exactly as the config says.
 
 transformers' `sdpa` gives a layer with a sliding window a mask of queries x keys, and refuses models with attention
 sinks or soft caps. Here a block of queries meets only the keys that it can see, so that a layer with a window of w
@@ -74,12 +74,10 @@ class BlockwiseMask:
     device: torch.device | str
 
     def __getitem__(self, index: tuple[slice, ...]) -> "BlockwiseMask":
-        """Return the mask of some queries, indexed as (batch, head, queries, keys). Raise TypeError at another index.
+        """Return the mask of some queries, indexed as (batch, head, queries, keys).
 
         Layers of Gemma 4 that share the keys of others compute only the queries whose logits are needed.
         """
-        if len(index) != 4:
-            raise TypeError("a BlockwiseMask has no parts but queries")
         _, _, queries, _ = index
         return replace(self, queries=self.queries[queries])
 
@@ -213,12 +211,13 @@ def blockwise_attention(
     scale = query.shape[-1] ** -0.5 if scaling is None else scaling
     width = value.shape[-1]
     sink = None
-    if s_aux is not None and softcap is None:
+    if s_aux is not None:
+        assert softcap is None, "no model has both"
         query, key, value, sink = _with_sink_channels(query, key, value, s_aux / scale)
     query_blocks = torch.split(query, mask.size, dim=2)
     key_blocks = torch.split(key, mask.size, dim=2)
     value_blocks = torch.split(value, mask.size, dim=2)
-    attend: Callable[..., Any] = partial(_attend, scale=scale, dropout=dropout, softcap=softcap, sinks=s_aux)
+    attend: Callable[..., Any] = partial(_attend, scale=scale, dropout=dropout, softcap=softcap)
     if softcap is not None:
         # Scores and weights of all blocks would be kept for the backward pass.
         attend = partial(checkpoint, attend, use_reentrant=False)
@@ -264,18 +263,15 @@ def _with_sink_channels(
     for every kernel and its gradients. The value of the sink is 0, so the sink takes weight and gives nothing.
     """
     width = query.shape[-1]
-    query = torch.cat([query, _sinks_of(query, sinks)], dim=-1)
+    sink_of_head = sinks.to(query.dtype)[:, None, None]
+    sink_of_query = sink_of_head.expand_as(query[..., :1])
+    query = torch.cat([query, sink_of_query], dim=-1)
     query = pad(query, (0, SINK_CHANNELS - 1))
     key = pad(key, (0, SINK_CHANNELS))
     value = pad(value, (0, SINK_CHANNELS))
     sink = torch.zeros_like(key[:, :, :1])
     sink[..., width] = 1
     return query, key, value, sink
-
-
-def _sinks_of(query: torch.Tensor, sinks: torch.Tensor) -> torch.Tensor:
-    """Return the sink that each query meets, which is that of its head: (batch, heads, queries, 1)."""
-    return sinks.to(query.dtype)[:, None, None].expand_as(query[..., :1])
 
 
 def _folded(query: torch.Tensor, keys: torch.Tensor, visible: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
@@ -301,25 +297,20 @@ def _attend(
     scale: float,
     dropout: float,
     softcap: float | None,
-    sinks: torch.Tensor | None,
 ) -> torch.Tensor:
     """Return the output of one block: (batch, heads, queries, width). Scores are capped here, as no kernel of torch for
-    CPUs does; `sinks` are not capped. Without a cap, channels of queries and keys hold the sinks.
+    CPUs does.
     """
     folded, mask = _folded(query, keys, visible)
     if softcap is None:
         output = scaled_dot_product_attention(folded, keys, values, attn_mask=mask, dropout_p=dropout, scale=scale)
         return output.reshape(*query.shape[:-1], -1)
     scores = softcap * torch.tanh(folded @ keys.mT * scale / softcap)
-    if mask.dtype == torch.bool:
-        mask = torch.zeros_like(mask, dtype=scores.dtype).masked_fill(~mask, torch.finfo(scores.dtype).min)
-    scores = scores + mask
-    if sinks is not None:
-        of_queries = _sinks_of(query, sinks).reshape_as(scores[..., :1])
-        scores = torch.cat([scores, of_queries], dim=-1)
+    lowest = torch.finfo(scores.dtype).min
+    scores = scores.masked_fill(~mask, lowest) if mask.dtype == torch.bool else scores + mask
     at_least_float32 = torch.promote_types(scores.dtype, torch.float32)
     weights = torch.softmax(scores, dim=-1, dtype=at_least_float32).to(values.dtype)
-    output = drop(weights[..., : keys.shape[2]], dropout) @ values
+    output = drop(weights, dropout) @ values
     return output.reshape(*query.shape[:-1], -1)
 
 

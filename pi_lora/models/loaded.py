@@ -23,7 +23,7 @@ from pi_lora.models.files import quantization_of
 from pi_lora.models.quantized import DEQUANTIZED_ON_LOADING, check_is_quantized, check_loadable
 from pi_lora.models.quiet import quiet_loading
 from pi_lora.models.source import Base, ModelSource
-from pi_lora.models.weights import check_finite, read_weights
+from pi_lora.models.weights import check_finite
 from pi_lora.scaling.config import Config, depends_on_length
 from pi_lora.scaling.verify import config_of
 
@@ -144,7 +144,7 @@ def load_base(
     options = _placement_options(placement, dtype)
     base.download_weights()
     if quantization_of(base.config):
-        check_loadable(base.name, base.config, read_weights(base.name, base.file))
+        check_loadable(base, base.read_weights())
     config = source.typed_config
     is_dequantized = quantization_of(source.config) in DEQUANTIZED_ON_LOADING
     if is_dequantized:
@@ -255,8 +255,8 @@ def check_shapes(base: Base) -> None:
     """Raise ModelError if the files of a base hold other weights than its config describes, by their headers alone.
     Quantized weights have other names and shapes in the files. Whether bitsandbytes quantized any is checked.
     """
-    stored = read_weights(base.name, base.file)
-    check_is_quantized(base.name, base.config, stored)
+    stored = base.read_weights()
+    check_is_quantized(base, stored)
     if quantization_of(base.config):
         return
     shapes = {name: torch.empty(tensor.shape, device="meta") for name, tensor in stored.items()}

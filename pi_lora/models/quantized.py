@@ -44,15 +44,15 @@ def check_quantization(base: Base) -> None:
     )
 
 
-def check_is_quantized(name: str, config: Config, stored: Iterable[str]) -> None:
-    """Raise ModelError if the config of the model `name` says that bitsandbytes quantized the weights, but none of the
-    `stored` tensors has a name of its scales.
+def check_is_quantized(base: Base, stored: Iterable[str]) -> None:
+    """Raise ModelError if the config of `base` says that bitsandbytes quantized the weights, but none of the `stored`
+    tensors has a name of its scales.
     """
-    if quantization_of(config) != BITSANDBYTES:
+    if quantization_of(base.config) != BITSANDBYTES:
         return
     if not any(tensor.endswith(ENDS_OF_BITSANDBYTES) for tensor in stored):
         raise ModelError(
-            f"{name}: config.json has a quantization_config, but the weights are not quantized; "
+            f"{base.name}: config.json has a quantization_config, but the weights are not quantized; "
             "remove it from config.json"
         )
 
@@ -65,14 +65,14 @@ class Header(Protocol):
         """The numbers along each axis."""
 
 
-def check_loadable(name: str, config: Config, stored: Mapping[str, Header]) -> None:
-    """Raise ModelError if transformers does not dequantize the `stored` weights of the model `name` correctly.
+def check_loadable(base: Base, stored: Mapping[str, Header]) -> None:
+    """Raise ModelError if transformers does not dequantize the `stored` weights of `base` correctly.
 
     transformers 5.23 takes the rows of an FP8 matrix divided by the number of its scales as the height of a block. That
     is wrong if the last block is cut, except if it is the only one. The same holds for columns.
     """
-    check_is_quantized(name, config, stored)
-    quantization = config.get("quantization_config") or {}
+    check_is_quantized(base, stored)
+    quantization = base.config.get("quantization_config") or {}
     block = quantization.get("weight_block_size")
     if block is None:
         return
@@ -83,7 +83,7 @@ def check_loadable(name: str, config: Config, stored: Mapping[str, Header]) -> N
         for size, block_size, num_scales in zip(stored[weight].shape[-2:], block, scales.shape[-2:], strict=False):
             if num_scales > 1 and size % block_size:
                 raise ModelError(
-                    f"{name}: {weight}: {size} rows or columns are not whole FP8 blocks of {block_size}, "
+                    f"{base.name}: {weight}: {size} rows or columns are not whole FP8 blocks of {block_size}, "
                     "which transformers does not dequantize correctly; name the same model in bfloat16"
                 )
 

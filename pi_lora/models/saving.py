@@ -14,7 +14,7 @@ from pi_lora.models.composite import names_in
 from pi_lora.models.files import save_config
 from pi_lora.models.source import Base, ModelSource
 from pi_lora.models.tokenizer import save_tokenizer
-from pi_lora.models.weights import COMPUTED, StoredTensor, read_header, read_weights, write_index
+from pi_lora.models.weights import COMPUTED, StoredTensor, read_header, write_index
 from pi_lora.scaling.config import Config, window_of
 from pi_lora.storage import read_json, write_json
 from pi_lora.types import Json, Progress
@@ -55,7 +55,7 @@ def save_other_weights(base: Base, folder: Path) -> None:
     """Add the weights of the base that its module does not have to those in `folder`: the other parts of a composite,
     and heads that predict several tokens.
     """
-    stored = read_weights(base.name, base.file)
+    stored = base.read_weights()
     names = names_in(base.meta_model, stored, fused=True)
     known = base.meta_model.state_dict()
     others = {}
@@ -77,7 +77,7 @@ def save_other_weights(base: Base, folder: Path) -> None:
 
 def weight_files(source: ModelSource) -> list[Path]:
     """Return the files of weights of the base, and their index; raise ModelError if one is missing or damaged."""
-    tensors = read_weights(source.base.name, source.base.file)
+    tensors = source.base.read_weights()
     files = list({tensor.path for tensor in tensors.values()})
     index = source.base.file(SAFE_WEIGHTS_INDEX_NAME)
     if index and files[0].name != SAFE_WEIGHTS_NAME:

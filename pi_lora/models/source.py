@@ -31,6 +31,8 @@ from pi_lora.types import Permissions
 if TYPE_CHECKING:
     from transformers import PreTrainedConfig, PreTrainedModel
 
+    from pi_lora.models.weights import StoredTensor
+
 
 @dataclass(frozen=True)
 class Base:
@@ -63,12 +65,19 @@ class Base:
             return download_file(self.name, name, self.commit)
         return file
 
-    def download_weights(self) -> None:
-        """Download all weights of a hub id into the folder; raise ModelError if some are missing or damaged."""
+    def read_weights(self) -> "dict[str, StoredTensor]":
+        """Return the tensors by name, of files that are downloaded if necessary; only headers are read.
+
+        Raise ModelError if some are missing or damaged.
+        """
         from pi_lora.models.weights import read_weights
 
+        return read_weights(self.name, self.file)
+
+    def download_weights(self) -> None:
+        """Download all weights of a hub id into the folder."""
         if self.commit:
-            read_weights(self.name, self.file)
+            self.read_weights()
 
     @cached_property
     def meta_model(self) -> "PreTrainedModel":
@@ -94,7 +103,7 @@ class Base:
         """A digest of the weights; ModelError if there are none."""
         from pi_lora.models.weights import weights_digest
 
-        return weights_digest(self.name, self.file)
+        return weights_digest(self.read_weights())
 
     def fingerprint(self, tokenizer: str, data: str) -> Fingerprint:
         """Return the fingerprint of a run of this base, from the digests of its tokenizer and data."""

@@ -208,14 +208,12 @@ def write_index(folder: Path, tensors: Mapping[str, StoredTensor]) -> None:
     write_json(folder / SAFE_WEIGHTS_INDEX_NAME, index)
 
 
-def weights_digest(model: str, find: Callable[[str], Path | None]) -> str:
-    """Return a SHA-256 of the names, types, shapes and sampled bytes of all tensors, independent of their files.
-
-    `find` returns the path of a file by name, or None. Raise ModelError if a file is missing or damaged.
-    """
+def weights_digest(tensors: Mapping[str, StoredTensor]) -> str:
+    """Return a SHA-256 of the names, types, shapes and sampled bytes of tensors, independent of their files."""
     digests = []
-    for name, tensor in sorted(read_weights(model, find).items()):
-        digests.append([name, [DTYPE_NAMES[tensor.dtype], tensor.shape, tensor.digest()]])
+    for name, tensor in sorted(tensors.items()):
+        dtype_name = DTYPE_NAMES[tensor.dtype]
+        digests.append([name, [dtype_name, tensor.shape, tensor.digest()]])
     return digest_of(digests)
 
 

@@ -20,7 +20,7 @@ from pi_lora.errors import ModelError
 from pi_lora.models.loaded import load_base
 from pi_lora.models.quantized import check_loadable, dequantized
 from pi_lora.models.resolve import resolve_model
-from pi_lora.models.weights import read_header, read_weights
+from pi_lora.models.weights import read_header
 from pi_lora.preflight import check
 from pi_lora.scaling.extension import Extension
 from random_runs import TWICE, save_base, save_run, stored
@@ -126,9 +126,9 @@ def weight_of(module: Any, name: str) -> torch.Tensor:
 @torch.no_grad()
 def test_an_adapter_is_merged_into_the_dequantized_base(base: Path, tmp_path: Path) -> None:
     source = resolve_model(str(base))
-    check_loadable("base", source.config, read_weights(str(base), source.base.file))
+    check_loadable(source.base, source.base.read_weights())
     module = load_base(source, torch.float32)
-    for name, weight in dequantized(read_weights(str(base), source.base.file), source.config).items():
+    for name, weight in dequantized(source.base.read_weights(), source.config).items():
         if name in module.state_dict():
             blocks = torch.cat([block.flatten() for block in weight.blocks()])
             torch.testing.assert_close(blocks.float(), weight_of(module, name).float().flatten(), rtol=1e-6, atol=0)
@@ -178,13 +178,13 @@ def test_fp8_blocks_that_transformers_dequantizes_wrongly_are_not_loaded(
     """A merge without a comparison of logits does not load the base; one with it is refused before it is written."""
     with_fp8(tmp_path / "base", intermediate_size=96)
     base = resolve_model(str(tmp_path / "base")).base
-    headers = read_weights(base.name, base.file)
+    headers = base.read_weights()
     refused = (
-        r"^base: model\.layers\.0\.mlp\.down_proj\.weight: 96 rows or columns are not whole FP8 blocks of 64, "
+        rf"^{base.name}: model\.layers\.0\.mlp\.down_proj\.weight: 96 rows or columns are not whole FP8 blocks of 64, "
         "which transformers does not dequantize correctly; name the same model in bfloat16$"
     )
     with pytest.raises(ModelError, match=refused):
-        check_loadable("base", base.config, headers)
+        check_loadable(base, headers)
     with pytest.raises(ModelError, match="96 rows or columns are not whole FP8 blocks of 64"):
         load(str(tmp_path / "base"))
     with pytest.raises(ModelError, match="96 rows or columns are not whole FP8 blocks of 64"):
