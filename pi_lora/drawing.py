@@ -118,11 +118,31 @@ def draw_marked_text(pieces: Sequence[tuple[str, float]], title: str, axes: Any)
             if character == "\n":
                 continue
             if not character.isspace():
-                background = Rectangle((column, line), 1, 1, color=ORANGE, alpha=strength, linewidth=0)
+                background = Rectangle(
+                    (column, line),
+                    1,
+                    1,
+                    color=ORANGE,
+                    alpha=strength,
+                    linewidth=0,
+                )
                 axes.add_patch(background)
-                axes.text(column + 0.5, line + 0.5, character, family="monospace", fontsize=6, ha="center", va="center")
+                axes.text(
+                    column + 0.5,
+                    line + 0.5,
+                    character,
+                    family="monospace",
+                    fontsize=6,
+                    ha="center",
+                    va="center",
+                )
             column += 1
-    axes.set(xlim=(0, TEXT_COLUMNS), ylim=(line + 1, 0), xticks=[], yticks=[])
+    axes.set(
+        xlim=(0, TEXT_COLUMNS),
+        ylim=(line + 1, 0),
+        xticks=[],
+        yticks=[],
+    )
     axes.set_title(title, fontsize=9)
     axes.spines[["left", "bottom"]].set_visible(False)
 

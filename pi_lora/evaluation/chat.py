@@ -97,7 +97,12 @@ class Chats(Measurement[ChatOptions, ChatScores]):
         table = find_table(source)
         counts = Counter[str]()
         rows = table.read([source.column], None)
-        fitting = ChatTemplate(model.tokenizer).chats(rows, source.column, options.window or model.window, counts)
+        fitting = ChatTemplate(model.tokenizer).chats(
+            rows,
+            source.column,
+            options.window or model.window,
+            counts,
+        )
         chats = dict(islice(fitting, options.limit))
         for line in format_counts(counts):
             session.say(f"{options.data}: {line}")
@@ -110,7 +115,11 @@ class Chats(Measurement[ChatOptions, ChatScores]):
         def measure(name: str) -> Json:
             return chat_score(name, chats[name], model, base).model_dump()
 
-        decided_by = {**options.model_dump(), "rows": table.identity, "base": base and identity_of(base)}
+        decided_by = {
+            **options.model_dump(),
+            "rows": table.identity,
+            "base": base and identity_of(base),
+        }
         results = session.measure(model, decided_by, items=list(chats), measure=measure)
         per_chat = [ChatScore.model_validate(result) for result in results]
         tokens = [chat.tokens for chat in per_chat]

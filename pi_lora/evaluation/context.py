@@ -172,7 +172,7 @@ class Context(Measurement[ContextOptions, ContextScores]):
         shares = []
         for document in documents:
             share = 100 * document.key_tokens / document.tokens
-            shares.append((0.0, share, float(document.tokens)))
+            shares.append((0.0, share, document.tokens))
         interval = of_means([shares])
         if interval:
             interval = max(0.0, interval[0]), interval[1]
@@ -227,7 +227,12 @@ def context_losses(
     module = model.module
     prefix = added_prefix(model.tokenizer)
     tokens_at_once = 1 if depends_on_length(model.source.config) else pass_tokens(module)
-    whole = Piece(0, len(ids), {"whole": range(short_window, len(ids))}, score_all=False)
+    whole = Piece(
+        0,
+        len(ids),
+        {"whole": range(short_window, len(ids))},
+        score_all=False,
+    )
     [(_, _, far)] = scored_losses(module, ids, [whole], prefix)
     near = far.clone()
     for pieces in Sweep((short_window + stride,), stride).passes(len(ids), tokens_at_once):

@@ -79,7 +79,11 @@ class Exams:
         needles = []
         questions = []
         for name, thing in self.rng.sample([*product(NAMES, THINGS)], number):
-            fact = {"name": name, "thing": thing, "value": "".join(self.rng.choices(DIGITS, k=5))}
+            fact = {
+                "name": name,
+                "thing": thing,
+                "value": "".join(self.rng.choices(DIGITS, k=5)),
+            }
             needles.append(self._tokens(STATEMENT.format(**fact) + "\n"))
             questions.append(QUESTION.format(**fact))
         self.rng.shuffle(questions)

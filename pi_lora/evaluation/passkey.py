@@ -306,7 +306,12 @@ class PasskeyTest:
     def _succeeds(self, trial: Trial) -> bool:
         # The prediction after the last digit is not needed.
         ids = [*trial.prompt, *trial.answer[:-1]]
-        logits = last_logits(self.loaded.module, ids, tail=len(trial.answer), prefix=self._prefix)
+        logits = last_logits(
+            self.loaded.module,
+            ids,
+            tail=len(trial.answer),
+            prefix=self._prefix,
+        )
         check_numbers(self.loaded, finite(logits))
         return bool(logits.argmax(-1).tolist() == trial.answer)
 

@@ -121,7 +121,12 @@ class Perplexity(Measurement[PerplexityOptions, PerplexityScores]):
         windows, stride = options.sweep(model.window)
         prefix = added_prefix(model.tokenizer)
         unscored = max(1, len(prefix))
-        sweep = Sweep(windows, stride, bins=min(BINS, max(windows) - unscored), unscored=unscored)
+        sweep = Sweep(
+            windows,
+            stride,
+            bins=min(BINS, max(windows) - unscored),
+            unscored=unscored,
+        )
         documents, too_short = choose_documents(model, options, max(windows))
         sums_by_document = _measure_documents(model, documents, sweep, options, session)
         per_document = []

@@ -140,7 +140,7 @@ class Ruler(Measurement[RulerOptions, RulerScores]):
             yield proportion(
                 label="RULER",
                 mean=length.score,
-                samples=sum(task.samples for task in length.tasks.values()),
+                samples=len(values),
                 at=length.window,
                 values=values,
                 dataset=f"RULER, {len(length.tasks)} tasks at {length.window} tokens",

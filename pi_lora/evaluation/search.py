@@ -107,7 +107,12 @@ class Searched:
         if not self.texts or not self.test_documents:
             text = text_options.data
             raise DataError(f"--data: {text}: one document is long enough; the search and its test need two")
-        self.exams = Exams(self.loaded, [text.ids for text in self.texts], options.target, options.seed)
+        self.exams = Exams(
+            self.loaded,
+            [text.ids for text in self.texts],
+            options.target,
+            options.seed,
+        )
         self.long = self.exams.long()
         self.text = self.exams.row(self.texts[-1].ids[: options.target].tolist())
         # Half of the original window or more before a token.

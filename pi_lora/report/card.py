@@ -185,7 +185,12 @@ def _scores_section(run: MeasuredRun) -> str:
     paragraphs = []
     if run.merged and run.scores:
         paragraphs.append("With the adapter, before it was merged:")
-    verdict = verdict_of(run.scores_at(BASE), run.scores_at(STEP_0), run.last_scores, run.metadata.original)
+    verdict = verdict_of(
+        run.scores_at(BASE),
+        run.scores_at(STEP_0),
+        run.last_scores,
+        run.metadata.original,
+    )
     if verdict:
         lines = [f"- **{label}**: {literal(text)}." for label, text in verdict.items()]
         paragraphs.append("\n".join(lines))

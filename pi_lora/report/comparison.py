@@ -10,7 +10,7 @@ from pydantic import BaseModel
 from rich.table import Table
 
 from pi_lora.errors import ModelError
-from pi_lora.evaluation.changes import Row, change_of
+from pi_lora.evaluation.changes import Row
 from pi_lora.evaluation.measurement import Scores
 from pi_lora.evaluation.suite import (
     Requested,
@@ -23,7 +23,7 @@ from pi_lora.evaluation.suite import (
 from pi_lora.models.resolve import extension_of, run_folder
 from pi_lora.models.source import ModelSource
 from pi_lora.report.scores import MeasuredRun, shown_metrics
-from pi_lora.report.verdict import verdict_of
+from pi_lora.report.verdict import changes, verdict_of
 from pi_lora.run import BASE, STEP_0, TUNED
 from pi_lora.types import UI
 
@@ -150,14 +150,8 @@ def _all_requested(run: MeasuredRun, requested: Requested, data: str | None) -> 
 
 def compare(base: Scores, run: Scores) -> Iterator[Row]:
     """Yield rows of the metrics that two results share, if both were measured on the same text in the same way."""
-    if differences(base.options, run):
-        return
-    base_metrics = shown_metrics(base)
-    for heading, run_metric in shown_metrics(run).items():
-        base_metric = base_metrics.get(heading)
-        # Perplexities of other tokens do not compare: another tokenizer, or documents that were changed.
-        if base_metric and run_metric.compares_with(base_metric):
-            yield change_of(base_metric, run_metric)
+    if not differences(base.options, run):
+        yield from changes(shown_metrics(base), shown_metrics(run).values())
 
 
 def comparison_table(comparison: Comparison) -> Table:

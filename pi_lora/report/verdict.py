@@ -2,7 +2,7 @@
 scaling, and what short inputs lost.
 """
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 
 from pi_lora.evaluation.changes import Row, change_of
 from pi_lora.evaluation.measurement import Metric, Scores
@@ -29,8 +29,8 @@ def verdict_of(
     """
     lines = {}
     finds = []
-    tuning: list[str] = []
-    costs: list[str] = []
+    tuning: list[Row] = []
+    costs: list[Row] = []
     for name, scores in run.items():
         if scores.tuned_on:
             continue
@@ -39,21 +39,21 @@ def verdict_of(
         after = list(shown_metrics(scores).values())
         if scores.measurement == "perplexity":
             lines["Reads"] = _reads(before, after, original)
-            tuning += _changes(without_tuning, [_farthest(after)])
+            tuning += changes(without_tuning, [_farthest(after)])
             in_original = [metric for metric in after if metric.at == original]
-            costs = [*_changes(before, in_original), *costs]
+            costs = [*changes(before, in_original), *costs]
         if scores.measurement in RETRIEVAL:
             found = _farthest([metric for metric in after if metric.label in (PASSKEYS, "RULER")] or after)
             finds.append(_finds(before, found))
-            tuning += _changes(without_tuning, [found])
+            tuning += changes(without_tuning, [found])
         if scores.measurement in SHORT:
-            costs += _changes(before, after)
+            costs += changes(before, after)
     if finds:
         lines["Finds"] = "; ".join(finds)
     if tuning:
-        lines["Compared with no tuning"] = "; ".join(tuning)
+        lines["Compared with no tuning"] = _list(tuning)
     if costs:
-        lines["Short inputs"] = "; ".join(costs)
+        lines["Short inputs"] = _list(costs)
     elif run:
         lines["Short inputs"] = "the base was not measured in the same way"
     return lines
@@ -102,12 +102,18 @@ def _amount(metric: Metric) -> str:
     return f"{count} ({low:.0f} to {high:.0f} %)"
 
 
-def _changes(before: Mapping[str, Metric], after: list[Metric]) -> Iterator[str]:
-    """Yield the changes of metrics from those of another model, as far as it has them."""
+def changes(before: Mapping[str, Metric], after: Iterable[Metric]) -> Iterator[Row]:
+    """Yield the changes of metrics from those of another model by heading, as far as it has them."""
     for metric in after:
         other = before.get(metric.heading)
+        # Perplexities of other tokens do not compare: another tokenizer, or documents that were changed.
         if other and metric.compares_with(other):
-            yield f"{metric.heading} {_in_words(change_of(other, metric))}"
+            yield change_of(other, metric)
+
+
+def _list(rows: Iterable[Row]) -> str:
+    """Return changes in words, each with the name of the metric."""
+    return "; ".join(f"{row.measurement} {_in_words(row)}" for row in rows)
 
 
 def _in_words(row: Row) -> str:

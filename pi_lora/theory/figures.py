@@ -69,8 +69,22 @@ def _positions(setting: Setting) -> Any:
         axes.axvspan(0, length, color=GREY, alpha=0.15, linewidth=0)
         curve = np.linspace(0, target, SAMPLES)
         axes.plot(curve, wave(curve), color="0.6", linewidth=1)
-        axes.plot(others, wave(others), marker, color=color, label=label, markersize=4.5)
-        axes.plot(trained, wave(trained), "o", color=BLUE, label="trained", markersize=4.5)
+        axes.plot(
+            others,
+            wave(others),
+            marker,
+            color=color,
+            label=label,
+            markersize=4.5,
+        )
+        axes.plot(
+            trained,
+            wave(trained),
+            "o",
+            color=BLUE,
+            label="trained",
+            markersize=4.5,
+        )
         axes.set(ylim=(-1.35, 1.9), ylabel="rotary wave", xlabel="position index (tokens)")
         plain(axes, title, frameon=False, fontsize=9, loc="upper right", ncols=2)
 
@@ -79,7 +93,14 @@ def _positions(setting: Setting) -> Any:
     extrapolated = "Extrapolation: position indices leave the trained range"
     draw(above, extrapolated, unseen, marker="X", color=VERMILION, label="unseen")
     interpolated = f"Position Interpolation: indices are multiplied by {length}/{target}"
-    draw(below, interpolated, positions * length / target, marker="D", color=GREEN, label="in between")
+    draw(
+        below,
+        interpolated,
+        positions * length / target,
+        marker="D",
+        color=GREEN,
+        label="in between",
+    )
     return figure
 
 
@@ -97,7 +118,15 @@ def _fit(setting: Setting) -> Any:
     figure = new_figure(13, 3.4)
     inside, beyond, between = figure.subplots(1, 3)
     draw(inside, "Fitted in $[0, L)$", np.arange(length, dtype=float))
-    inside.plot(points, ".", color=BLUE, alpha=0.35, markersize=3, label="points", zorder=1)
+    inside.plot(
+        points,
+        ".",
+        color=BLUE,
+        alpha=0.35,
+        markersize=3,
+        label="points",
+        zorder=1,
+    )
     inside.legend(loc="upper right")
     draw(beyond, "Effect of extrapolation", np.linspace(0, setting.target, SAMPLES))
     beyond.axvline(length, **DASHED)
