@@ -74,7 +74,7 @@ clean:
 	@echo "Installing into .venv; this takes minutes, without output."
 	$(PYTHON) -m venv .venv
 	$(BIN)/pip install --quiet --disable-pip-version-check --upgrade '$(PIP)'
-	$(BIN)/pip install --quiet --disable-pip-version-check --constraint constraints.txt --group dev --editable '.[all]'
+	$(BIN)/pip install --quiet --disable-pip-version-check --no-compile --constraint constraints.txt --group dev --editable '.[all]'
 	touch $@
 
 .venv-oldest/installed: pyproject.toml scripts/oldest.py
