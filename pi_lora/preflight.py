@@ -176,16 +176,21 @@ def _evaluation_problems(recipe: Recipe, tokenizer: Any, ask_hub: bool) -> Itera
     if chat:
         chats = Data.model_validate({"source": {"name": chat.data, "column": chat.column, "split": chat.split}})
         window = chat.window or target
-        for problem in data_problems(chats, ask_hub, tokenizer=tokenizer, window=window):
-            yield problem.replace("data.source", "evaluation.chat.data", 1)
+        yield from data_problems(chats, ask_hub, key="evaluation.chat.data", tokenizer=tokenizer, window=window)
     context = recipe.evaluation.context
     if context:
         yield from _text_problems("context", context, {"window": context.window or target}, ask_hub)
     summaries = recipe.evaluation.summarization
     if summaries and summaries.data:
         _, rows = complete(summaries, recipe)
-        for problem in data_problems(rows, ask_hub, held_out=True, tokenizer=tokenizer, window=target):
-            yield problem.replace("data.source", "evaluation.summarization.data", 1)
+        yield from data_problems(
+            rows,
+            ask_hub,
+            key="evaluation.summarization.data",
+            held_out=True,
+            tokenizer=tokenizer,
+            window=target,
+        )
     files = {}
     if context and context.key_tokens:
         files["context.key_tokens"] = context.key_tokens
@@ -207,17 +212,13 @@ def _text_problems(measurement: str, options: TextOptions, windows: Mapping[str,
         return
     section = f"evaluation.{measurement}"
     source = Source.model_validate({"name": options.data, **options.model_dump(include=HELD_OUT_KEYS)})
-    if source.has_chats:
-        yield f"{section}.column: {source.column} holds chats; name a column of texts"
-        return
-    problems = data_problems(Data(source=(source,)), ask_hub, held_out=True)
-    for problem in problems:
-        yield problem.replace("data.source", f"{section}.data", 1)
+    problems = data_problems(Data(source=(source,)), ask_hub, key=f"{section}.data", held_out=True)
+    yield from problems
     if problems:
         return
     needed = {**windows, "min_tokens": options.min_tokens or 0}
     key = max(needed, key=needed.__getitem__)
-    too_short = too_short_for(source, needed[key], "a document needs" if key == "min_tokens" else "a window has")
+    too_short = too_short_for(source, needed[key])
     if too_short:
         yield f"{section}.data: {too_short}; name longer texts, or lower {section}.{key}"
 

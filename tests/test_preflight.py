@@ -244,22 +244,13 @@ def test_documents_that_fill_no_window_are_named_before_the_training(small_model
         check(small_recipe(small_model, evaluation={"perplexity": perplexity}), tmp_path / "run")
     [line] = raised.value.problems
     assert line == (
-        f"evaluation.perplexity.data: {tmp_path / 'short'}: the longest document has 84 bytes, and a window has 128 "
-        "tokens; name longer texts, or lower evaluation.perplexity.windows"
+        f"evaluation.perplexity.data: {tmp_path / 'short'}: the longest document has 84 bytes, and 128 tokens "
+        "are needed; name longer texts, or lower evaluation.perplexity.windows"
     )
     lower = {**perplexity, "windows": [64]}
     check(small_recipe(small_model, evaluation={"perplexity": lower}), tmp_path / "run")
     (tmp_path / "short" / "long.txt").write_text("é" * 64)
     check(small_recipe(small_model, evaluation={"perplexity": perplexity}), tmp_path / "run")
-
-
-@pytest.mark.parametrize("measurement", ["perplexity", "context"])
-def test_chats_are_no_text_to_measure(small_model: Path, tmp_path: Path, measurement: str) -> None:
-    (tmp_path / "chats.jsonl").write_text('{"messages": [{"role": "user", "content": "a"}]}')
-    measured = {measurement: {"data": str(tmp_path / "chats.jsonl"), "column": "messages"}}
-    line = f"^evaluation.{measurement}.column: messages holds chats; name a column of texts$"
-    with pytest.raises(RecipeError, match=line):
-        check(small_recipe(small_model, evaluation=measured), tmp_path / "run")
 
 
 def test_every_text_of_the_evaluation_is_there_before_the_training(small_model: Path, tmp_path: Path) -> None:
@@ -367,7 +358,7 @@ def test_measurements_that_cannot_work_are_refused_before_the_training(
         (
             small_model,
             {"perplexity": {"data": str(text), "min_tokens": 300}},
-            "perplexity.data: .* a document needs 300 tokens; .* evaluation.perplexity.min_tokens",
+            "perplexity.data: .* 300 tokens are needed; .* evaluation.perplexity.min_tokens",
         ),
         (
             small_model,

@@ -197,7 +197,7 @@ def as_words(overrides: Sequence[Override]) -> Iterator[str]:
             yield override
         else:
             for key, value in override.items():
-                yield f"{key}={json.dumps(value, default=os.fspath)}"
+                yield f"{key}={json.dumps(value, default=os.fspath, ensure_ascii=False)}"
 
 
 def join_launched_processes() -> None:

@@ -37,6 +37,8 @@ ABOUT_ROWS = re.compile(
 SPLIT = re.compile(
     r"(?<![a-z])(?:(train)(?:ing)?|(test)(?:ing)?|(?:val(?:id(?:ation)?)?|dev|eval(?:uation)?))(?![a-z])", re.IGNORECASE
 )
+# The names of pyarrow, which does not read .xz.
+COMPRESSIONS = {".gz": "gzip", ".bz2": "bz2", ".zst": "zstd"}
 COMPRESSION = re.compile(r"\.(gz|bz2|xz|zst)$")
 UTF16_MARKS = (codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE)
 
@@ -93,10 +95,10 @@ def files_named(name: str) -> list[Path]:
     files = [file for file in found if suffix_of(file.name) in kinds and file.is_file()]
     if not path.is_file():
         files = [file for file in files if _is_part(file)]
-    if path.is_dir() and any(suffix_of(file.name) in TABLE_SUFFIXES for file in files):
+    rows = [file for file in files if suffix_of(file.name) in TABLE_SUFFIXES]
+    if path.is_dir() and rows:
         files = [file for file in files if not ABOUT_ROWS.fullmatch(file.name)]
-        rows = [file for file in files if suffix_of(file.name) in TABLE_SUFFIXES]
-        splits = {split for file in rows if (split := _split_of(str(file.relative_to(path))))}
+        splits = {_split_of(str(file.relative_to(path))) for file in rows} - {""}
         if len(splits) > 1:
             raise DataError(f"{name}: holds the splits {', '.join(sorted(splits))}; name the folder or files of one")
     if not found:
@@ -106,12 +108,12 @@ def files_named(name: str) -> list[Path]:
     return files
 
 
-def _split_of(name: str) -> str | None:
+def _split_of(name: str) -> str:
     """Return the split of a file by its name in a folder, the last one that is named, as in train/dev.jsonl."""
-    found = [*SPLIT.finditer(name)]
-    if not found:
-        return None
-    return (found[-1][1] or found[-1][2] or "validation").lower()
+    split = ""
+    for found in SPLIT.finditer(name):
+        split = found[1] or found[2] or "validation"
+    return split.lower()
 
 
 def _is_part(file: Path) -> bool:
@@ -165,10 +167,8 @@ def _rows(file: File, columns: Sequence[str]) -> Iterator[Any]:
         import pyarrow.parquet  # takes a second, and journals import this file
 
         with pyarrow.parquet.ParquetFile(file) as table:
-            names = table.schema_arrow.names
-            _check_names(names, columns)
             # All columns are read of chats, and if one is missing, so that a message can name them.
-            readable = set(names).difference(CHAT_COLUMNS)
+            readable = set(table.schema_arrow.names).difference(CHAT_COLUMNS)
             columns_read = list(columns) if readable.issuperset(columns) else None
             for batch in table.iter_batches(256, columns=columns_read):
                 yield from batch.to_pylist()
@@ -185,7 +185,6 @@ def _rows(file: File, columns: Sequence[str]) -> Iterator[Any]:
         if suffix in DELIMITERS:
             csv.field_size_limit(sys.maxsize)  # a cell may hold a whole report
             rows = csv.DictReader(stream, delimiter=DELIMITERS[suffix], strict=True)
-            _check_names(rows.fieldnames or [], columns)
             for row in rows:
                 has_every_cell = None not in row and None not in row.values()
                 yield row if has_every_cell else None
@@ -200,23 +199,14 @@ def _rows(file: File, columns: Sequence[str]) -> Iterator[Any]:
             yield {"text": stream.read()}
 
 
-def _check_names(names: Sequence[str], columns: Sequence[str]) -> None:
-    for column in columns:
-        if names.count(column) > 1:
-            raise ValueError(f"several columns have the name {column}")
-
-
-def _opened(file: File) -> Any:
+def _opened(file: Any) -> Any:
     """Open a file to be read without its compression."""
-    if isinstance(file, zipfile.Path):
-        return file.open("rb")
+    import pyarrow
+
     suffix = file.suffix.lower()
     if suffix == ".xz":
         return lzma.open(file)
-    import pyarrow
-
-    compressions = {".gz": "gzip", ".bz2": "bz2", ".zst": "zstd"}
-    return pyarrow.input_stream(file.open("rb"), compression=compressions.get(suffix))
+    return pyarrow.input_stream(file.open("rb"), compression=COMPRESSIONS.get(suffix))
 
 
 def decoded(stream: Any, newline: str | None = None) -> io.TextIOWrapper:

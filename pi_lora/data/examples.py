@@ -245,13 +245,15 @@ def data_problems(
     data: Data,
     ask_hub: bool = False,
     *,
+    key: str = "data.source",
     held_out: bool = False,
     tokenizer: Any = None,
     window: int = 0,
 ) -> list[str]:
-    """Return the problems of the template and of the first rows of the sources, one a line; `held_out` ones if texts
-    are to be measured. With the `tokenizer` of a model, examples and chats are encoded for its `window`. Sources on the
-    hub are streamed if `ask_hub`, read from the cache without the hub, and skipped otherwise.
+    """Return the problems of the template and of the first rows of the sources, one a line; `key` names the sources in
+    a recipe. Rows are `held_out` ones if texts are to be measured. With the `tokenizer` of a model, examples and chats
+    are encoded for its `window`. Sources on the hub are streamed if `ask_hub`, read from the cache without the hub, and
+    skipped otherwise.
     """
     try:
         columns = Task(data).columns if data.has_examples else []
@@ -273,15 +275,15 @@ def data_problems(
                 next(table.documents(held_out=held_out), None)
         except DataError as problem:
             # That a model has no chat template names the key itself.
-            problems.append(f"data.source: {str(problem).removeprefix('data.source: ')}")
+            problems.append(f"{key}: {str(problem).removeprefix('data.source: ')}")
     return problems
 
 
-def too_short_for(source: Source, window: int, needs: str = "a window has") -> str | None:
-    """Return the problem that no held-out document of a local source can fill a window of so many tokens. `needs` says
-    in the message what needs them.
+def too_short_for(source: Source, tokens: int) -> str | None:
+    """Return the problem that no held-out document of a local source can have so many tokens, as a window needs.
 
-    Every byte counts as a token, and BOS is one more. Return None if a document may fill it, or if there are too many.
+    Every byte counts as a token, and BOS is one more. Return None if a document may have them, or if there are too many
+    documents.
     """
     if not looks_local(source.name) or source.name in BUILTIN_TEXTS:
         return None
@@ -289,10 +291,10 @@ def too_short_for(source: Source, window: int, needs: str = "a window has") -> s
     documents = itertools.islice(find_table(source).documents(held_out=True), COUNTED_ROWS)
     for number, document in enumerate(documents, 1):
         longest = max(longest, len(document.text.encode(errors="surrogateescape")))
-        if longest + 1 >= window or number == COUNTED_ROWS:
+        if longest + 1 >= tokens or number == COUNTED_ROWS:
             return None
     kind = "held-out document" if source.hold_out else "document"
-    return f"{source.name}: the longest {kind} has {longest:,} bytes, and {needs} {window:,} tokens"
+    return f"{source.name}: the longest {kind} has {longest:,} bytes, and {tokens:,} tokens are needed"
 
 
 def amount_problems(recipe: Recipe, original: int) -> list[str]:

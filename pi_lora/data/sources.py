@@ -117,7 +117,7 @@ def texts(rows: Iterable[NamedJson], columns: Sequence[str]) -> Iterator[NamedJs
     Raise DataError if a row lacks one of the `columns`.
     """
     for row_name, row in rows:
-        values = {}
+        values = row if columns[0] in CHAT_COLUMNS else {}
         for column in columns:
             kind = list if column in CHAT_COLUMNS else str
             if column not in row or not isinstance(row[column], kind | None):
@@ -129,8 +129,6 @@ def texts(rows: Iterable[NamedJson], columns: Sequence[str]) -> Iterator[NamedJs
                     f"its columns: {', '.join(row)}"
                 )
             values[column] = row[column] or kind()
-        if columns[0] in CHAT_COLUMNS:
-            values = row | values
         yield row_name, values
 
 
@@ -384,8 +382,6 @@ def evaluation_documents(options: TextOptions) -> Iterator[Document]:
     if name in PINNED:
         source, file = PINNED[name]
         return hub_file(source, file).documents()
-    if options.column in CHAT_COLUMNS:
-        raise DataError(f"--column: {options.column} holds chats; name a column of texts")
     source = Source(name=name, **options.model_dump(include=HELD_OUT_KEYS))
     # The first documents of a large data set are measured without downloading all of it.
     if options.hold_out is not None:

@@ -3,8 +3,9 @@
 from collections.abc import Iterator
 from typing import Annotated, Literal
 
-from pydantic import Field, PositiveFloat, PositiveInt
+from pydantic import AfterValidator, Field, PositiveFloat, PositiveInt
 
+from pi_lora.recipe.data import CHAT_COLUMNS
 from pi_lora.recipe.section import LIST, Section, Seed, Texts, Tokens, Windows
 
 # The paper's stride in tokens.
@@ -13,6 +14,15 @@ STRIDE = 256
 SHORT_WINDOW = 4096
 # The shortest window of the default windows, in tokens.
 SHORTEST_WINDOW = 256
+
+
+def _no_chats(column: str) -> str:
+    if column in CHAT_COLUMNS:
+        raise ValueError(f"{column} holds chats; name a column of texts")
+    return column
+
+
+TextColumn = Annotated[str, AfterValidator(_no_chats)]
 
 
 def default_windows(window: int, shortest: int | None = None) -> tuple[int, ...]:
@@ -43,7 +53,7 @@ class TextOptions(Section):
     """Draw the documents at random with this seed. By default the first ones are taken."""
     split: str = "test"
     """Split of a hub data set or of builtin:stdlib."""
-    column: str = "text"
+    column: TextColumn = "text"
     """Column that holds the text, if documents are rows."""
     subset: str | None = None
     """Subset of a hub data set that has several."""
@@ -132,7 +142,7 @@ class ProbeOptions(Section):
     """File that `pi-lora search` wrote, for the scaling `factors`."""
     data: str | None = None
     """File, folder, glob or hub id, `pg19` or `proof-pile`. By default builtin:stdlib for the built-in model."""
-    column: str = "text"
+    column: TextColumn = "text"
     """Column that holds the text, if documents are rows."""
     documents: PositiveInt | None = None
     """Number of documents. By default 1 to 12, depending on the target."""
@@ -149,7 +159,7 @@ class SearchOptions(Section):
     """L', the window to extend to, as 16384 or 16k."""
     data: str | None = None
     """File, folder, glob or hub id. The first documents test the result, the search reads the others."""
-    column: str = "text"
+    column: TextColumn = "text"
     """Column that holds the text, if documents are rows."""
     minutes: PositiveFloat = 30.0
     """Minutes of the search, without the test."""

@@ -45,15 +45,6 @@ class _Dumper(yaml.SafeDumper):
 _Dumper.yaml_implicit_resolvers = _Loader.yaml_implicit_resolvers
 
 
-def _text(_loader: _Loader, node: yaml.ScalarNode) -> str:
-    """Return a string, with the two halves of an emoji joined that JSON escapes one by one."""
-    value: str = node.value
-    return value.encode("utf-16", "surrogatepass").decode("utf-16", "replace")
-
-
-_Loader.add_constructor("tag:yaml.org,2002:str", _text)
-
-
 class ResolvedRecipe(NamedTuple):
     """A recipe, and the origin of the value of every dotted key: `file:line`, the command line, or the default."""
 
@@ -76,11 +67,10 @@ def load_recipe(path: Path, overrides: Iterable[str] = ()) -> ResolvedRecipe:
     for override in overrides:
         try:
             names, value = _parsed_override(override)
-            key = _path_of(names, tree)
+            tree, key = _with_value(tree, names, value)
         except RecipeError as error:
             malformed += error.problems
             continue
-        tree = _with_value(tree, key, value)
         section = key[:1]
         origins.setdefault(section, COMMAND_LINE)  # an unknown section is reported by its name
         origins = _merge_origins(origins, {key: COMMAND_LINE})
@@ -89,7 +79,8 @@ def load_recipe(path: Path, overrides: Iterable[str] = ()) -> ResolvedRecipe:
     except ValidationError as error:
         problems: dict[KeyPath, list[Any]] = {}
         for problem in error.errors():
-            problems.setdefault(_key_of(problem), []).append(problem)
+            key, _ = _key_of(problem)
+            problems.setdefault(key, []).append(problem)
         found = [_problem(key, alternatives, origins) for key, alternatives in problems.items()]
         raise RecipeError([*malformed, *found]) from None
     if malformed:
@@ -105,12 +96,13 @@ def _origins_by_key(recipe: Recipe, origins: Mapping[KeyPath, str]) -> dict[str,
             keys += [(name, key) for key in value]
         else:
             keys.append((name,))
+    overridden = [key for key, origin in origins.items() if origin == COMMAND_LINE]
     found = {}
     for key in keys:
-        origin = origins.get(key, DEFAULT)
-        if any(other[: len(key)] == key and of == COMMAND_LINE for other, of in origins.items()):
-            origin = COMMAND_LINE if origin in (DEFAULT, COMMAND_LINE) else f"{origin}, {COMMAND_LINE}"
-        found[".".join(map(str, key))] = origin
+        places = [origins[key]] if key in origins else []
+        if any(other[: len(key)] == key for other in overridden):
+            places.append(COMMAND_LINE)
+        found[_dotted(key)] = ", ".join(dict.fromkeys(places)) or DEFAULT
     return found
 
 
@@ -176,10 +168,13 @@ def _read_tree(path: Path) -> tuple[dict[str, Any], dict[KeyPath, str]]:
     origins: dict[KeyPath, str] = {(): str(path)}
     for key, origin in _key_lines(node, path):
         if key in origins:
-            dotted = ".".join(map(str, key))
-            raise RecipeError([f"{origin}: {dotted}: given twice; keep one"])
+            raise RecipeError([f"{origin}: {_dotted(key)}: given twice; keep one"])
         origins[key] = origin
     return tree, origins
+
+
+def _dotted(key: KeyPath) -> str:
+    return ".".join(map(str, key))
 
 
 def _key_lines(node: yaml.Node | None, path: Path, prefix: KeyPath = ()) -> Iterator[tuple[KeyPath, str]]:
@@ -205,38 +200,28 @@ def _merge(base: Mapping[str, Any], over: Mapping[str, Any]) -> dict[str, Any]:
     return merged
 
 
-def _path_of(names: Sequence[str], tree: Any) -> KeyPath:
-    """Return the path of a dotted key in a tree. A key of a list with one section is in that section. Raise RecipeError
-    if a list has several, or if there is a value in place of a section.
+def _with_value(tree: Any, names: KeyPath, value: Any, before: KeyPath = ()) -> tuple[Any, KeyPath]:
+    """Return a tree with a value at a dotted key, and the path of the key, which follows `before`. A section is merged
+    with the one that is there. A key of a list with one section is in that section. Raise RecipeError if a list has
+    several, or if there is a value in place of a section.
     """
-    path: list[str | int] = []
-    for name in names:
-        whole = f"{'.'.join(names)}: {'.'.join(map(str, path))} is"
-        if isinstance(tree, list):
-            if len(tree) > 1:
-                raise RecipeError([f"{whole} a list of {len(tree)}; give all of it"])
-            path.append(0)
-            tree = tree[0] if tree else None
-            if name == "0":
-                continue
-        if not isinstance(tree, dict | None):
-            raise RecipeError([f"{whole} {tree}, and no section; give all of it"])
-        path.append(name)
-        tree = tree.get(name) if isinstance(tree, dict) else None
-    return tuple(path)
-
-
-def _with_value(tree: Any, path: KeyPath, value: Any) -> Any:
-    """Return a tree with a value at a path; a section is merged with the one that is there."""
-    if not path:
+    if not names:
         both_sections = isinstance(tree, dict) and isinstance(value, dict)
-        return _merge(tree, value) if both_sections else value
-    name, *inner = path
-    if isinstance(name, int):
+        return _merge(tree, value) if both_sections else value, before
+    place = f"{_dotted(before + names)}: {_dotted(before)} is"
+    name, *others = names
+    inner = tuple(others)
+    if isinstance(tree, list):
+        if len(tree) > 1:
+            raise RecipeError([f"{place} a list of {len(tree)}; give all of it"])
         entry = tree[0] if tree else None
-        return [_with_value(entry, tuple(inner), value)]
-    section = tree if isinstance(tree, dict) else {}
-    return {**section, name: _with_value(section.get(name), tuple(inner), value)}
+        changed, path = _with_value(entry, inner if name == "0" else names, value, (*before, 0))
+        return [changed], path
+    if not isinstance(tree, dict | None):
+        raise RecipeError([f"{place} {tree}, and no section; give all of it"])
+    section = tree or {}
+    changed, path = _with_value(section.get(name), inner, value, (*before, name))
+    return {**section, name: changed}, path
 
 
 def _merge_origins(base: Mapping[KeyPath, str], over: Mapping[KeyPath, str]) -> dict[KeyPath, str]:
@@ -266,16 +251,19 @@ def _parsed_override(override: str) -> tuple[tuple[str, ...], Any]:
     return tuple(key.split(".")), value
 
 
-def _key_of(problem: Any) -> KeyPath:
-    """Return the key that one of pydantic's errors is about. pydantic adds the type, if a value may have several."""
+def _key_of(problem: Any) -> tuple[KeyPath, type[Section]]:
+    """Return the key that one of pydantic's errors is about, and the section of an unknown key. pydantic adds the type
+    to the key, if a value may have several.
+    """
     location: KeyPath = tuple(problem["loc"])
     section: type[Section] = Recipe
     for length, name in enumerate(location):
-        if isinstance(name, str) and problem["type"] != "extra_forbidden":
+        if isinstance(name, str):
             if name not in section.model_fields:
-                return location[:length]
+                is_unknown_key = problem["type"] == "extra_forbidden"
+                return location if is_unknown_key else location[:length], section
             section = next(sections_in(section.model_fields[name].annotation), Section)
-    return location
+    return location, section
 
 
 def _problem(location: KeyPath, alternatives: Sequence[Any], origins: Mapping[KeyPath, str]) -> str:
@@ -283,23 +271,14 @@ def _problem(location: KeyPath, alternatives: Sequence[Any], origins: Mapping[Ke
     it that has one.
     """
     kind = alternatives[0]["type"]
+    key = _dotted(location)
     if kind == "extra_forbidden":
-        problem = f"unknown key; {_known_keys(location)}"
+        _, section = _key_of(alternatives[0])
+        problem = f"unknown key; {suggestion(str(location[-1]), section)}"
     elif kind == "missing":
         problem = "missing; add it"
     else:
         problem = problem_text(*alternatives)
-    key = ".".join(map(str, location))
     while location not in origins:
         location = location[:-1]
     return ": ".join(filter(None, [origins[location], key, problem]))
-
-
-def _known_keys(location: KeyPath) -> str:
-    """Suggest the key that an unknown one resembles, or list all keys of its section."""
-    *sections, unknown = location
-    section: type[Section] = Recipe
-    for name in sections:
-        if isinstance(name, str):
-            section = next(sections_in(section.model_fields[name].annotation))
-    return suggestion(str(unknown), section)

@@ -107,6 +107,10 @@ def test_a_python_without_docstrings_is_refused() -> None:
             ["eval", "perplexity", "builtin:tiny", "--windows", "500000"],
             "--data: builtin:stdlib: the longest document has",
         ),
+        (
+            ["eval", "perplexity", "builtin:tiny", "--column", "messages"],
+            "--column: messages holds chats; name a column of texts",
+        ),
         (["eval", "perplexity", "builtin:tiny", "--stride", "300"], "stride: 300 is longer than the shortest window"),
         (["eval", "perplexity", "builtin:tiny", "--scaling", "pi"], "--original, --scaling, --factors: need --target"),
         (["eval", "passkey", "builtin:tiny", "--target", "40"], "--target: 40 tokens do not hold the passkey prompt"),

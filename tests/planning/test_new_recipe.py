@@ -278,9 +278,7 @@ def test_new_says_that_no_document_fills_the_window(command: Command, tmp_path: 
     (tmp_path / "notes.jsonl").write_text(rows)
     status, _, errors = command("builtin:tiny", "--target", "1k", "--gpu", "cpu", "--data", "notes.jsonl")
     assert status == 0
-    line = (
-        "--data: notes.jsonl: the longest held-out document has 24 bytes, and a window has 1,024 tokens; pi-lora train"
-    )
+    line = "--data: notes.jsonl: the longest held-out document has 24 bytes, and 1,024 tokens are needed; pi-lora train"
     assert [said.startswith(line) for said in errors.splitlines()].count(True) == 1
     (tmp_path / "one.jsonl").write_text(json.dumps({"text": "A long row. " * 999}))
     status, _, errors = command(
