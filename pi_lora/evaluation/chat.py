@@ -115,12 +115,8 @@ class Chats(Measurement[ChatOptions, ChatScores]):
         def measure(name: str) -> Json:
             return chat_score(name, chats[name], model, base).model_dump()
 
-        decided_by = {
-            **options.model_dump(),
-            "rows": table.identity,
-            "base": base and identity_of(base),
-        }
-        results = session.measure(model, decided_by, items=list(chats), measure=measure)
+        decided_by = {"rows": table.identity, "base": base and identity_of(base)}
+        results = session.measure(model, options, decided_by, items=list(chats), measure=measure)
         per_chat = [ChatScore.model_validate(result) for result in results]
         tokens = [chat.tokens for chat in per_chat]
         loss = fmean([math.log(chat.perplexity) for chat in per_chat], tokens)

@@ -124,8 +124,8 @@ class Context(Measurement[ContextOptions, ContextScores]):
             ids = document.ids[start : start + window]
             return [losses.tolist() for losses in context_losses(model, ids, short_window, stride)]
 
-        decided_by = {**options.model_dump(), "texts": [document.digest for document in documents]}
-        results = session.measure(model, decided_by, items=range(len(windows)), measure=measure)
+        decided_by = {"texts": [document.digest for document in documents]}
+        results = session.measure(model, options, decided_by, items=range(len(windows)), measure=measure)
         losses = torch.tensor(results, dtype=torch.double)  # (windows, 2, scored tokens)
         check_numbers(model, finite(losses))
         losses_by_document = torch.split(losses, [len(document.ids) // window for document in documents])

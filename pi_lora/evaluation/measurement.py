@@ -219,18 +219,20 @@ class Session:
     def measure(
         self,
         loaded: LoadedModel,
+        options: Section,
         decided_by: Mapping[str, Any],
         *,
         items: Sequence[Any],
         measure: Callable[[Any], Any],
     ) -> list[Any]:
-        """Return the results, JSON, of `items`, texts or numbers. Each process measures its share without the results
-        in the journal, and all processes return the same.
+        """Return the results, JSON, of `items`, texts or numbers, which the model, the options and `decided_by`, JSON,
+        determine. Each process measures its share without the results in the journal, and all processes return the
+        same.
 
         With a sharded model every process measures all items: a forward pass gathers the weights from all processes, so
         all must run the same passes.
         """
-        folder = self.journal(loaded, decided_by)
+        folder = self.journal(loaded, {**options.model_dump(), **decided_by})
         results = dict(read_journal(folder)) if folder else {}
         is_divided = not is_sharded(loaded.module)
         items_of_rank = shard(items) if is_divided else items

@@ -125,8 +125,8 @@ class Passkey(Measurement[PasskeyOptions, PasskeyScores]):
         """Measure all depths of one length of context."""
         test = PasskeyTest(model, target, options)
         # The first trial shows how the tokenizer splits the prompt.
-        decided_by = {**options.model_dump(), "target": target, "first": test.first}
-        results = session.measure(model, decided_by, items=range(options.depths), measure=test.measure)
+        decided_by = {"target": target, "first": test.first}
+        results = session.measure(model, options, decided_by, items=range(options.depths), measure=test.measure)
         depths = [PasskeyDepth.model_validate(result) for result in results]
         return PasskeyLength(target=target, k_max=k_max(depths), depths=depths)
 

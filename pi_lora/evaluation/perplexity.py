@@ -328,8 +328,8 @@ def _measure_documents(
         number, pieces = passes[index]
         return pass_losses(model.module, documents[number].ids, pieces, prefix)
 
-    decided_by = {**options.model_dump(), "texts": [document.digest for document in documents]}
-    results = session.measure(model, decided_by, items=range(len(passes)), measure=measure)
+    decided_by = {"texts": [document.digest for document in documents]}
+    results = session.measure(model, options, decided_by, items=range(len(passes)), measure=measure)
     sums_by_document: list[list[LossSum]] = [[] for _ in documents]
     for (number, _), sums in zip(passes, results, strict=True):
         sums_by_document[number] += sums

@@ -343,11 +343,8 @@ def kept_probe(base: Base, target: int) -> TargetResult | None:
     """Return the last probe of these weights at a target, from the cache, or a larger one before it; None without one
     that recommends a scaling to tune from.
     """
-    file = _kept_file(base.name, target)
-    if not file.is_file():
-        return None
-    with suppress(ModelError):  # the file is damaged, or the weights are not here
-        probed = read_probe(file)
+    with suppress(ModelError):  # there is no file, it is damaged, or the weights are not here
+        probed = read_probe(_kept_file(base.name, target))
         result = probed.at(target)
         if probed.weights == base.weights_digest and result.best not in FOR_COMPARISON:
             return result

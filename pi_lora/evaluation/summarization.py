@@ -99,9 +99,9 @@ class Summarization(Measurement[SummarizationOptions, SummarizationScores]):
             seed = (options.seed + start) % 2**32
             return generate(model, batch, options.changed(seed=seed))
 
-        decided_by = {**options.model_dump(), "rows": table.identity, "batch_size": batch_size}
+        decided_by = {"rows": table.identity, "batch_size": batch_size}
         starts = range(0, len(prompts), batch_size)
-        batches = session.measure(model, decided_by, items=starts, measure=write_batch)
+        batches = session.measure(model, options, decided_by, items=starts, measure=write_batch)
         summaries = list(chain.from_iterable(batches))
         rouges = rouge(summaries, references)
         means: Json = {name: fmean(f1_scores) for name, f1_scores in rouges.items()}
