@@ -25,6 +25,13 @@ from pi_lora.errors import ScalingError
 
 Config = Mapping[str, Any]
 Method = Literal["pi", "yarn", "theta", "llama3", "dynamic", "direct", "factors", "cope", "drop"]
+# Those that a rope type stands for.
+METHOD_OF_TYPE: Mapping[str, Method] = {
+    "linear": "pi",
+    "dynamic": "dynamic",
+    "yarn": "yarn",
+    "llama3": "llama3",
+}
 # The scalings that are a list of divisors, in configs a `longrope` with equal short and long lists.
 LISTS: tuple[Method, ...] = ("factors", "cope", "drop")
 
@@ -52,7 +59,6 @@ GPT_NEOX_IN_4 = {"rope_theta": "rotary_emb_base", "partial_rotary_factor": "rota
 WINDOW_DECLARED = {"gemma3_text", "gemma3n_text"}
 LOCAL_ATTENTION = {SLIDING_ATTENTION, "chunked_attention"}
 MULTIPLIES_WINDOW = {"linear", "dynamic", "yarn", "proportional"}
-WITH_FACTOR = {*MULTIPLIES_WINDOW, "llama3"}
 # Models whose configs accept only `longrope`, a list of divisors of the frequencies. Equal divisors are PI. In
 # transformers 4 they accept no key but the two lists.
 LONGROPE_ONLY = {"phi3", "phi4_multimodal"}
@@ -123,7 +129,8 @@ def read_rope(config: Config) -> dict[str, Any]:
 
 
 def _refused(config: Config, why: str) -> ScalingError:
-    return ScalingError(f"model of type {config.get('model_type', 'unknown')}: {why}")
+    model_type = config.get("model_type", "unknown")
+    return ScalingError(f"model of type {model_type}: {why}")
 
 
 def full_attention_rope(config: Config) -> dict[str, Any]:
@@ -131,15 +138,11 @@ def full_attention_rope(config: Config) -> dict[str, Any]:
     rope = read_rope(config)
     if "rope_theta" not in rope:
         if not isinstance(rope.get(FULL_ATTENTION), Mapping):
-            named = ", ".join(sorted(layer_type for layer_type, parameters in rope.items() if parameters))
+            layer_types = sorted(layer_type for layer_type, parameters in rope.items() if parameters)
+            named = ", ".join(layer_types)
             raise _refused(config, f"has ropes for {named}, none for {FULL_ATTENTION}; give a model that has one")
         rope = rope[FULL_ATTENTION]
-    full = {"rope_type": "default", **rope}
-    numbers = ["rope_theta", "factor"] if full["rope_type"] in WITH_FACTOR else ["rope_theta"]
-    for key in numbers:
-        if not isinstance(full.get(key, 1.0), int | float):
-            raise _refused(config, f"{key}: {full[key]!r} in its config is not a number; correct config.json")
-    return full
+    return {"rope_type": "default", **rope}
 
 
 def with_full_rope(config: Config, rope: Config) -> dict[str, Any]:
@@ -152,21 +155,25 @@ def with_full_rope(config: Config, rope: Config) -> dict[str, Any]:
 
 def fixed_longrope(rope: Config) -> list[float] | None:
     """Return the divisors of a `longrope` that has the same for short and long inputs; None for any other rope."""
-    if rope["rope_type"] == "longrope" and rope["short_factor"] == rope["long_factor"]:
-        return list(rope["long_factor"])
-    return None
+    if rope["rope_type"] != "longrope" or rope["short_factor"] != rope["long_factor"]:
+        return None
+    return list(rope["long_factor"])
 
 
 def constant_longrope(rope: Config) -> float | None:
     """Return the divisor of all frequencies of a `longrope` that is PI; None for any other rope."""
-    divisors = set(fixed_longrope(rope) or [])
-    return float(divisors.pop()) if len(divisors) == 1 else None
+    divisors = fixed_longrope(rope)
+    if not divisors or len(set(divisors)) > 1:
+        return None
+    return float(divisors[0])
 
 
 def depends_on_length(config: Config) -> bool:
     """Whether the length of an input changes the rotary frequencies, and so the states of the first tokens."""
     rope = full_attention_rope(config)
-    return rope["rope_type"] in ("dynamic", "longrope") and fixed_longrope(rope) is None
+    if rope["rope_type"] == "dynamic":
+        return True
+    return rope["rope_type"] == "longrope" and fixed_longrope(rope) is None
 
 
 def method_of(config: Config) -> Method | None:
@@ -185,8 +192,7 @@ def method_of(config: Config) -> Method | None:
         return "pi"
     if rope["rope_type"] == "proportional" and "factor" in rope:
         return "pi"
-    methods: dict[str, Method] = {"linear": "pi", "dynamic": "dynamic", "yarn": "yarn", "llama3": "llama3"}
-    return methods.get(rope["rope_type"])
+    return METHOD_OF_TYPE.get(rope["rope_type"])
 
 
 def scale_of(config: Config) -> float:
@@ -227,8 +233,9 @@ def window_of(config: Config) -> int:
 def window_factor(config: Config, rope: Config) -> float:
     """Return the factor by which engines multiply the window that a config with this rope declares."""
     rope_type = rope["rope_type"]
-    declares_extended = rope_type == "linear" and config.get("model_type") in WINDOW_DECLARED
-    if declares_extended or rope_type not in MULTIPLIES_WINDOW:
+    if rope_type not in MULTIPLIES_WINDOW:
+        return 1.0
+    if rope_type == "linear" and config.get("model_type") in WINDOW_DECLARED:
         return 1.0
     return float(rope.get("factor", 1))
 
@@ -284,7 +291,8 @@ def _legacy_rope_scaling(rope: Config, model_type: str) -> dict[str, Any] | None
     elif kind == "linear":
         # CTranslate2 reads theta only here; transformers 4 warns that it does not need it.
         keys |= {"rope_theta"}
-    return {"type": kind, **{key: value for key, value in rope.items() if key in keys}}
+    scaling = {key: value for key, value in rope.items() if key in keys}
+    return {"type": kind, **scaling}
 
 
 def check_reach(name: str, config: Config, target: int) -> None:
@@ -306,7 +314,9 @@ def local_window(config: Config) -> int | None:
     kinds = set(config.get("layer_types") or [SLIDING_ATTENTION])
     if kinds - LOCAL_ATTENTION or config.get("use_sliding_window") is False:
         return None
-    return max(config.get("sliding_window") or 0, config.get("attention_chunk_size") or 0) or None
+    window = config.get("sliding_window") or 0
+    chunk = config.get("attention_chunk_size") or 0
+    return max(window, chunk) or None
 
 
 def is_extension_of(run: Config, base: Config) -> bool:
@@ -314,7 +324,8 @@ def is_extension_of(run: Config, base: Config) -> bool:
     type_before = full_attention_rope(base)["rope_type"]
     if type_before == "default":
         return True
-    return full_attention_rope(run)["rope_type"] == type_before and window_of(run) >= window_of(base)
+    rope_type = full_attention_rope(run)["rope_type"]
+    return rope_type == type_before and window_of(run) >= window_of(base)
 
 
 def rotary_frequencies_of(config: Config) -> list[float]:
@@ -325,7 +336,8 @@ def rotary_frequencies_of(config: Config) -> list[float]:
     """
     rope = full_attention_rope(config)
     _, rotated = rotary_dimensions(config, rope)
-    return [float(rope["rope_theta"]) ** (-index / rotated) for index in range(0, rotated, 2)]
+    theta = float(rope["rope_theta"])
+    return [theta ** (-index / rotated) for index in range(0, rotated, 2)]
 
 
 def rotary_dimensions(config: Config, rope: Config) -> tuple[int, int]:
@@ -338,4 +350,5 @@ def rotary_dimensions(config: Config, rope: Config) -> tuple[int, int]:
         for layer in layers.values():
             head = max(head, int(layer.get("head_dim", 0)))
     rotary_share = float(rope.get("partial_rotary_factor") or 1)
-    return head, int(head * rotary_share) // 2 * 2
+    frequencies = int(head * rotary_share) // 2
+    return head, 2 * frequencies

@@ -81,7 +81,9 @@ def extend_config(config: Config, extension: Extension) -> dict[str, Any]:
     """
     check_extendable(config, extension)
     rope = _extended_rope(config, extension)
-    divisor = 1.0 if rope["rope_type"] == "yarn" else window_factor(config, rope)
+    divisor = 1.0
+    if rope["rope_type"] != "yarn":
+        divisor = window_factor(config, rope)
     declared = round(extension.target / divisor)
     if extension.scaling in ("theta", "direct") and declared * divisor < extension.target:
         declared += 1
@@ -115,7 +117,9 @@ def check_extendable(config: Config, extension: Extension) -> None:
         problem = f"scaling: {method}: no such scaling; choose from {', '.join(suitable)}"
     elif method not in suitable:
         kind = full_attention_rope(config)["rope_type"]
-        advice = f"use {' or '.join(suitable)}" if suitable else "start from an unextended base"
+        advice = "start from an unextended base"
+        if suitable:
+            advice = f"use {' or '.join(suitable)}"
         problem = f"scaling: {method}: not possible for a {model_type} model with rope type {kind}; {advice}"
     elif reach is not None and reach < target:
         limit = f"every layer of this model attends to at most {reach} tokens"
@@ -190,8 +194,9 @@ def _extended_rope(config: Config, extension: Extension) -> dict[str, Any]:
         return rope
     if method == "theta":
         theta = extension.theta or ntk_theta(config, scale)
-        if theta <= rope["rope_theta"]:
-            raise ScalingError(f"context.theta: {theta:g} is not larger than the model's own {rope['rope_theta']:g}")
+        theta_before = rope["rope_theta"]
+        if theta <= theta_before:
+            raise ScalingError(f"context.theta: {theta:g} is not larger than the model's own {theta_before:g}")
         return {**rope, "rope_theta": theta}
     if method == "dynamic":
         return {**rope, "rope_type": "dynamic", "factor": scale}
@@ -216,11 +221,12 @@ def _interpolated(config: Config, rope: dict[str, Any], scale: float, target: in
     """Return a rope whose frequencies are divided by `scale` (`pi`)."""
     constant = constant_longrope(rope)
     if rope["rope_type"] == "longrope" and constant is None:
-        longer = {**rope, "long_factor": [factor * scale for factor in rope["long_factor"]]}
+        rope["long_factor"] = [factor * scale for factor in rope["long_factor"]]
         if rope.get("factor"):
-            longer["factor"] = rope["factor"] * scale
-        return longer
-    factor = (constant or float(rope.get("factor") or 1)) * scale
+            rope["factor"] *= scale
+        return rope
+    factor_before = constant or float(rope.get("factor") or 1)
+    factor = factor_before * scale
     if config.get("model_type") in LONGROPE_ONLY:
         divisors = (factor,) * len(rotary_frequencies_of(config))
         return _longrope(rope, divisors, target)

@@ -26,7 +26,9 @@ def clipped(frequencies: Sequence[float]) -> tuple[float, ...]:
     for index in range(first, len(frequencies)):
         angle = math.pi * (index - first) / (clipped_number - 1)
         kept = (1 + math.cos(angle)) / 2
-        divisors[index] = 1 / kept if kept * DROPPED > 1 else DROPPED
+        divisors[index] = DROPPED
+        if kept * DROPPED > 1:
+            divisors[index] = 1 / kept
     return tuple(divisors)
 
 

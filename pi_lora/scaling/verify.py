@@ -62,9 +62,10 @@ def check_scaling(plain: PreTrainedModel, config: Config, extension: Extension) 
     if not plain_frequencies:
         raise ScalingError(f"model of type {kind.model_type}: is built without rotary embeddings; choose another")
     follows = _follows(plain_frequencies, extended_frequencies, checked.scaling, divisor)
-    if checked.scaling in LISTS:
-        given = attention_factors(extended_model)
-        follows = follows and all(isclose(factor, checked.attention_factor, rel_tol=1e-5) for factor in given)
+    if follows and checked.scaling in LISTS:
+        expected_factor = checked.attention_factor
+        factors = attention_factors(extended_model)
+        follows = all(isclose(factor, expected_factor, rel_tol=1e-5) for factor in factors)
     if not follows:
         raise ScalingError(
             f"model of type {kind.model_type}: transformers does not apply the scaling of its config; "
@@ -75,7 +76,8 @@ def check_scaling(plain: PreTrainedModel, config: Config, extension: Extension) 
 def _rotary_modules(model: PreTrainedModel) -> Iterator[tuple[str, Any]]:
     """Yield the rotary modules of a model on the meta device by name, built again with values."""
     for name, module in model.named_modules():
-        if any(buffer.endswith("inv_freq") for buffer, _ in module.named_buffers(recurse=False)):
+        buffers = [buffer for buffer, _ in module.named_buffers(recurse=False)]
+        if any(buffer.endswith("inv_freq") for buffer in buffers):
             kind: Any = type(module)
             yield name, kind(config=module.config)
 
@@ -89,7 +91,8 @@ def rotary_frequencies(model: PreTrainedModel) -> dict[str, torch.Tensor]:
     with _building(type(model.config)):
         for name, rotary in _rotary_modules(model):
             if getattr(rotary, "rope_type", None) == "longrope":
-                rotary(torch.zeros(1), torch.tensor([[rotary.config.max_position_embeddings - 1]]))
+                last_position = rotary.config.max_position_embeddings - 1
+                rotary(torch.zeros(1), torch.tensor([[last_position]]))
             for buffer, values in rotary.named_buffers():
                 frequencies[f"{name}.{buffer}"] = values
     return frequencies
@@ -104,9 +107,11 @@ def attention_factors(model: PreTrainedModel) -> list[float]:
         for _, rotary in _rotary_modules(model):
             has_types = isinstance(getattr(rotary, "rope_type", None), dict)
             layer = {"layer_type": FULL_ATTENTION} if has_types else {}
-            output = rotary(torch.zeros(1), torch.zeros(1, 1, dtype=torch.long), **layer)
+            first_position = torch.zeros(1, 1, dtype=torch.long)
+            output = rotary(torch.zeros(1), first_position, **layer)
             parts = output if isinstance(output, tuple) else (output,)
-            factors.append(max(float(part.abs().max()) for part in parts))
+            largest = max(part.abs().max() for part in parts)
+            factors.append(float(largest))
     return factors
 
 
@@ -116,9 +121,8 @@ def _building(kind: type[PreTrainedConfig], what: str = "this scaling") -> Itera
     try:
         yield
     except Exception as error:  # config classes and model code raise their own kinds
-        raise ScalingError(
-            f"model of type {kind.model_type}: cannot be built with {what} ({last_line(error):.200})"
-        ) from None
+        reason = last_line(error)
+        raise ScalingError(f"model of type {kind.model_type}: cannot be built with {what} ({reason:.200})") from None
 
 
 def _follows(plain: dict[str, torch.Tensor], scaled: dict[str, torch.Tensor], method: Method, divisor: Any) -> bool:
@@ -129,12 +133,20 @@ def _follows(plain: dict[str, torch.Tensor], scaled: dict[str, torch.Tensor], me
     scaled_shapes = {name: frequencies.shape for name, frequencies in scaled.items()}
     if plain_shapes != scaled_shapes:
         return False
-    changed = [name for name in plain if not torch.equal(plain[name], scaled[name])]
     slack = 1 + 1e-5
-    for name in changed:
-        lowest = plain[name] * 0 if method == "theta" else plain[name] / divisor
-        highest = lowest if method in ("pi", *LISTS) else plain[name]
-        within = (scaled[name] * slack >= lowest) & (scaled[name] <= highest * slack)
+    has_changed = False
+    for name, before in plain.items():
+        after = scaled[name]
+        if torch.equal(before, after):
+            continue
+        has_changed = True
+        lowest = before / divisor
+        highest = before
+        if method == "theta":
+            lowest = torch.zeros_like(before)
+        if method in ("pi", *LISTS):
+            highest = lowest
+        within = (after * slack >= lowest) & (after <= highest * slack)
         if SLIDING_ATTENTION in name or not within.all():
             return False
-    return bool(changed)
+    return has_changed
