@@ -46,14 +46,17 @@ def check_model(source: ModelSource, expected: PreTrainedModel, tensors: Sequenc
     Names and shapes of weights, ties and rotary frequencies are compared, with both models on the meta device.
     """
     config = read_config(folder)
-    state_dict = {tensor.name: torch.empty(tensor.source.shape, device="meta") for tensor in tensors}
+    state_dict = {}
+    for tensor in tensors:
+        state_dict[tensor.name] = torch.empty(tensor.source.shape, device="meta")
     built, report = load_on_meta(expected, config, state_dict)
     problems = mismatches(report)
     problems += [f"{name} is missing" for name in report["missing_keys"]]
     for stored_name, name in names_in(built, state_dict).items():
         if name in built.all_tied_weights_keys:
             problems.append(f"{stored_name} is tied")
-    if not _same_frequencies(built, expected) or window_of(config) != source.window:
+    same_window = window_of(config) == source.window
+    if not same_window or not _same_frequencies(built, expected):
         problems.append("its scaling is not the run's")
     if problems:
         named = "; ".join(sorted(problems)[:MAX_PROBLEMS])
@@ -95,15 +98,16 @@ def check_tensors(run: Path, tensors: Sequence[OutputTensor], folder: Path, prog
 
 def _is_written(tensor: OutputTensor, stored: StoredTensor | None) -> bool:
     """Whether a tensor was written as a copy, or as `W + scaling B A`, added in float32 and rounded once."""
-    if stored is None or stored.dtype != tensor.dtype or stored.shape != tensor.source.shape:
+    source = tensor.source
+    delta = tensor.delta
+    if stored is None or stored.dtype != tensor.dtype or stored.shape != source.shape:
         return False
-    if isinstance(tensor.delta, Stack):
-        source_rows = tensor.source.as_matrix()
+    if isinstance(delta, Stack):
+        source_rows = source.as_matrix()
         stored_rows = stored.as_matrix()
-        placed = tensor.delta.placed()
-        return all(_is_sum(source_rows, part, stored_rows, first) for first, part in placed)
-    if isinstance(tensor.delta, LowRank) and tensor.delta.magnitude is None:
-        return _is_sum(tensor.source, tensor.delta, stored)
+        return all(_is_sum(source_rows, part, stored_rows, first) for first, part in delta.placed())
+    if isinstance(delta, LowRank) and not delta.magnitude:
+        return _is_sum(source, delta, stored)
     return all(map(torch.equal, tensor.blocks(), stored.blocks()))
 
 
@@ -123,9 +127,10 @@ def _is_sum(source: StoredTensor, delta: LowRank, stored: StoredTensor, first: i
     # Or how far the smallest numbers of the dtype may have moved a rounded one.
     slack = update_error + stored_kind.tiny * stored_kind.eps
     for start, stop in spans(delta.shape):
-        exact = source.rows(first + start, first + stop).to(compute_dtype)
+        place = (first + start, first + stop)
+        exact = source.rows(*place).to(compute_dtype)
         exact.addmm_(b[start:stop], a)
-        written = stored.rows(first + start, first + stop)
+        written = stored.rows(*place)
         # Rounding is monotone: a number lies between the rounded ends of the interval around its exact value.
         half_width = exact.abs() * FLOAT32_ERROR + slack[start:stop]
         low = (exact - half_width).to(stored.dtype)
@@ -143,18 +148,22 @@ def check_logits(source: ModelSource, run: Path, tensors: Sequence[OutputTensor]
     by more than rounding explains.
     """
     num_parameters = sum(math.prod(tensor.source.shape) for tensor in tensors)
-    needed = num_parameters * torch.float32.itemsize
-    free = free_memory(device())
+    needed = num_parameters * torch.float32.itemsize / 1e9
+    free = free_memory(device()) / 1e9
     if needed > free:
-        return f"logits not compared: a model takes {needed / 1e9:.1f} GB in float32, {free / 1e9:.1f} GB are free"
+        return f"logits not compared: a model takes {needed:.1f} GB in float32, {free:.1f} GB are free"
     # Imported here: PEFT takes seconds, and merging does without.
     from pi_lora.models.adapter import load_adapter
 
-    all_ids = source.tokenizer(inspect.getsource(argparse), verbose=False)["input_ids"]
+    text = inspect.getsource(argparse)
+    all_ids = source.tokenizer(text, verbose=False)["input_ids"]
     ids = all_ids[: min(source.window, MAX_TEXT_TOKENS)]
     with quiet_loading():
         # Without a name, the tuned model is freed before the merged one is loaded.
-        tuned_logits = _logits(load_adapter(load_base(source, torch.float32), run), ids)
+        tuned_logits = _logits(
+            load_adapter(load_base(source, torch.float32), run),
+            ids,
+        )
         merged_source = resolve_model(str(merged), permissions=source.permissions)
         merged_model = load_model(merged_source, "float32")
         merged_logits = _logits(merged_model.module, ids)
@@ -176,4 +185,5 @@ def _logits(model: Any, ids: list[int]) -> torch.Tensor:
     tokens = torch.tensor([ids], device=device())
     model.eval()
     output = model(tokens, logits_to_keep=NUM_LOGIT_POSITIONS, use_cache=False)
-    return torch.as_tensor(output.logits[0]).double().cpu()
+    logits: torch.Tensor = output.logits[0]
+    return logits.double().cpu()

@@ -63,10 +63,14 @@ class LowRank:
         rank = self.a.shape[0] // self.num_experts
         start = self.expert * rank
         a = self.a.rows(start, start + rank).float()
-        b_of_all = keep(self.b.whole) if self.num_experts > 1 else self.b.whole()
+        b_of_all = keep(self.b.whole)
         b_of_expert = b_of_all[:, self.expert :: self.num_experts]
-        b = b_of_expert.chunk(self.num_projections)[self.projection].float()
+        b = self._of_projection(b_of_expert)
         return (a.T, b.T) if self.is_transposed else (b, a)
+
+    def _of_projection(self, rows: torch.Tensor) -> torch.Tensor:
+        of_projections = rows.chunk(self.num_projections)
+        return of_projections[self.projection].float()
 
     def blocks(self, base: StoredTensor, first: int = 0) -> Iterator[torch.Tensor]:
         """Yield the merged matrix in float32, a few rows at a time. It begins at row `first` of the base."""
@@ -75,7 +79,7 @@ class LowRank:
             rows = base.rows(first + start, first + stop).float()
             rows.addmm_(b[start:stop], a, alpha=self.scaling)
             if self.magnitude:
-                lengths = self.magnitude.whole().float().chunk(self.num_projections)[self.projection]
+                lengths = self._of_projection(self.magnitude.whole())
                 factors = lengths[start:stop] / rows.norm(dim=1)
                 rows *= factors[:, None]
             yield rows
@@ -92,7 +96,8 @@ class Stack:
     def shape(self) -> tuple[int, ...]:
         """The shape of the base's tensor."""
         rows, columns = self.parts[0].shape
-        return (self.num_experts, len(self.parts) * rows // self.num_experts, columns)
+        num_projections = len(self.parts) // self.num_experts
+        return (self.num_experts, num_projections * rows, columns)
 
     def transposed(self) -> "Stack":
         """Return the changes of a tensor that is stored with rows and columns exchanged."""
@@ -139,9 +144,15 @@ class Difference:
 
     def blocks(self, base: StoredTensor) -> Iterator[torch.Tensor]:
         """Yield the sum in float32, a few rows at a time."""
-        blocks = zip(base.blocks(), self.trained.blocks(), self.before.blocks(), strict=True)
+        blocks = zip(
+            base.blocks(),
+            self.trained.blocks(),
+            self.before.blocks(),
+            strict=True,
+        )
         for sibling, trained, before in blocks:
-            yield sibling.float() + (trained.float() - before.float())
+            difference = trained.float() - before.float()
+            yield sibling.float() + difference
 
 
 # A tensor that was trained in full replaces the base's.
@@ -193,7 +204,10 @@ def read_adapter(folder: Path, model: PreTrainedModel, originals: Mapping[str, S
         raise ModelError(
             f"{file}: holds no weights or empty ones, as DeepSpeed saves those that it has not gathered; save it again"
         )
-    all_parts = {key.removeprefix(PEFT_PREFIX).removesuffix(".weight"): tensor for key, tensor in stored.items()}
+    all_parts = {}
+    for key, tensor in stored.items():
+        name = key.removeprefix(PEFT_PREFIX).removesuffix(".weight")
+        all_parts[name] = tensor
     parts = _without_copies(all_parts)
     _check_mergeable(folder, settings, parts)
     changes: dict[str, Change] = {}
@@ -208,18 +222,20 @@ def read_adapter(folder: Path, model: PreTrainedModel, originals: Mapping[str, S
             b = parts.pop(f"{module}.lora_B")
             name = names[f"{module}.weight"]
             parameter = adapted.get(name.removesuffix(".weight"))
-            rank = a.shape[0] // layout.num_experts(parameter or name)
+            weight = parameter or name
+            rank = a.shape[0] // layout.num_experts(weight)
             scaling = settings.scaling(parameter or module, rank)
             magnitude = parts.pop(f"{module}.lora_magnitude_vector", None)
             if settings.use_dora and magnitude is None:
                 raise ModelError(f"{folder}: lacks {module}.lora_magnitude_vector; tune or download it again")
             change = LowRank(a, b, scaling, magnitude=magnitude)
-            changes |= _divided(change, layout, parameter or name)
-    # A trained bias is saved under the layer that PEFT has wrapped.
-    others = {
-        tensor.name.removeprefix(PEFT_PREFIX).replace(".base_layer.", ".").replace(TRAINED_ROWS, ".weight"): tensor
-        for tensor in parts.values()
-    }
+            changes |= _divided(change, layout, weight)
+    others = {}
+    for tensor in parts.values():
+        name = tensor.name.removeprefix(PEFT_PREFIX)
+        # A trained bias is saved under the layer that PEFT has wrapped.
+        name = name.replace(".base_layer.", ".").replace(TRAINED_ROWS, ".weight")
+        others[name] = tensor
     saved = _by_name_in(model, others)
     changes |= saved
     for module, tokens in settings.trainable_token_indices.items():
@@ -306,10 +322,13 @@ def match_tensors(
     tied = model.all_tied_weights_keys
     stored = _by_name_in(model, base)
     stored_before = _by_name_in(model, before or {})
-    tied_sources = {name: stored[twin] for name, twin in tied.items() if twin in stored}
-    # Some files hold a tied weight under the name of the head alone.
-    tied_sources |= {twin: stored[name] for name, twin in tied.items() if name in stored}
-    sources = {**tied_sources, **stored}
+    sources = dict(stored)
+    for name, twin in tied.items():
+        if twin in stored:
+            sources.setdefault(name, stored[twin])
+        # Some files hold a tied weight under the name of the head alone.
+        if name in stored:
+            sources.setdefault(twin, stored[name])
     changes = read_adapter(run, model, stored_before or sources)
     _stack_experts(changes, stored, Layout(model))
     problems = [
@@ -326,13 +345,16 @@ def match_tensors(
     def output_tensor(name: str) -> OutputTensor:
         source = sources[name]
         change = changes.get(name)
-        output_dtype = dtype_named(dtype) if dtype and source.dtype.is_floating_point else source.dtype
-        written_name = stored[name].name if name in stored else name
-        output = OutputTensor(written_name, output_dtype, file=source.path, source=source)
+        output = OutputTensor(
+            name=stored[name].name if name in stored else name,
+            dtype=dtype_named(dtype) if dtype and source.dtype.is_floating_point else source.dtype,
+            file=source.path,
+            source=source,
+        )
         if not isinstance(change, StoredTensor):
             return replace(output, delta=change)
         if stored_before:
-            tensor_before = stored_before[name if name in stored_before else tied[name]]
+            tensor_before = stored_before.get(name) or stored_before[tied[name]]
             return replace(output, delta=Difference(change, tensor_before))
         return replace(output, source=change)
 
@@ -342,7 +364,11 @@ def match_tensors(
             return False
         return not _diverged(changes.get(name), changes.get(twin))
 
-    return [output_tensor(name) for name in sources if not name.endswith(COMPUTED) and not is_copy(name)]
+    outputs = []
+    for name in sources:
+        if not name.endswith(COMPUTED) and not is_copy(name):
+            outputs.append(output_tensor(name))
+    return outputs
 
 
 def _stack_experts(changes: dict[str, Change], stored: Mapping[str, StoredTensor], layout: Layout) -> None:
@@ -357,7 +383,9 @@ def _stack_experts(changes: dict[str, Change], stored: Mapping[str, StoredTensor
         if changes.keys() >= set(names):
             parts: list[Any] = [changes.pop(part) for part in names]
             stack = Stack(num_experts, parts)
-            changes[name] = stack if stack.shape == tensor.shape else stack.transposed()
+            if stack.shape != tensor.shape:
+                stack = stack.transposed()
+            changes[name] = stack
 
 
 def _by_name_in(model: PreTrainedModel, stored: Mapping[str, Any]) -> dict[str, Any]:

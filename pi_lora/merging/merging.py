@@ -72,10 +72,12 @@ class Merge:
         if check == "none":
             self.lines.append("not checked")
             return
-        self.lines.append(check_tensors(self.run, self.tensors, folder, progress))
+        line = check_tensors(self.run, self.tensors, folder, progress)
+        self.lines.append(line)
         if check == "logits":
             progress(0, 0, "comparing logits")
-            self.lines.append(check_logits(self.source, self.run, self.tensors, folder))
+            line = check_logits(self.source, self.run, self.tensors, folder)
+            self.lines.append(line)
 
 
 @dataclass(frozen=True)
@@ -118,12 +120,14 @@ def plan_merge(run: ModelSource, *, dtype: str | None, sibling: bool) -> Merge:
         tuned_on = base_of_adapter(adapter, permissions=run.permissions)
         source = _onto_sibling(run, tuned_on)
         before = dequantized(tuned_on.read_weights(), tuned_on.config)
-        lines.append(f"sibling: tuned on {public_name(tuned_on.name)}, and added to {public_name(source.base.name)}")
+        name_before = public_name(tuned_on.name)
+        lines.append(f"sibling: tuned on {name_before}, and added to {public_name(source.base.name)}")
     else:
         run.check_base_fingerprint()
     base = source.base
     check_quantization(base)
-    plain_config = {key: entry for key, entry in source.config.items() if key != "quantization_config"}
+    plain_config = dict(source.config)
+    plain_config.pop("quantization_config", None)
     assert base.config_class, "a shipped config is for plans"
     with quiet_loading():
         expected = build_on_meta(base.config_class, plain_config)
@@ -131,12 +135,23 @@ def plan_merge(run: ModelSource, *, dtype: str | None, sibling: bool) -> Merge:
     tensors = match_tensors(expected, base_tensors, adapter, dtype=dtype, before=before)
     largest = max(tensors, key=lambda tensor: tensor.size)
     stored_dtype = str(largest.dtype).removeprefix("torch.")
-    config = {**plain_config, "architectures": [type(expected).__name__], "dtype": stored_dtype}
+    config = {
+        **plain_config,
+        "architectures": [type(expected).__name__],
+        "dtype": stored_dtype,
+    }
     names = names_in(expected, [tensor.name for tensor in tensors])
     if any(name in expected.all_tied_weights_keys for name in names.values()):
         config["tie_word_embeddings"] = False
         lines.append("head: was tied to the embeddings, but they diverged: it is a tensor of its own now")
-    return Merge(source, adapter, expected=expected, tensors=tensors, config=config, lines=lines)
+    return Merge(
+        source=source,
+        run=adapter,
+        expected=expected,
+        tensors=tensors,
+        config=config,
+        lines=lines,
+    )
 
 
 def _onto_sibling(run: ModelSource, tuned_on: Base) -> ModelSource:
@@ -157,6 +172,8 @@ def _onto_sibling(run: ModelSource, tuned_on: Base) -> ModelSource:
         problem = f"a window of {window} tokens, and the run extends to {run.window}"
     if problem:
         raise ModelError(f"{sibling.name}: is no sibling of {tuned_on.name}: {problem}; name another")
-    positions = {key: run.config[key] for key in POSITION_KEYS if key in run.config}
-    config = with_legacy_rope_keys({**run.base.config, **positions})
-    return replace(run, adapter=None, config=config)
+    config = dict(sibling.config)
+    for key in POSITION_KEYS:
+        if key in run.config:
+            config[key] = run.config[key]
+    return replace(run, adapter=None, config=with_legacy_rope_keys(config))

@@ -35,7 +35,8 @@ def in_threads(
     torch.empty(RETAINED_BYTES, dtype=torch.uint8)
     try:
         with ThreadPoolExecutor(NUM_THREADS) as pool:
-            for tensor, _ in zip(tensors, pool.map(work, tensors), strict=True):
+            results = pool.map(work, tensors)
+            for tensor, _ in zip(tensors, results, strict=True):
                 done += tensor.size
                 progress(done, total, note)
     finally:
