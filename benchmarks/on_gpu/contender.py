@@ -1,9 +1,9 @@
 """One contender in a process of its own: a few steps of one trainer, timed by a callback, then the process ends.
 
-    python contender.py ROW.json STEPS CAP CONTENDER RECIPE.yaml
+    python contender.py STEPS CONTENDER RECIPE.yaml
 
 pi-lora runs as a user runs it. Whatever trains, transformers' trainer runs it: the clock begins with its first step,
-and peak memory counts from there, without loading and quantizing. CAP is the share of the card's memory.
+and peak memory counts from there, without loading and quantizing. The last line that is printed is the row.
 """
 
 import json
@@ -17,12 +17,11 @@ from typing import Any
 PI_LORA = "pi-lora"
 PLAIN = "TRL + PEFT"
 UNSLOTH = "Unsloth"
-COMPILED = "pi-lora, torch.compile of each layer"
 LINEAR = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
 
 
-def time_the_trainer(file: Path, steps: int) -> None:
-    """Add a callback to every trainer that writes seconds, losses and peaks of `steps` steps and ends the process."""
+def time_the_trainer(steps: int) -> None:
+    """Add a callback to every trainer that prints seconds, losses and peaks of `steps` steps and ends the process."""
     import torch
     from transformers import Trainer, TrainerCallback
 
@@ -51,7 +50,7 @@ def time_the_trainer(file: Path, steps: int) -> None:
             if on_gpu:
                 row["peak_bytes"] = torch.cuda.max_memory_allocated()
                 row["reserved_bytes"] = torch.cuda.max_memory_reserved()
-            file.write_text(json.dumps(row))
+            print(f"\n{json.dumps(row)}", flush=True)
             os._exit(0)
 
     train = Trainer.train
@@ -63,31 +62,15 @@ def time_the_trainer(file: Path, steps: int) -> None:
     Trainer.train = train_with_clock
 
 
-def compile_layers() -> None:
-    """Compile each layer when training begins, for which pi-lora has no key."""
-    from transformers import Trainer
-    from transformers.modeling_layers import GradientCheckpointingLayer
-
-    train = Trainer.train
-
-    def train_compiled(trainer: Any, *arguments: Any, **options: Any) -> Any:
-        for module in trainer.model.modules():
-            if isinstance(module, GradientCheckpointingLayer):
-                module.compile()
-        return train(trainer, *arguments, **options)
-
-    Trainer.train = train_compiled
-
-
-def train_with_pi_lora(recipe: Path, folder: str) -> None:
+def train_with_pi_lora(recipe: str, folder: str) -> None:
     """Run `pi-lora train`."""
     from pi_lora.__main__ import main
 
-    sys.argv = ["pi-lora", "train", str(recipe), "--force", "--output", f"{folder}/run"]
+    sys.argv = ["pi-lora", "train", recipe, "--force", "--output", f"{folder}/run"]
     main()
 
 
-def train_with_trl(recipe_file: Path, folder: str, unsloth: bool) -> None:
+def train_with_trl(recipe_file: str, folder: str, unsloth: bool) -> None:
     """Train as the documentation of TRL and PEFT, or of Unsloth, has it: on the same model, tokens, method and rank."""
     if unsloth:
         from unsloth import FastLanguageModel  # before trl, which it changes
@@ -99,7 +82,7 @@ def train_with_trl(recipe_file: Path, folder: str, unsloth: bool) -> None:
 
     from pi_lora.recipe.files import load_recipe
 
-    recipe = load_recipe(recipe_file).recipe
+    recipe = load_recipe(Path(recipe_file)).recipe
     base = recipe.model.name
     tokens = recipe.context.target
     rank = recipe.tuning.rank
@@ -126,13 +109,11 @@ def train_with_trl(recipe_file: Path, folder: str, unsloth: bool) -> None:
         model = AutoModelForCausalLM.from_pretrained(
             base, dtype=torch.bfloat16, quantization_config=nf4 if quantized else None, device_map="auto"
         )
-    sequences = recipe.training.global_batch_size
-    rows = recipe.training.steps * sequences
-    ids = torch.randint(0, model.config.vocab_size, (rows, tokens)).tolist()
+    ids = torch.randint(0, model.config.vocab_size, (recipe.training.steps, tokens)).tolist()
     arguments = SFTConfig(
         output_dir=folder,
         max_steps=recipe.training.steps,
-        per_device_train_batch_size=sequences,
+        per_device_train_batch_size=1,
         learning_rate=recipe.training.learning_rate,
         gradient_checkpointing=True,
         bf16=torch.cuda.is_available(),
@@ -154,21 +135,15 @@ def train_with_trl(recipe_file: Path, folder: str, unsloth: bool) -> None:
 
 
 def main() -> None:
-    file, steps, cap, contender, recipe = sys.argv[1:]
+    steps, contender, recipe = sys.argv[1:]
     if contender == UNSLOTH:
-        import unsloth  # noqa: F401
-    import torch
-
-    if torch.cuda.is_available():
-        torch.cuda.set_per_process_memory_fraction(float(cap))
-    time_the_trainer(Path(file), int(steps))
-    if contender == COMPILED:
-        compile_layers()
+        import unsloth  # noqa: F401  # before transformers, which it changes
+    time_the_trainer(int(steps))
     with tempfile.TemporaryDirectory() as folder:
-        if contender in (PLAIN, UNSLOTH):
-            train_with_trl(Path(recipe), folder, unsloth=contender == UNSLOTH)
+        if contender == PI_LORA:
+            train_with_pi_lora(recipe, folder)
         else:
-            train_with_pi_lora(Path(recipe), folder)
+            train_with_trl(recipe, folder, unsloth=contender == UNSLOTH)
 
 
 if __name__ == "__main__":
