@@ -19,7 +19,7 @@ from pi_lora.data.tokens import added_prefix, token_spans
 from pi_lora.drawing import Panel, draw_curves, draw_marked_text
 from pi_lora.errors import DataError
 from pi_lora.evaluation.forward import check_numbers, pass_tokens
-from pi_lora.evaluation.intervals import of_means
+from pi_lora.evaluation.intervals import Pairs, of_means
 from pi_lora.evaluation.measurement import (
     Measurement,
     Metric,
@@ -169,7 +169,7 @@ class Context(Measurement[ContextOptions, ContextScores]):
         whose = "own key tokens"
         if scores.options.key_tokens:
             whose = f"key tokens of {Path(scores.evaluator).name}"
-        shares = []
+        shares: Pairs = []
         for document in documents:
             share = 100 * document.key_tokens / document.tokens
             shares.append((0.0, share, document.tokens))
