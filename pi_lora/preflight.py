@@ -8,11 +8,9 @@ from typing import Any
 
 import torch
 from huggingface_hub import HfApi, constants
-from huggingface_hub.errors import NotASafetensorsRepoError, SafetensorsParsingError
 from transformers import get_scheduler
 
-from pi_lora.data.chats import ChatTemplate
-from pi_lora.data.examples import Prompter, amount_problems, data_problems, too_short_for
+from pi_lora.data.examples import amount_problems, data_problems, too_short_for
 from pi_lora.data.sources import HELD_OUT_KEYS, PINNED
 from pi_lora.errors import ModelError, PiLoraError, RecipeError, first_line
 from pi_lora.evaluation.summarization import complete
@@ -64,7 +62,6 @@ def check(
     if model:
         length = recipe.data.tokens_per_sequence(model.original, length)
         with collected():
-            _check_encoding(recipe, model.tokenizer)
             tokenizer = model.tokenizer
         with collected():
             _check_weights(model, ask_hub)
@@ -143,14 +140,6 @@ def _check_quantization(base: Base, method: str) -> None:
         )
 
 
-def _check_encoding(recipe: Recipe, tokenizer: Any) -> None:
-    """Raise DataError if the tokenizer cannot encode the examples or chats of a recipe."""
-    if recipe.data.has_examples:
-        Prompter(recipe.data, tokenizer, recipe.context.target)
-    elif recipe.data.has_chats:
-        ChatTemplate(tokenizer)
-
-
 def _check_weights(model: ModelSource, ask_hub: bool) -> None:
     base = model.base
     if base.commit is None or constants.HF_HUB_OFFLINE:
@@ -158,11 +147,7 @@ def _check_weights(model: ModelSource, ask_hub: bool) -> None:
         check_loadable(base, base.read_weights())
     elif ask_hub:
         with hub_errors(base.name):
-            try:
-                metadata = HfApi().get_safetensors_metadata(base.name, revision=base.commit)
-            except (NotASafetensorsRepoError, SafetensorsParsingError) as error:
-                problem = f"weights cannot be read ({first_line(error)}); name another base"
-                raise ModelError(f"{base.name}: {problem}") from None
+            metadata = HfApi().get_safetensors_metadata(base.name, revision=base.commit)
         stored: dict[str, Header] = {}
         for file in metadata.files_metadata.values():
             stored |= file.tensors

@@ -165,12 +165,8 @@ class Run:
                 name, stage = parts.groups(TUNED)
                 files.append((stage.replace("-", " "), name, file))
 
-        def order(scores: tuple[str, str, Path]) -> tuple[bool, int, tuple[str, str, Path]]:
-            stage, _, _ = scores
-            # A longer name of a step is that of a later one.
-            return (stage == TUNED, len(stage), scores)
-
-        return sorted(files, key=order)
+        # A longer name of a step is that of a later one.
+        return sorted(files, key=lambda scores: (scores[0] == TUNED, len(scores[0]), scores))
 
     @property
     def checkpoints(self) -> list[Path]:
@@ -183,7 +179,7 @@ class Run:
     @property
     def last_checkpoint(self) -> Path | None:
         """The newest complete checkpoint."""
-        return next((path for path in self.checkpoints if (path / COMPLETE).is_file()), None)
+        return next(filter(is_complete, self.checkpoints), None)
 
     @property
     def commit(self) -> str | None:
@@ -199,7 +195,7 @@ class Run:
     @property
     def is_trained(self) -> bool:
         """Whether all steps are done, and the weights after them are kept."""
-        return (self.final_checkpoint / COMPLETE).is_file()
+        return is_complete(self.final_checkpoint)
 
     def mark_complete(self, checkpoint: Path) -> None:
         """Mark a checkpoint as complete once all files are on the disk.
@@ -235,7 +231,7 @@ class Run:
     def remove_unfinished_checkpoints(self) -> None:
         """Remove the checkpoints that were not written whole."""
         for checkpoint in self.checkpoints:
-            if not (checkpoint / COMPLETE).is_file():
+            if not is_complete(checkpoint):
                 shutil.rmtree(checkpoint, ignore_errors=True)
 
     def checkpoint_to_resume(self) -> Path | None:
@@ -247,7 +243,7 @@ class Run:
         unusable: list[Path] = []
         damaged: list[str] = []
         for checkpoint in self.checkpoints:
-            if (checkpoint / COMPLETE).is_file():
+            if is_complete(checkpoint):
                 problem = _damage(checkpoint)
                 if problem is None:
                     break
@@ -310,6 +306,11 @@ def check_tuned(run: Run) -> None:
     """Raise ModelError if a folder is not that of a run, with its recipe."""
     if not run.has_recipe:
         raise ModelError(f"{run.path}: holds no {RECIPE_FILE}; name a run folder that pi-lora train made")
+
+
+def is_complete(checkpoint: Path) -> bool:
+    """Whether all files of a checkpoint were written."""
+    return (checkpoint / COMPLETE).is_file()
 
 
 def step_of(checkpoint: Path) -> int:

@@ -14,7 +14,7 @@ from typing import Any, TypeVar
 from filelock import FileLock
 from pydantic import TypeAdapter, ValidationError
 
-from pi_lora.errors import ModelError, PiLoraError, RunExistsError
+from pi_lora.errors import ModelError, RunExistsError
 
 T = TypeVar("T")
 # What pydantic calls a value, and what a user writes.
@@ -143,11 +143,7 @@ def write_whole(file: Path, text: str) -> None:
 
 def cache_folder() -> Path:
     """Return `$PI_LORA_CACHE`, or `~/.cache/pi-lora`. The folder may be deleted while nothing runs."""
-    folder = os.environ.get("PI_LORA_CACHE") or "~/.cache/pi-lora"
-    try:
-        return Path(folder).expanduser()
-    except RuntimeError:  # a container's user without a name and HOME
-        raise PiLoraError(f"{folder}: this user has no home folder; set HOME or PI_LORA_CACHE") from None
+    return Path(os.environ.get("PI_LORA_CACHE") or "~/.cache/pi-lora").expanduser()
 
 
 def make_once(file: Path, read: Callable[[Path], T | None], write: Callable[[Path], None]) -> T:

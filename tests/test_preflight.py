@@ -74,7 +74,7 @@ def test_data_that_the_tokenizer_cannot_encode_is_refused(small_model: Path, tmp
         (chats, "has no chat template"),
         ({**examples, "template": "<s>Q: {q}"}, "data.template: <s> is a special token"),
     ):
-        with pytest.raises(DataError, match=line):
+        with pytest.raises(RecipeError, match=line):
             check(small_recipe(small_model, data=data), tmp_path / "run")
     slow = save_base(llama(), tmp_path / "slow")
     (slow / "tokenizer.json").unlink()
@@ -83,7 +83,7 @@ def test_data_that_the_tokenizer_cannot_encode_is_refused(small_model: Path, tmp
     settings = {"tokenizer_class": "CTRLTokenizer", "eos_token": "a", "unk_token": "<unk>", "chat_template": "{}"}
     (slow / "tokenizer_config.json").write_text(json.dumps(settings))
     for data in (chats, examples):
-        with pytest.raises(DataError, match=r"^CTRLTokenizer: does not know the characters of its tokens, which"):
+        with pytest.raises(RecipeError, match=r"CTRLTokenizer: does not know the characters of its tokens, which"):
             check(small_recipe(slow, data=data), tmp_path / "run")
     source = resolve_model(str(slow))
     for use in (reference_of, lambda model: token_spans(model.tokenizer, "a")):
@@ -114,9 +114,9 @@ def test_an_adapter_that_cannot_be_made_or_merged_is_refused(
 @pytest.mark.parametrize(
     ("changes", "line"),
     [
-        ({"num_hidden_layers": 3}, r"lack model\.layers\.2\..*; download all of its files"),
-        ({"num_hidden_layers": 1}, r"have beyond its config model\.layers\.1\."),
-        ({"intermediate_size": 40}, r"have .*down_proj\.weight is \[32, 48\] instead of \[32, 40\]"),
+        ({"num_hidden_layers": 3}, r"config.json: model\.layers\.2\..* is missing; .*; download all of its files"),
+        ({"num_hidden_layers": 1}, r"config.json: model\.layers\.1\..* is not in its config; "),
+        ({"intermediate_size": 40}, r"config.json: .*down_proj\.weight is \[32, 48\] instead of \[32, 40\]"),
     ],
 )
 def test_weights_of_another_config_are_refused_before_anything_is_packed(
@@ -263,6 +263,7 @@ def test_every_text_of_the_evaluation_is_there_before_the_training(small_model: 
     with pytest.raises(RecipeError) as raised:
         check(small_recipe(small_model, evaluation=evaluation), tmp_path / "run")
     assert [problem.partition("; ")[0] for problem in raised.value.problems] == [
+        "evaluation.chat.data: the tokenizer of the model has no chat template, which chats need",
         "evaluation.chat.data: ./no-chats.jsonl: no such file or folder",
         "evaluation.context.data: ./no-text: no such file or folder",
         "evaluation.summarization.data: ./no-reports.jsonl: no such file or folder",
@@ -476,7 +477,7 @@ def test_weights_of_the_hub_are_asked_for_before_a_training_only(small_model: Pa
     assert hub.asked("safetensors")
     files = hub.files("models/someone/model")
     hub.add("models/someone/model", {name: files[name] for name in files if name != "model.safetensors"})
-    line = r"^someone/model: weights cannot be read \('someone/model' is not a safetensors repo.*\); name another base$"
+    line = r"^someone/model: the hub cannot serve it \('someone/model' is not a safetensors repo.*\); check the name"
     with pytest.raises(ModelError, match=line):
         check(recipe, tmp_path / "run", ask_hub=True)
 

@@ -255,11 +255,20 @@ def data_problems(
     are encoded for its `window`. Sources on the hub are streamed if `ask_hub`, read from the cache without the hub, and
     skipped otherwise.
     """
+    columns: Sequence[str] = ()
+    problems: list[str] = []
     try:
-        columns = Task(data).columns if data.has_examples else []
+        if data.has_examples:
+            columns = Task(data).columns
+        if tokenizer is not None and data.has_examples:
+            Prompter(data, tokenizer, window)
+        elif tokenizer is not None and data.has_chats:
+            ChatTemplate(tokenizer)
     except DataError as problem:
-        return [str(problem)]
-    problems = []
+        problems.append(str(problem).replace("data.source", key, 1))
+        if data.has_examples and not columns:
+            return problems
+        tokenizer = None
     for source in data.source:
         if not (ask_hub or constants.HF_HUB_OFFLINE or looks_local(source.name)):
             continue
@@ -274,8 +283,7 @@ def data_problems(
             else:
                 next(table.documents(held_out=held_out), None)
         except DataError as problem:
-            # That a model has no chat template names the key itself.
-            problems.append(f"{key}: {str(problem).removeprefix('data.source: ')}")
+            problems.append(f"{key}: {problem}")
     return problems
 
 

@@ -227,12 +227,8 @@ class TrainingLog(TrainerCallback):
 
 def _trained_weights_are_finite(model: Any) -> bool:
     """Whether the weights that train are finite, of a sharded model those of this process."""
-    for weight in model.parameters():
-        if weight.requires_grad:
-            values = weight.detach()
-            if not finite(values.to_local() if isinstance(values, DTensor) else values):
-                return False
-    return True
+    trained = [weight.detach() for weight in model.parameters() if weight.requires_grad]
+    return all(finite(values.to_local() if isinstance(values, DTensor) else values) for values in trained)
 
 
 def peak_memory() -> int:
