@@ -17,7 +17,7 @@ from pi_lora.merging.writing import in_threads
 from pi_lora.models.composite import names_in
 from pi_lora.models.device import device, free_memory
 from pi_lora.models.files import find_file, read_config
-from pi_lora.models.loaded import load_base, load_model, load_on_meta, mismatches
+from pi_lora.models.loaded import MAX_PROBLEMS, load_base, load_model, load_on_meta, problems_of
 from pi_lora.models.quiet import quiet_loading
 from pi_lora.models.resolve import resolve_model
 from pi_lora.models.source import ModelSource
@@ -35,8 +35,6 @@ NUM_LOGIT_POSITIONS = 256
 MAX_LOGIT_EPSILONS = 10
 # The lowest bound, for float32: the two models add in another order.
 MIN_LOGIT_TOLERANCE = 1e-3
-# The most problems that a message names.
-MAX_PROBLEMS = 3
 CHECK_FAILED = "{}: the merged weights failed the check and are not kept: {}"
 
 
@@ -50,8 +48,7 @@ def check_model(source: ModelSource, expected: PreTrainedModel, tensors: Sequenc
     for tensor in tensors:
         state_dict[tensor.name] = torch.empty(tensor.source.shape, device="meta")
     built, report = load_on_meta(expected, config, state_dict)
-    problems = mismatches(report)
-    problems += [f"{name} is missing" for name in report["missing_keys"]]
+    problems = problems_of(report)
     for stored_name, name in names_in(built, state_dict).items():
         if name in built.all_tied_weights_keys:
             problems.append(f"{stored_name} is tied")

@@ -217,15 +217,19 @@ def save_full(model: PreTrainedModel, folder: Path, weights: Mapping[str, torch.
     `weights` are those gathered from FSDP, which has taken tied ones apart.
     """
     if weights is not None:
-        weights = {name: weight for name, weight in weights.items() if name not in model.all_tied_weights_keys}
+        tied = model.all_tied_weights_keys
+        weights = {name: weight for name, weight in weights.items() if name not in tied}
     model.save_pretrained(folder, state_dict=weights, save_original_format=True)
     saved = 0
     for file in folder.glob("*.safetensors"):
-        saved += sum(math.prod(tensor.shape) for tensor in read_header(file).values())
-    # Some routers have a bias that is a buffer.
-    stored_names = model.state_dict().keys()
-    buffers = sum(buffer.numel() for name, buffer in model.named_buffers() if name in stored_names)
-    expected = model.num_parameters(only_trainable=True) + buffers
+        for tensor in read_header(file).values():
+            saved += math.prod(tensor.shape)
+    expected = model.num_parameters(only_trainable=True)
+    stored_names = model.state_dict()
+    for name, buffer in model.named_buffers():
+        # Some routers have a bias that is a buffer.
+        if name in stored_names:
+            expected += buffer.numel()
     if saved != expected:
         raise ModelError(f"{folder}: has {saved:,} numbers instead of the {expected:,} of the model")
 
@@ -343,8 +347,11 @@ def _is_trainable_norm(module: nn.Module) -> bool:
 
 def _attention_names(model: nn.Module) -> set[str]:
     """Return the last part of the names of the linear layers in attention, which differ between architectures."""
-    linear_names = [name for name, module in model.named_modules() if isinstance(module, nn.Linear)]
-    return _last_parts(filter(in_attention, linear_names))
+    names = []
+    for name, module in model.named_modules():
+        if isinstance(module, nn.Linear) and in_attention(name):
+            names.append(name)
+    return _last_parts(names)
 
 
 def _last_parts(names: Iterable[str]) -> set[str]:

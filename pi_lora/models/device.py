@@ -72,7 +72,8 @@ def _processor_rates(*dtypes: torch.dtype) -> dict[torch.dtype, float]:
             left @ right
             best[dtype] = min(best[dtype], time.perf_counter() - begin)
     torch.set_num_threads(threads)
-    return {dtype: 2 * PRODUCT_SIZE**3 / seconds for dtype, seconds in best.items()}
+    operations = 2 * PRODUCT_SIZE**3
+    return {dtype: operations / seconds for dtype, seconds in best.items()}
 
 
 def dtype_named(name: str) -> torch.dtype:
@@ -150,7 +151,8 @@ def facts() -> dict[str, str]:
     for index in range(torch.cuda.device_count()):
         gpu = torch.cuda.get_device_properties(index)
         memory = f"{gpu.total_memory / 2**30:.1f} GiB"
-        gpus.append(f"{gpu.name}, {memory}, compute capability {gpu.major}.{gpu.minor}")
+        capability = f"{gpu.major}.{gpu.minor}"
+        gpus.append(f"{gpu.name}, {memory}, compute capability {capability}")
     return {
         **versions(LIBRARIES + OPTIONAL_LIBRARIES),
         "Python": platform.python_version(),

@@ -40,12 +40,16 @@ class Layout:
     def num_experts(self, name: str) -> int:
         """Return the number of matrices in a weight of the model; 1 for a name that the model does not have."""
         weight = self.weights.get(name)
-        return len(weight) if weight is not None and weight.dim() == 3 else 1
+        if weight is None or weight.dim() != 3:
+            return 1
+        return len(weight)
 
     def is_transposed(self, name: str) -> bool:
         """Whether inputs are in the rows of the matrices of a weight."""
+        if name not in self.weights:
+            return False
         module, _, _ = name.rpartition(".")
-        return name in self.weights and getattr(self.model.get_submodule(module), "is_transposed", False)
+        return getattr(self.model.get_submodule(module), "is_transposed", False)
 
     def parts(self, name: str) -> list[str]:
         """Return the names of the matrices that the weight `name` joins: all projections of an expert, then the next.
@@ -89,9 +93,11 @@ def linear_targets(model: PreTrainedModel) -> tuple[str | list[str], list[str]]:
     stacks = set()
     for name, weight in model.named_parameters():
         module, _, parameter = name.rpartition(".")
-        of_experts = module.endswith(".experts") or "Experts" in type(model.get_submodule(module)).__name__
+        class_name = type(model.get_submodule(module)).__name__
+        of_experts = module.endswith(".experts") or "Experts" in class_name
         if of_experts and weight.dim() == 3:
-            stacks.add(f"{module.rpartition('.')[-1]}.{parameter}")
+            _, _, module_name = module.rpartition(".")
+            stacks.add(f"{module_name}.{parameter}")
     projections = Layout(model).projections
     left_out = set(ROUTERS)
     if model.config.model_type in MAMBA_TYPES:
@@ -118,8 +124,9 @@ def adapted_parameters(model: PreTrainedModel, targets: Iterable[str]) -> dict[s
     PEFT 0.21 wraps a module once for each of its parameters, the first one innermost.
     """
     weights_of_modules = defaultdict(list)
+    endings = tuple(f".{target}" for target in targets)
     for name, _ in model.named_parameters():
-        if any(f".{name}".endswith(f".{target}") for target in targets):
+        if f".{name}".endswith(endings):
             module, _, _ = name.rpartition(".")
             weights_of_modules[module].append(name)
     names = {}

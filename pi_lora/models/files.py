@@ -102,7 +102,9 @@ def read_card(folder: Path) -> Json:
 
 def is_local(name: str) -> bool:
     """Whether a name cannot be a hub id, or is that of a file, a folder or a built-in model."""
-    return name.startswith((".", "/", "~", BUILTIN)) or name.count("/") > 1 or Path(name).exists()
+    if name.startswith((".", "/", "~", BUILTIN)) or name.count("/") > 1:
+        return True
+    return Path(name).exists()
 
 
 def public_name(name: str) -> str:
@@ -172,7 +174,6 @@ class AdapterSettings(BaseModel):
     use_rslora: bool | None = False
     use_dora: bool | None = False
     init_lora_weights: bool | str | None = True
-    modules_to_save: list[str] | None = None
     target_parameters: list[str] | None = None
     trainable_token_indices: Annotated[dict[str, list[int]], BeforeValidator(_by_module)] = {}
     alpha_pattern: dict[str, float] | None = None
@@ -208,7 +209,7 @@ def read_adapter_settings(folder: Path) -> AdapterSettings:
 
 def quantization_of(config: Config) -> str | None:
     """Return the kind of quantization of the weights of a model."""
-    settings: Json = config.get("quantization_config") or {}
+    settings: Json | None = config.get("quantization_config")
     if not settings:
         return None
     # transformers before 4.31 left the kind out, and had one.

@@ -34,8 +34,8 @@ Placement = Literal["device", "quantized", "host", "empty"]
 
 # The dtype of weights before they are quantized: from another dtype, the same weight may get another NF4 value.
 QUANTIZED_FROM = torch.bfloat16
-# The most names in a message.
-MAX_NAMES = 3
+# The most problems that a message names.
+MAX_PROBLEMS = 3
 
 
 @dataclass(frozen=True)
@@ -226,7 +226,8 @@ def _forget_rope_deltas(model: Any, arguments: tuple[Any, ...], options: dict[st
     """
     if model.rope_deltas is None:
         return
-    inputs = next(value for value in (*arguments, *options.values()) if isinstance(value, torch.Tensor))
+    values = (*arguments, *options.values())
+    inputs = next(value for value in values if isinstance(value, torch.Tensor))
     if len(inputs) != len(model.rope_deltas):
         model.rope_deltas = None
 
@@ -259,7 +260,9 @@ def check_shapes(base: Base) -> None:
     check_is_quantized(base, stored)
     if quantization_of(base.config):
         return
-    shapes = {name: torch.empty(tensor.shape, device="meta") for name, tensor in stored.items()}
+    shapes = {}
+    for name, tensor in stored.items():
+        shapes[name] = torch.empty(tensor.shape, device="meta")
     module, report = load_on_meta(base.meta_model, base.config, shapes)
     _check_complete(base.name, report, other_parts(module))
 
@@ -288,29 +291,26 @@ def _check_complete(name: str, report: Mapping[str, Any], left_out: Sequence[str
 
     transformers would give random values to weights that are missing or have another shape, and ignore unexpected ones.
     """
+    problems = problems_of(report)
     prefixes = tuple(f"{part}." for part in left_out)
-    unexpected = [key for key in report["unexpected_keys"] if not key.startswith(prefixes)]
-    problems = []
-    for verb, keys in (
-        ("lack", report["missing_keys"]),
-        ("have", mismatches(report)),
-        ("have beyond its config", unexpected),
-    ):
-        if keys:
-            names = ", ".join(sorted(keys)[:MAX_NAMES])
-            problems.append(f"{verb} {names}")
+    for key in report["unexpected_keys"]:
+        if not key.startswith(prefixes):
+            problems.append(f"{key} is not in its config")
     if problems:
+        named = "; ".join(sorted(problems)[:MAX_PROBLEMS])
         raise ModelError(
-            f"{name}: its weights {', and '.join(problems)}; download all of its files or correct config.json"
+            f"{name}: its weights do not match config.json: {named}; download all of its files or correct config.json"
         )
 
 
-def mismatches(report: Mapping[str, Any]) -> list[str]:
-    """Return the shapes that are not those of the config, from what transformers reports of a loading."""
-    return [
-        f"{name} is {list(stored_shape)} instead of {list(config_shape)}"
-        for name, stored_shape, config_shape in report["mismatched_keys"]
-    ]
+def problems_of(report: Mapping[str, Any]) -> list[str]:
+    """Return the weights that are missing or not of the shape in the config, from what transformers reports of a
+    loading.
+    """
+    problems = [f"{name} is missing" for name in report["missing_keys"]]
+    for name, stored_shape, config_shape in report["mismatched_keys"]:
+        problems.append(f"{name} is {list(stored_shape)} instead of {list(config_shape)}")
+    return problems
 
 
 def _compute_in(dtype: torch.dtype, model: PreTrainedModel) -> None:

@@ -80,7 +80,8 @@ def check_loadable(base: Base, stored: Mapping[str, Header]) -> None:
         weight, part = _part_of(key)
         if part != "scale_inv" or weight not in stored:
             continue
-        for size, block_size, num_scales in zip(stored[weight].shape[-2:], block, scales.shape[-2:], strict=False):
+        sizes = stored[weight].shape[-2:]
+        for size, block_size, num_scales in zip(sizes, block, scales.shape[-2:], strict=False):
             if num_scales > 1 and size % block_size:
                 raise ModelError(
                     f"{base.name}: {weight}: {size} rows or columns are not whole FP8 blocks of {block_size}, "
@@ -111,8 +112,9 @@ class Fp8(Quantized):
         if scales.numel() > 1:
             num_rows, num_columns = self.numbers.shape[-2:]
             height, width = self.block or (num_rows, num_columns)
-            matrices = torch.arange(start, stop) // num_rows
-            of_rows = matrices * self.scales.shape[-2] + torch.arange(start, stop) % num_rows // height
+            rows = torch.arange(start, stop)
+            matrices = rows // num_rows
+            of_rows = matrices * self.scales.shape[-2] + rows % num_rows // height
             of_columns = torch.arange(num_columns) // width
             scales = scales[of_rows][:, of_columns]
         return numbers * scales
@@ -124,7 +126,9 @@ class Int8(Quantized):
 
     def rows(self, start: int, stop: int) -> torch.Tensor:
         """Read rows `start` to `stop` (exclusive)."""
-        return self.numbers.rows(start, stop).float() * self.scales.rows(start, stop)[:, None] / 127
+        numbers = self.numbers.rows(start, stop).float()
+        scales = self.scales.rows(start, stop)
+        return numbers * scales[:, None] / 127
 
 
 @dataclass(frozen=True)
@@ -133,7 +137,8 @@ class Mxfp4(Quantized):
 
     def rows(self, start: int, stop: int) -> torch.Tensor:
         """Read rows `start` to `stop` (exclusive), counted over all experts."""
-        height = self.numbers.shape[2] * self.numbers.shape[3] * 2
+        _, _, groups, size = self.numbers.shape
+        height = 2 * groups * size
         experts = range(start // height, (stop - 1) // height + 1)
         rows = torch.cat([keep(self.expert, number) for number in experts])
         first = start - experts.start * height
@@ -163,16 +168,21 @@ class FourBit(Quantized):
         columns = self.shape[1]
         step = self.block * NESTED_BLOCK
         first = start * columns // step * step
-        last = min(math.prod(self.shape), math.ceil(stop * columns / step) * step)
+        last_step = math.ceil(stop * columns / step)
+        last = min(math.prod(self.shape), last_step * step)
+        last_block = math.ceil(last / self.block)
         parts = {name: tensor.whole() for name, tensor in self.parts}
-        parts["absmax"] = self.scales.rows(first // self.block, math.ceil(last / self.block))
+        parts["absmax"] = self.scales.rows(first // self.block, last_block)
         if "nested_absmax" in parts:
-            parts["nested_absmax"] = parts["nested_absmax"][first // step : math.ceil(last / step)]
+            parts["nested_absmax"] = parts["nested_absmax"][first // step : last_step]
         state = QuantState.from_dict(parts, device=torch.device("cpu"))
         state.shape = torch.Size([last - first])
         state.dtype = torch.float32
-        values = dequantize_4bit(self.numbers.rows(first // 2, math.ceil(last / 2)), state).flatten()
-        return values[start * columns - first : stop * columns - first].view(stop - start, columns)
+        codes = self.numbers.rows(first // 2, math.ceil(last / 2))
+        values = dequantize_4bit(codes, state).flatten()
+        skipped = start * columns - first
+        number = (stop - start) * columns
+        return values[skipped : skipped + number].view(-1, columns)
 
 
 def dequantized(stored: Mapping[str, StoredTensor], config: Config) -> dict[str, StoredTensor]:

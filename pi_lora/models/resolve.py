@@ -172,8 +172,11 @@ def own_entries(config: "PreTrainedConfig") -> Json:
     from transformers import PreTrainedConfig
 
     common = PreTrainedConfig(name_or_path=config.name_or_path).to_dict()
-    entries = config.to_dict().items()
-    return {key: value for key, value in entries if key not in common or common[key] != value}
+    own = {}
+    for key, value in config.to_dict().items():
+        if key not in common or common[key] != value:
+            own[key] = value
+    return own
 
 
 def _completed(config: "PreTrainedConfig", stored: Config) -> Json:
@@ -221,7 +224,8 @@ def shipped_folder(name: str) -> Path:
 def _shipped_base(name: str, revision: str) -> Base | None:
     """Return the base of a shipped config and shape, or None. Other revisions than `main` may have another shape."""
     folder = shipped_folder(name)
-    if revision != "main" or os.path.isdir(name) or not (folder / SHAPE_FILE).is_file():
+    shape_file = folder / SHAPE_FILE
+    if revision != "main" or os.path.isdir(name) or not shape_file.is_file():
         return None
     return Base(
         name=name,
@@ -229,7 +233,7 @@ def _shipped_base(name: str, revision: str) -> Base | None:
         commit=None,
         permissions=NO_PERMISSIONS,
         config=read_config(folder),
-        shipped_shape=read_json(folder / SHAPE_FILE, Shape, "install pi-lora again"),
+        shipped_shape=read_json(shape_file, Shape, "install pi-lora again"),
     )
 
 
@@ -246,12 +250,14 @@ def _resolve_adapter(name: str, folder: Path, base: Base) -> ModelSource:
         if entry != adapter_entries[key]:
             differing.append(f"{key} {entry} instead of {adapter_entries[key]}")
     if not is_extension_of(config, base_config):
-        differing.append(f"its own scale {scale_of(base_config):g} does not lead to {scale_of(config):g}")
+        own_scale = scale_of(base_config)
+        differing.append(f"its own scale {own_scale:g} does not lead to {scale_of(config):g}")
     if differing:
         remedy = "name its own base"
         if base_entries["vocab_size"] != adapter_entries["vocab_size"]:
             remedy += ", or resize the embeddings of this one (resize_token_embeddings) and save it"
-        raise ModelError(f"{folder}: was not tuned from {base.name}: {'; '.join(differing)}; {remedy}")
+        differences = "; ".join(differing)
+        raise ModelError(f"{folder}: was not tuned from {base.name}: {differences}; {remedy}")
     # Whatever the adapter was trained on.
     for key in STORED_ENTRIES:
         config.pop(key, None)
@@ -267,7 +273,6 @@ def _config_of_adapter(folder: Path, base: Base) -> Json:
     from pi_lora.models.quiet import quiet_loading
     from pi_lora.scaling.verify import config_of
 
-    assert base.config_class, "shipped configs are for plans"
     stored = read_config(folder)
     model_type = stored.get("model_type")
     # As of all plain models, and of composites whose config of transformers 4 has no part for the language model.

@@ -103,15 +103,19 @@ def shape_of(model: "PreTrainedModel") -> Shape:
     if head is None or not layers:
         raise ModelError(f"model of type {config.model_type}: has no decoder layers with a head; no plan for it")
     hidden = config.hidden_size
-    query_widths, key_widths = zip(*map(_attention_widths, config.per_layer_config), strict=True)
+    query_widths, key_widths = zip(*map(attention_widths, config.per_layer_config), strict=True)
     experts_per_token = getattr(config, "num_experts_per_tok", None)
     modules = dict(model.named_modules())
     experts = _experts(model)
+    limits = [getattr(module, "limit", None) for module in modules.values()]
     sinks = any(name.endswith(".sinks") for name, _ in model.named_parameters())
     soft_capped = bool(getattr(config, "attn_logit_softcapping", None))
     norms = {name: module for name, module in modules.items() if "Norm" in type(module).__name__}
     attention_norms = [name for name in norms if in_attention(name)]
-    linears = {name: module for name, module in modules.items() if isinstance(module, nn.Linear) and module is not head}
+    linears = {}
+    for name, module in modules.items():
+        if isinstance(module, nn.Linear) and module is not head:
+            linears[name] = module
     full_layers, sliding_layers, window = _attended_layers(config.to_dict(), len(layers))
     queries = max(query_widths)
     # Norms like Gemma's have a method for what precedes the multiplication, other classes have none.
@@ -135,7 +139,7 @@ def shape_of(model: "PreTrainedModel") -> Shape:
         experts=sum(weight.numel() for weight in experts.values()),
         active_experts=_active_numbers(experts, experts_per_token),
         experts_per_token=experts_per_token if experts and experts_per_token else 0,
-        clamped=bool(experts) and any(isinstance(getattr(module, "limit", None), float) for module in model.modules()),
+        clamped=bool(experts) and any(isinstance(limit, float) for limit in limits),
         norms=(len(norms) - len(attention_norms)) // len(layers),
         norm_weights=_count_parameters(nn.ModuleList(norms.values())),
         float_norms=float_norms,
@@ -157,7 +161,8 @@ def dense_mlps(model: "nn.Module") -> "list[nn.Module]":
     dense = []
     for name, module in model.named_modules():
         is_mlp = name.rpartition(".")[2] in ("mlp", "feed_forward")
-        has_experts = any(inner.rpartition(".")[2] == "experts" for inner, _ in module.named_modules())
+        inner_names = [inner.rpartition(".")[2] for inner, _ in module.named_modules()]
+        has_experts = "experts" in inner_names
         if is_mlp and not has_experts:
             dense.append(module)
     if not dense:
@@ -165,12 +170,14 @@ def dense_mlps(model: "nn.Module") -> "list[nn.Module]":
     return dense
 
 
-def _attention_widths(config: "PreTrainedConfig") -> tuple[int, int]:
+def attention_widths(config: "PreTrainedConfig") -> tuple[int, int]:
     """Return the widths of the queries and of the keys of a layer."""
     heads = config.num_attention_heads
     key_value_heads = getattr(config, "num_key_value_heads", None) or heads
     # `qk_head_dim` is that of multi-head latent attention, whose `head_dim` is the rotary part alone.
-    head_dim = getattr(config, "qk_head_dim", None) or getattr(config, "head_dim", None) or config.hidden_size // heads
+    head_dim = getattr(config, "qk_head_dim", None) or getattr(config, "head_dim", None)
+    if not head_dim:
+        head_dim = config.hidden_size // heads
     return heads * head_dim, key_value_heads * head_dim
 
 
@@ -208,12 +215,19 @@ def in_attention(name: str) -> bool:
 
 def _experts(module: "nn.Module") -> "dict[str, nn.Parameter]":
     """Return the weights of experts by name: tensors of (experts, rows, columns)."""
-    return {name: weight for name, weight in module.named_parameters() if weight.dim() == 3 and "conv" not in name}
+    experts = {}
+    for name, weight in module.named_parameters():
+        if weight.dim() == 3 and "conv" not in name:
+            experts[name] = weight
+    return experts
 
 
 def _active_numbers(experts: "Mapping[str, nn.Parameter]", per_token: int | None) -> int:
     """Count the numbers of experts that a token is multiplied with; all of them if `per_token` is not known."""
-    return sum(weight[0].numel() * (per_token or len(weight)) for weight in experts.values())
+    numbers = 0
+    for weight in experts.values():
+        numbers += weight[0].numel() * (per_token or len(weight))
+    return numbers
 
 
 def _mlp_width(layer: "nn.Module", hidden: int, experts_per_token: int | None) -> int:

@@ -75,7 +75,8 @@ class StoredTensor:
             count=(stop - start) * row_bytes,
             offset=self.offset + start * row_bytes,
         )
-        return torch.from_numpy(data).view(self.dtype).view(stop - start, *row_shape)
+        numbers = torch.from_numpy(data).view(self.dtype)
+        return numbers.view(stop - start, *row_shape)
 
     def blocks(self) -> Iterator[torch.Tensor]:
         """Yield the tensor, a few rows at a time."""
@@ -86,11 +87,14 @@ class StoredTensor:
         """Return a stack of matrices as one matrix, and any other tensor as it is."""
         if len(self.shape) < 3:
             return self
-        return replace(self, shape=(math.prod(self.shape[:-1]), self.shape[-1]))
+        *others, columns = self.shape
+        return replace(self, shape=(math.prod(others), columns))
 
     def equals(self, other: "StoredTensor") -> bool:
         """Whether another tensor has the same numbers."""
-        return self.shape == other.shape and all(map(torch.equal, self.blocks(), other.blocks()))
+        if self.shape != other.shape:
+            return False
+        return all(map(torch.equal, self.blocks(), other.blocks()))
 
     def whole(self) -> torch.Tensor:
         """Read the whole tensor."""

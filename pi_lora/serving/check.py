@@ -246,7 +246,8 @@ def _compare(computed: Answer, completion: Completion) -> tuple[float, int]:
     text = completion.text.lstrip(" ")
     if text:
         text = " " * spaces + text
-    agreed = sum(text.startswith(computed.text[:end]) for end in computed.ends)
+    beginnings = [computed.text[:end] for end in computed.ends]
+    agreed = sum(map(text.startswith, beginnings))
     end = computed.ends[agreed - 1] if agreed else 0
     expected = computed.text[end:].rstrip("\ufffd")
     answered = text[end:]

@@ -8,6 +8,7 @@ from transformers.cache_utils import DynamicLayer
 
 from pi_lora.models.device import dtype_named
 from pi_lora.models.files import BITSANDBYTES, quantization_of
+from pi_lora.models.shape import attention_widths
 from pi_lora.scaling.config import LONGROPE_ONLY, full_attention_rope, window_of
 
 # The types of rope in which vLLM 0.32 reads the sections for time, height and width.
@@ -107,7 +108,5 @@ def _numbers_of_token(layer: PreTrainedConfig) -> int:
     latent_rank = getattr(layer, "kv_lora_rank", None)
     if latent_rank:
         return int(latent_rank + layer.qk_rope_head_dim)
-    heads = layer.num_attention_heads
-    key_value_heads = getattr(layer, "num_key_value_heads", None) or heads
-    head_dim = getattr(layer, "head_dim", None) or layer.hidden_size // heads
-    return 2 * int(key_value_heads * head_dim)
+    _, keys = attention_widths(layer)
+    return 2 * keys

@@ -155,9 +155,9 @@ def _has_scaling(reader: Any, architecture: str, model: ModelSource) -> bool:
         return _has_long_divisors(reader) or divisors is not None
     if rope["rope_type"] == "llama3" and (divisors is None or architecture not in READERS_OF_DIVISORS):
         return False
-    if rope["rope_type"] == "proportional":
-        factor = rope.get("factor") or 1.0
-        if factor != 1 and (divisors is None or not math.isclose(divisors[0], factor, rel_tol=1e-3)):
+    if rope["rope_type"] == "proportional" and rope.get("factor"):
+        divisor = 1.0 if divisors is None else divisors[0]
+        if not math.isclose(divisor, rope["factor"], rel_tol=1e-3):
             return False
     if method_of(model.config) == "theta":
         theta = _value(reader, f"{architecture}.rope.freq_base") or 0.0

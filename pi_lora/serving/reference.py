@@ -100,10 +100,12 @@ class Reference(BaseModel):
         parts = []
         start = 0
         for name, code, code_start in zip(NAMES, CODES, prompt.code_starts, strict=False):
-            parts += [text[start:code_start], STATEMENT.format(name, code)]
+            parts.append(text[start:code_start])
+            parts.append(STATEMENT.format(name, code))
             start = code_start
-        parts += [text[start : prompt.characters], QUESTION.format(NAMES[prompt.asked])]
-        return "".join(parts).strip()
+        parts.append(text[start : prompt.characters])
+        question = QUESTION.format(NAMES[prompt.asked])
+        return "".join([*parts, question]).strip()
 
 
 def reference_of(model: ModelSource, text: str = "") -> Reference:
@@ -196,7 +198,8 @@ class Reader:
             if ids[-1] == tokenizer.eos_token_id:
                 break
         # Decoded after the last token of the prompt: some tokenizers drop the space before a text.
-        pieces = [ids[prompt_tokens - 1 : end] for end in range(prompt_tokens, len(ids) + 1)]
+        answer = ids[prompt_tokens - 1 :]
+        pieces = [answer[: number + 1] for number in range(len(answer))]
         before, *texts = tokenizer.batch_decode(pieces, skip_special_tokens=True)
         best, second = torch.stack(rows).topk(2).values.T
         return Answer(

@@ -46,13 +46,16 @@ def one(value: float) -> Callable[[Tensors], object]:
 @pytest.mark.parametrize(
     ("change", "problem"),
     [
-        (lambda tensors: tensors.pop(UP), f"lack {UP}; download all"),
+        (lambda tensors: tensors.pop(UP), f"{UP} is missing; download all"),
         (
             lambda tensors: [tensors.pop(key) for key in list(tensors) if "layers.1." in key],
-            r"lack .*, .*, .*; download",
+            r" is missing; .* is missing; .* is missing; download",
         ),
-        (lambda tensors: tensors.update({UP: torch.zeros(3, 4)}), rf"have {UP} is \[3, 4\] instead of \[48, 32\]"),
-        (lambda tensors: tensors.update(extra=torch.zeros(2)), "have beyond its config extra; download all"),
+        (
+            lambda tensors: tensors.update({UP: torch.zeros(3, 4)}),
+            rf"config.json: {UP} is \[3, 4\] instead of \[48, 32\]",
+        ),
+        (lambda tensors: tensors.update(extra=torch.zeros(2)), "extra is not in its config; download all"),
         (one(math.nan), f"{UP} has infinite or NaN values"),
         (one(-math.inf), f"{UP} has infinite or NaN values"),
     ],

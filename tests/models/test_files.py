@@ -33,7 +33,7 @@ def test_a_name_of_one_slash_at_most_may_be_on_the_hub(
 def test_settings_that_an_adapter_leaves_out_are_those_of_peft() -> None:
     """PEFT's own files have them all; those of other trainers may not."""
     settings, theirs = AdapterSettings(peft_type="LORA"), LoraConfig()
-    names = "r lora_alpha use_rslora init_lora_weights modules_to_save".split()
+    names = "r lora_alpha use_rslora init_lora_weights".split()
     assert {name: getattr(settings, name) for name in names} == {name: getattr(theirs, name) for name in names}
     assert settings.scaling("q_proj", settings.r) == 1.0
 
