@@ -10,6 +10,7 @@ from typing import Any
 import lm_eval.tasks
 import pytest
 import torch
+import tqdm
 from lm_eval import simple_evaluate
 from lm_eval.api.task import ConfigurableTask
 from lm_eval.models.huggingface import HFLM
@@ -30,6 +31,8 @@ wonderwords = pytest.importorskip("wonderwords", reason="RULER of lm-eval draws 
 ESSAYS = ("niah_single_2", "niah_single_3", "niah_multikey_1", "niah_multiquery", "niah_multivalue")
 OFFLINE = [name for name in RULER_TASKS if name not in (*ESSAYS, *QUESTIONS)]
 WINDOW, SAMPLES, SEED = 1536, 3, 5
+# Prompts that lm-eval makes for a task, however few are asked for.
+MADE = 500
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -46,6 +49,20 @@ def few_words() -> Iterator[None]:
         yield
     for name in [name for name in sys.modules if name.startswith("lm_eval.tasks.ruler")]:
         del sys.modules[name]
+
+
+@pytest.fixture(scope="module", autouse=True)
+def few_prompts() -> Iterator[None]:
+    """lm-eval makes prompts in a loop with a bar, which ends after a few; the first are the same."""
+    bar = tqdm.tqdm
+
+    def of_few(*iterables: Any, **options: Any) -> Any:
+        shorter = [each[: 3 * SAMPLES] if each == range(MADE) else each for each in iterables]
+        return bar(*shorter, **options)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(tqdm, "tqdm", of_few)
+        yield
 
 
 @pytest.fixture(scope="module")
