@@ -16,11 +16,12 @@ import record
 from experiment import (
     BASE,
     BOOKS,
+    MIXTURE,
     NOVELS,
-    ORIGINAL,
     STRIDE,
     TARGET,
     Command,
+    extension,
     run_missing,
     score,
     split_books,
@@ -33,14 +34,11 @@ RESULTS = record.RESULTS / "chats"
 RUNS = Path("adapters/chats")
 # Names of the rows, and the sources of the tuned ones.
 MIXTURES = {
-    "novels": "{name: books_16k/train, weight: 0.75}, {name: builtin:recall, weight: 0.25}",
+    "novels": MIXTURE,
     "novels_and_chats": "{name: books_16k/train, weight: 0.65}, {name: builtin:recall, weight: 0.2}, "
     "{name: chats/train.jsonl, column: messages, weight: 0.15}",
 }
-KEYS = (
-    f"model.name={BASE} context.original={ORIGINAL} context.target={TARGET} scaling=yarn "
-    "training.steps=24 training.precision=bfloat16"
-)
+KEYS = f"model.name={BASE} {extension('yarn')} training.steps=24 training.precision=bfloat16"
 # Two novels each of two authors who are not trained on.
 MEASURED = "[FW]o[ro][ls]*_[AHLN]*"
 

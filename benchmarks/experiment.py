@@ -31,17 +31,18 @@ STRIDE = 8192
 # With this stride a token beyond 8k has at least 6k of context in a window of 8k.
 SHORT_STRIDE = 2048
 # AUTHOR_TITLE by part.
-VALIDATION = "Kipling_Kim Morris_Water Stevenson_Catriona"
-TEST = (
-    "Chesterton_Thursday Conrad_Almayer Doyle_Lost Ford_Soldier Gaskell_Ruth Hardy_Tess James_Ambassadors "
-    "Lawrence_Peacock Lee_Albany Lytton_Novel"
-)
-TRAIN = (
-    "Barclay_Ladies Barclay_Postern Bennet_Babylon Bennet_Helen Braddon_Audley Burnett_Garden Burnett_Princess "
-    "Corelli_Innocent Corelli_Romance Galsworthy_Man Gissing_Unclassed Gissing_Women Haggard_Mines Haggard_Sheallan "
-    "Meredith_Marriage Thackeray_Pendennis Thackeray_Virginians Ward_Ashe Ward_Harvest Wcollins_Basil Wcollins_Legacy"
-)
-PARTS = {"validation": VALIDATION, "test": TEST, "train": TRAIN}
+PARTS = {
+    "validation": "Kipling_Kim Morris_Water Stevenson_Catriona",
+    "test": (
+        "Chesterton_Thursday Conrad_Almayer Doyle_Lost Ford_Soldier Gaskell_Ruth Hardy_Tess James_Ambassadors "
+        "Lawrence_Peacock Lee_Albany Lytton_Novel"
+    ),
+    "train": (
+        "Barclay_Ladies Barclay_Postern Bennet_Babylon Bennet_Helen Braddon_Audley Burnett_Garden Burnett_Princess "
+        "Corelli_Innocent Corelli_Romance Galsworthy_Man Gissing_Unclassed Gissing_Women Haggard_Mines Haggard_Sheallan "
+        "Meredith_Marriage Thackeray_Pendennis Thackeray_Virginians Ward_Ashe Ward_Harvest Wcollins_Basil Wcollins_Legacy"
+    ),
+}
 SCALINGS = ("pi", "yarn", "theta")
 CONTROL = "control"
 # The rates that were tried of every scaling, and those that validation chose.
@@ -61,6 +62,7 @@ STEPS = 104
 RULER_TASKS = "niah_single_1,ruler_vt"
 RULER_CANDIDATES = "niah_single_1,niah_multikey_2,ruler_vt,ruler_cwe,ruler_fwe"
 QUESTIONS = ("boolq", "piqa", "winogrande")
+MIXTURE = f"{{name: {BOOKS}/train, weight: 0.75}}, {{name: builtin:recall, weight: 0.25}}"
 
 Command = tuple[Path, list[str]]
 
@@ -95,18 +97,22 @@ def score(
     return file, words.split()
 
 
-def perplexity(row: str, model: str, part: str, windows: str, options: str = "", *, stride: int = STRIDE) -> Command:
-    """Return the command that measures the first 16,384 tokens of each document of a part of the novels; with the short
-    stride, of the beginnings of novels alone.
+def perplexity(
+    row: str, model: str, part: str, *, windows: object = TARGET, stride: int = STRIDE, dtype: str = "bfloat16"
+) -> Command:
+    """Return the command that measures the first 16,384 tokens of each document of a part of the novels: with the short
+    stride of the beginnings of novels alone, and in float32 of two documents.
     """
     documents = BOOKS / part
     if stride == SHORT_STRIDE:
         documents /= "*[0-9].txt"
-    text = f"--data {documents} --windows {windows} --stride {stride} --truncate {TARGET}"
-    return score("perplexity", f"{part} {row}", model, f"{text} {options}")
+    options = f"--data {documents} --windows {windows} --stride {stride} --truncate {TARGET}"
+    if dtype == "float32":
+        options += " --documents 2"
+    return score("perplexity", f"{part} {row}", model, options, dtype=dtype)
 
 
-def training(run: Path, keys: str, sources: str) -> Command:
+def training(run: Path, keys: str, sources: str = MIXTURE) -> Command:
     """Return the command that tunes, and the file that says that the run is complete."""
     words = ["train", "smollm2_135m_16k_cpu", *keys.split(), f"data.source=[{sources}]", "--output", str(run)]
     if staging_path(run).exists():
@@ -114,22 +120,22 @@ def training(run: Path, keys: str, sources: str) -> Command:
     return run / "run.json", words
 
 
+def extension(scaling: str, original: int = ORIGINAL, target: int = TARGET) -> str:
+    """Return the keys of an extension; the control reads no further than the base."""
+    if scaling == CONTROL:
+        return f"context.target={original} context.original=null scaling=keep"
+    return f"context.target={target} context.original={original} scaling={scaling}"
+
+
 def tuning(name: str, scaling: str, rate: str, steps: int) -> Command:
     """Return the command that tunes with a scaling, and the file that says that the run is complete."""
-    extension = f"context.target={TARGET} context.original={ORIGINAL} scaling={scaling}"
-    if scaling == CONTROL:
-        extension = f"context.target={ORIGINAL} context.original=null scaling=keep"
     schedule = f"training.learning_rate={rate} training.steps={steps} training.precision=bfloat16"
-    return training(
-        RUNS / name,
-        keys=f"model.name={BASE} {extension} {schedule}",
-        sources=f"{{name: {BOOKS}/train, weight: 0.75}}, {{name: builtin:recall, weight: 0.25}}",
-    )
+    return training(RUNS / name, f"model.name={BASE} {extension(scaling)} {schedule}")
 
 
-def untuned(scaling: str) -> str:
-    """Return the model and the options of the base under a scaling."""
-    return f"{BASE} --original {ORIGINAL} --target {TARGET} --scaling {scaling}"
+def untuned(scaling: str, base: str = BASE, original: int = ORIGINAL, target: int = TARGET) -> str:
+    """Return the model and the options of a base under a scaling."""
+    return f"{base} --original {original} --target {target} --scaling {scaling}"
 
 
 def merging(name: str) -> Command:
@@ -147,18 +153,18 @@ def commands() -> Iterator[Command]:
 def validation_commands() -> Iterator[Command]:
     """Yield the commands that tune, and those whose results chose rates and scalings."""
     for scaling in SCALINGS:
-        yield perplexity(f"untuned {scaling}", untuned(scaling), "validation", windows=str(TARGET))
+        yield perplexity(f"untuned {scaling}", untuned(scaling), "validation")
     for scaling, rates in RATES.items():
         window = ORIGINAL if scaling == CONTROL else TARGET
         for rate in rates:
             name = f"{scaling}_{rate}"
-            file, words = perplexity(name, str(RUNS / name), "validation", windows=str(window))
+            file, words = perplexity(name, str(RUNS / name), "validation", windows=window)
             if not file.exists():
                 yield tuning(name, scaling, rate, TRIAL_STEPS)
             yield file, words
         yield tuning(scaling, scaling, CHOSEN_RATES[scaling], STEPS)
     for scaling in SCALINGS:
-        yield perplexity(f"tuned {scaling}", str(RUNS / scaling), "validation", windows=str(TARGET))
+        yield perplexity(f"tuned {scaling}", str(RUNS / scaling), "validation")
 
 
 def test_commands() -> Iterator[Command]:
@@ -174,7 +180,7 @@ def test_commands() -> Iterator[Command]:
         yield perplexity(row, model, "test", windows=f"{ORIGINAL},{TARGET}")
     for row in ("base", BEST, CONTROL):
         name = f"{row} stride {SHORT_STRIDE}"
-        yield perplexity(name, models[row], "test", windows=str(ORIGINAL), stride=SHORT_STRIDE)
+        yield perplexity(name, models[row], "test", windows=ORIGINAL, stride=SHORT_STRIDE)
     for row, model in models.items():
         if row != "untuned pi":
             yield score("passkey", row, to_target(model, TARGET), "--depths 8 --trials 3 --seed 5")
@@ -189,8 +195,7 @@ def test_commands() -> Iterator[Command]:
         yield score("ruler", row, models[row], f"--windows {TARGET} --tasks {RULER_TASKS} --samples 10")
     # How much bfloat16 changes: two documents in float32.
     for row in ("base", BEST):
-        file, words = perplexity(f"{row} float32", models[row], "test", str(TARGET), "--documents 2")
-        yield file, ["float32" if word == "bfloat16" else word for word in words]
+        yield perplexity(f"{row} float32", models[row], "test", dtype="float32")
 
 
 def to_target(model: str, target: int) -> str:

@@ -5,6 +5,7 @@ from collections.abc import Iterator
 from statistics import fmean
 
 import record
+from experiment import CONTROL
 from pages import machines_of, table
 from pi_lora.evaluation.chat import Chats
 from pi_lora.evaluation.context import Context, ContextScores
@@ -13,7 +14,6 @@ from pi_lora.report.comparison import Comparison
 from tables_smollm2 import change_in_percent, retrieved, validation_perplexity
 from use_context import RATES
 
-CONTROL = "control"
 SMOLLM2 = {
     "base": "base",
     "untuned": "YaRN, untuned",

@@ -3,7 +3,6 @@
 import dataclasses
 import doctest
 import hashlib
-import itertools
 import json
 import re
 import runpy
@@ -179,17 +178,13 @@ def test_every_method_that_is_compared_is_a_recipe(words: list[str]) -> None:
     assert load_recipe(compare_methods.ROOT / "recipes" / "demo.yaml", words).recipe.paper is None
 
 
-USE_CONTEXT = use_context.Experiment(use_context.Setting(), Path("runs"), Path("results"))
-
-
 @pytest.mark.parametrize(
     "commands",
     [
         chats.commands(),
         experiment.commands(),
-        # After the rates, of which the best is known when they are tried.
-        itertools.islice(USE_CONTEXT.commands(), 14),
-        USE_CONTEXT.road(),
+        use_context.SMOLLM2.commands(),
+        use_context.GEMMA3.road(),
         search.commands("builtin"),
         search.commands("smollm2"),
     ],
