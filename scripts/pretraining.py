@@ -142,7 +142,7 @@ def optimizers_for(model: LlamaForCausalLM, rate: float) -> list[torch.optim.Opt
 def train_step(
     model: torch.nn.Module, optimizers: list[torch.optim.Optimizer], batch: torch.Tensor, rate: float
 ) -> torch.Tensor:
-    """One step on rows of tokens, in bfloat16 arithmetic; the mean loss in nats a token."""
+    """One step on rows of tokens, in bfloat16 arithmetic; the mean loss in nats per token."""
     for optimizer in optimizers:
         for group in optimizer.param_groups:
             group["lr"] = rate

@@ -68,7 +68,7 @@ def stdlib_texts(split: str) -> list[str]:
 
 @torch.no_grad()
 def held_out_loss(model: torch.nn.Module, rows: torch.Tensor) -> float:
-    """Mean loss in nats a token over `rows`, float32."""
+    """Mean loss in nats per token over `rows`, float32."""
     losses: list[float] = []
     for batch in torch.split(rows, 16):
         loss = model(input_ids=batch, labels=batch, use_cache=False).loss

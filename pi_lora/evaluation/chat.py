@@ -41,7 +41,7 @@ ANSWER_TOKENS = 32
 
 
 class ChatScore(Result):
-    """One chat: the perplexity over the `tokens` of the assistant's turns, and KL(base || model) in nats a token.
+    """One chat: the perplexity over the `tokens` of the assistant's turns, and KL(base || model) in nats per token.
     `equal_answers` is the share of turns where the greedy answers of both models begin with the same 32 tokens.
     """
 

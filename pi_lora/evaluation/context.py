@@ -209,7 +209,7 @@ class Context(Measurement[ContextOptions, ContextScores]):
     def panels(self, scores: Mapping[str, ContextScores]) -> Iterator[Panel]:
         """Yield the gain by distance of all models, and a text with the key tokens of the last one."""
         curves = {label: [(part.first, part.gain) for part in result.by_distance] for label, result in scores.items()}
-        yield partial(draw_curves, curves, xlabel="tokens before, in the window", ylabel="gain (nats a token)")
+        yield partial(draw_curves, curves, xlabel="tokens before, in the window", ylabel="gain (nats per token)")
         *_, (label, last) = scores.items()
         yield partial(draw_marked_text, last.excerpt, f"what distant context explains: {label}")
 

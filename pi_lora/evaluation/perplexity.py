@@ -183,7 +183,7 @@ class Perplexity(Measurement[PerplexityOptions, PerplexityScores]):
         if any(len(points) > 1 for points in sweeps.values()):
             yield partial(draw_perplexities, sweeps)
         if len(losses) == len(scores):
-            yield partial(draw_curves, losses, xlabel="tokens before, in the window", ylabel="loss (nats a token)")
+            yield partial(draw_curves, losses, xlabel="tokens before, in the window", ylabel="loss (nats per token)")
 
 
 @dataclass(frozen=True)

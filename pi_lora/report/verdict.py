@@ -113,7 +113,7 @@ def changes(before: Mapping[str, Metric], after: Iterable[Metric]) -> Iterator[R
 
 def _list(rows: Iterable[Row]) -> str:
     """Return changes in words, each with the name of the metric."""
-    return "; ".join(f"{row.measurement} {_in_words(row)}" for row in rows)
+    return "; ".join(f"{row.measurement}: {_in_words(row)}" for row in rows)
 
 
 def _in_words(row: Row) -> str:

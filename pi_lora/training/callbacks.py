@@ -199,7 +199,7 @@ class TrainingLog(TrainerCallback):
             control.should_log = True
 
     def on_log(self, args: Any, state: TrainerState, control: TrainerControl, logs: dict[str, float], **_: Any) -> None:
-        """Append a line: loss in nats a token, rate, tokens so far, tokens a second, peak memory in bytes."""
+        """Append a line: loss in nats per token, rate, tokens so far, tokens a second, peak memory in bytes."""
         if "loss" not in logs:
             return
         tokens = state.num_input_tokens_seen

@@ -293,7 +293,7 @@ def test_perplexity_is_drawn_by_window_and_the_loss_by_position() -> None:
         return found
 
     by_window = ("perplexity (lower is better)", [("a", [64, 128], [8.0, 4.0])])
-    by_position = ("loss (nats a token)", [("a", [32, 64], [1.03125, 1.015625])])
+    by_position = ("loss (nats per token)", [("a", [32, 64], [1.03125, 1.015625])])
     assert drawn({"a": new}) == [by_window, by_position]
     assert drawn({"a": old}) == [by_window]
     assert drawn({"a": one}) == [by_position]

@@ -49,7 +49,7 @@ def test_the_verdict_says_how_far_it_reads_what_it_finds_and_what_it_cost(small_
         "RULER 75 % (30 to 95) in 128 tokens"
     )
     assert lines["Short inputs"] == (
-        "perplexity at 64 5.9 % worse, no interval; boolq (0-shot) within noise (-11.9 to +11.9 points)"
+        "perplexity at 64: 5.9 % worse, no interval; boolq (0-shot): within noise (-11.9 to +11.9 points)"
     )
 
 
@@ -65,8 +65,8 @@ def test_the_verdict_says_what_the_tuning_added_to_the_scaling(small_model: Path
     }
     lines = verdict(small_model, tmp_path, scores)
     assert lines["Compared with no tuning"] == (
-        "passkeys retrieved at 128 50.0 points worse (-72.1 to -16.8 points); "
-        "perplexity at 128 5.0 % better, no interval"
+        "passkeys retrieved at 128: 50.0 points worse (-72.1 to -16.8 points); "
+        "perplexity at 128: 5.0 % better, no interval"
     )
     scores["perplexity-step-0"] = perplexity(9.5, 7.5, "other")
     scores["passkey"] = scores["passkey-step-0"]
