@@ -2,18 +2,19 @@
 
     python scripts/fetch_model.py gemma3_270m
     python scripts/fetch_model.py smollm2_135m_instruct
-    python benchmarks/attention.py [--lengths 8192 32768] [--rounds 3]
+    python benchmarks/attention.py [--lengths 8192 32768]
 
 Gemma 3 270M has windows of 512 tokens in 15 of 18 layers, SmolLM2-135M has none. The layers alone run at each of
-`--lengths`, beyond the first for one round only. At the first length there are a training step of `pi-lora train`, and
-the losses of a text of twice that length. The kernels take turns, each in a process of its own, and the median round
-counts. A row is kept in benchmarks/results/attention.json when it is measured; other lengths are other rows.
+`--lengths`. At the first length there are a training step of `pi-lora train`, and the losses of a text of twice that
+length. Each kernel has a process of its own. A row is kept in benchmarks/results/attention.json when it is measured;
+other lengths are other rows.
 """
 
 import argparse
 import json
 import tempfile
 from collections.abc import Callable, Mapping
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -71,23 +72,17 @@ def losses(model: str, tokens: int, windows: list[int], stride: int) -> Cost:
     import pi_lora
 
     loaded = pi_lora.load(model, dtype=fast_dtype())
-    scores: list[Any] = []
-
-    def measure() -> None:
-        measured = pi_lora.evaluate(
-            loaded,
-            "perplexity",
-            data=TEXT,
-            documents=1,
-            truncate=tokens,
-            windows=windows,
-            stride=stride,
-        )
-        scores.append(measured)
-
-    cost = cost_here(measure)
-    perplexities = {row.window: row.perplexity for row in scores[0].windows}
-    return {**cost, "perplexity": perplexities}
+    measure = partial(
+        pi_lora.evaluate,
+        loaded,
+        "perplexity",
+        data=TEXT,
+        documents=1,
+        truncate=tokens,
+        windows=windows,
+        stride=stride,
+    )
+    return cost_here(measure)
 
 
 JOBS: dict[str, Callable[..., Cost]] = {"layers": layers, "training": training, "losses": losses}
@@ -100,27 +95,18 @@ def fast_dtype() -> str:
     return "bfloat16" if has_fast_bfloat16() else "float32"
 
 
-def run(job: str, options: Mapping[str, Any]) -> Cost:
+def run(job: str, **options: Any) -> Cost:
     """Run a job in a process of its own."""
     cost: Cost = in_a_process(__file__, "--job", json.dumps([job, options]))
     print(job, options, cost, flush=True)
     return cost
 
 
-def compare(name: str, job: str, model: str, tokens: int, rounds: int = 1) -> None:
-    """Run a job with both kernels in turns, and keep the median round of each."""
-    costs: dict[str, list[Cost]] = {kernel: [] for kernel in KERNELS}
-    for _ in range(rounds):
-        for kernel, done in costs.items():
-            cost = run(job, {"model": model, "tokens": tokens, "kernel": kernel})
-            done.append(cost)
-    medians = {}
-    for kernel, done in costs.items():
-        ordered = sorted(done, key=lambda cost: cost["seconds"])
-        seconds = [cost["seconds"] for cost in done]
-        medians[kernel] = {**ordered[rounds // 2], "rounds": seconds}
-    faster = medians["sdpa"]["seconds"] / medians["auto"]["seconds"]
-    keep(name, tokens, {**medians, "times_as_fast": round(faster, 3)})
+def compare(name: str, job: str, model: str, tokens: int) -> None:
+    """Run a job with both kernels, and keep the costs."""
+    costs = {kernel: run(job, model=model, tokens=tokens, kernel=kernel) for kernel in KERNELS}
+    faster = costs["sdpa"]["seconds"] / costs["auto"]["seconds"]
+    keep(name, tokens, {**costs, "times_as_fast": round(faster, 3)})
 
 
 def keep(name: str, tokens: int, row: Mapping[str, Any]) -> None:
@@ -132,24 +118,22 @@ def keep(name: str, tokens: int, row: Mapping[str, Any]) -> None:
 def main() -> None:
     parser = parser_of(__doc__)
     parser.add_argument("--lengths", type=int, nargs="+", default=[8192, 32768])
-    parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--job", type=json.loads, help=argparse.SUPPRESS)
     asked = parser.parse_args()
     if asked.job:
         job, options = asked.job
         print(json.dumps(JOBS[job](**options)))
         return
-    length, *longer = asked.lengths
-    compare("layers of Gemma 3 270M", "layers", GEMMA, length, asked.rounds)
-    for tokens in longer:
+    for tokens in asked.lengths:
         compare("layers of Gemma 3 270M", "layers", GEMMA, tokens)
-    compare("layers of SmolLM2-135M", "layers", MODEL, length, asked.rounds)
+    length, *_ = asked.lengths
+    compare("layers of SmolLM2-135M", "layers", MODEL, length)
     compare("training step of Gemma 3 270M", "training", GEMMA, length)
     stride = length // 16
     for windows in ([stride, length // 4, length], [2 * length]):
-        sweep = {"model": GEMMA, "tokens": 2 * length, "windows": windows, "stride": stride}
+        cost = run("losses", model=GEMMA, tokens=2 * length, windows=windows, stride=stride)
         lengths = ", ".join(f"{window:,}" for window in windows)
-        keep(f"losses of Gemma 3 270M, windows {lengths}", 2 * length, {"auto": run("losses", sweep)})
+        keep(f"losses of Gemma 3 270M, windows {lengths}", 2 * length, {"auto": cost})
 
 
 if __name__ == "__main__":

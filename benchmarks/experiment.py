@@ -13,10 +13,9 @@ import sys
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 
-import record
+import record  # first: it finds scripts/
+from arguments import parser_of, train_words
 from pi_lora.cli import app
-from pi_lora.staging import staging_path
-from record import parser_of
 
 RESULTS = Path("benchmarks/results/smollm2_16k")
 NOVELS = Path("100_english_novels/corpus")
@@ -39,8 +38,9 @@ PARTS = {
     ),
     "train": (
         "Barclay_Ladies Barclay_Postern Bennet_Babylon Bennet_Helen Braddon_Audley Burnett_Garden Burnett_Princess "
-        "Corelli_Innocent Corelli_Romance Galsworthy_Man Gissing_Unclassed Gissing_Women Haggard_Mines Haggard_Sheallan "
-        "Meredith_Marriage Thackeray_Pendennis Thackeray_Virginians Ward_Ashe Ward_Harvest Wcollins_Basil Wcollins_Legacy"
+        "Corelli_Innocent Corelli_Romance Galsworthy_Man Gissing_Unclassed Gissing_Women Haggard_Mines "
+        "Haggard_Sheallan Meredith_Marriage Thackeray_Pendennis Thackeray_Virginians Ward_Ashe Ward_Harvest "
+        "Wcollins_Basil Wcollins_Legacy"
     ),
 }
 SCALINGS = ("pi", "yarn", "theta")
@@ -114,10 +114,7 @@ def perplexity(
 
 def training(run: Path, keys: str, sources: str = MIXTURE) -> Command:
     """Return the command that tunes, and the file that says that the run is complete."""
-    words = ["train", "smollm2_135m_16k_cpu", *keys.split(), f"data.source=[{sources}]", "--output", str(run)]
-    if staging_path(run).exists():
-        words.append("--resume")
-    return run / "run.json", words
+    return run / "run.json", train_words("smollm2_135m_16k_cpu", run, *keys.split(), f"data.source=[{sources}]")
 
 
 def extension(scaling: str, original: int = ORIGINAL, target: int = TARGET) -> str:

@@ -1,6 +1,6 @@
 """The cost of `pi-lora train` over a bare SFTTrainer: tokens a second of both, in turns, in one run.
 
-    python benchmarks/train_overhead.py [--recipe demo] [--steps 60] [--warm 10] [--rounds 3] [key=value ...]
+    python benchmarks/train_overhead.py [--recipe demo] [--steps 60] [--warm 10] [key=value ...]
 
 `model.name=models/gpt_oss_random` is made when it is missing: gpt-oss with 4 small layers and random weights.
 The bare script is what TRL's documentation would have one write: the same model, adapter, sequences and settings, no
@@ -9,7 +9,6 @@ more. Each turn is a process of its own; the first steps, `--warm`, are not coun
 
 import argparse
 import json
-import math
 import statistics
 import sys
 import tempfile
@@ -22,6 +21,7 @@ from plan_memory import GPT_OSS, random_model
 from record import in_a_process, parser_of, training_log, write_row
 
 RANDOM = Path("models/gpt_oss_random")
+ROUNDS = 3
 
 
 def bare(recipe: Recipe, warm: int) -> tuple[float, float]:
@@ -48,21 +48,16 @@ def bare(recipe: Recipe, warm: int) -> tuple[float, float]:
     packed = training_data(recipe.data, training, tokenizer, original, target).rows
     config.rope_parameters = extended.config["rope_parameters"]
     ends: dict[int, float] = {}
-    losses: list[float] = []
 
     class Clock(TrainerCallback):
         def on_step_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
             ends[state.global_step] = time.monotonic()
 
-        def on_log(self, args: Any, state: Any, control: Any, logs: dict[str, float], **_: Any) -> None:
-            losses.append(logs.get("loss", math.nan))
-
-    whole = ["embed_tokens", "input_layernorm", "post_attention_layernorm", "norm"]
-    also: dict[str, Any] = {}
+    saved = None
     if recipe.tuning.modules_to_save != "nothing":
-        also = {"modules_to_save": whole, "ensure_weight_tying": True}
+        saved = ["embed_tokens", "input_layernorm", "post_attention_layernorm", "norm"]
     with tempfile.TemporaryDirectory() as output:
-        SFTTrainer(
+        trainer = SFTTrainer(
             model=AutoModelForCausalLM.from_pretrained(folder, config=config, dtype="float32"),
             args=SFTConfig(
                 output_dir=output,
@@ -93,12 +88,14 @@ def bare(recipe: Recipe, warm: int) -> tuple[float, float]:
                 lora_alpha=recipe.tuning.lora_alpha,
                 target_modules="all-linear",
                 task_type="CAUSAL_LM",
-                **also,
+                modules_to_save=saved,
+                ensure_weight_tying=saved is not None,
             ),
             callbacks=[Clock()],
-        ).train()
+        )
+        trainer.train()
     tokens = len(packed[0]["input_ids"]) * training.global_batch_size * (training.steps - warm)
-    return tokens / (ends[training.steps] - ends[warm]), losses[0]
+    return tokens / (ends[training.steps] - ends[warm]), trainer.state.log_history[0]["loss"]
 
 
 def ours(given: list[str], warm: int) -> tuple[float, float]:
@@ -118,7 +115,6 @@ def main() -> None:
     parser.add_argument("--recipe", default="demo")
     parser.add_argument("--steps", type=int, default=60)
     parser.add_argument("--warm", type=int, default=10)
-    parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--bare", action="store_true", help=argparse.SUPPRESS)
     parser.add_argument("overrides", nargs="*", metavar="key=value")
     options = parser.parse_args()
@@ -131,17 +127,15 @@ def main() -> None:
         print(json.dumps(bare(recipe, options.warm)))
         return
     rounds = []
-    for _ in range(options.rounds):
+    for _ in range(ROUNDS):
         mine, loss = ours([str(file), *changes], options.warm)
         theirs, bare_loss = in_a_process(__file__, "--bare", *sys.argv[1:])
         speeds = {"pi_lora": round(mine, 1), "bare": round(theirs, 1), "ratio": round(mine / theirs, 4)}
         rounds.append({**speeds, "first_loss": loss, "bare_first_loss": bare_loss})
         print(rounds[-1], flush=True)
-    made = {
-        "rounds": rounds,
-        "median_ratio": statistics.median(each["ratio"] for each in rounds),
-    }
-    write_row("train_overhead", ("runs", " ".join([options.recipe, *changes])), made)
+    median = statistics.median(each["ratio"] for each in rounds)
+    name = " ".join([options.recipe, *changes])
+    write_row("train_overhead", ("runs", name), {"rounds": rounds, "median_ratio": median})
 
 
 if __name__ == "__main__":

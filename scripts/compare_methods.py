@@ -17,14 +17,13 @@ from pathlib import Path
 from statistics import fmean
 from typing import Any
 
-from arguments import parser_of
+from arguments import parser_of, train_words
 from pi_lora.api import load
 from pi_lora.evaluation.measurement import Session
 from pi_lora.evaluation.passkey import Passkey
 from pi_lora.evaluation.perplexity import Perplexity
 from pi_lora.recipe.evaluation import PasskeyOptions, PerplexityOptions
 from pi_lora.scaling.extension import Extension
-from pi_lora.staging import staging_path
 
 ROOT = Path(__file__).parent.parent
 sys.path.insert(0, str(ROOT / "benchmarks"))
@@ -84,10 +83,8 @@ def tuned(name: str, rate: float, seed: int, choice: PerplexityOptions) -> Row:
         schedule = f"training.steps={STEPS} training.precision=float32 training.learning_rate={rate:g}"
         seeds = f"training.seed={seed} data.seed={seed}"
         _, changes = METHODS[name]
-        words = ["train", str(RECIPE), *schedule.split(), *changes, *seeds.split(), "--output", str(run)]
-        if staging_path(run).exists():
-            words.append("--resume")
         if not run.exists():
+            words = train_words(str(RECIPE), run, *schedule.split(), *changes, *seeds.split())
             print("$ pi-lora", *words, flush=True)
             subprocess.run([sys.executable, "-m", "pi_lora", *words], check=True)
         return str(run)

@@ -18,9 +18,9 @@ from pathlib import Path
 from rich.console import Console
 from rich.table import Table
 
-from arguments import parser_of
+from arguments import parser_of, train_words
 from machine import machine
-from pages import mean_and_range, write_block
+from pages import made_on, mean_and_range, write_block
 from pi_lora.cli import main as pi_lora
 from pi_lora.drawing import figure_of, save
 from pi_lora.evaluation.passkey import PasskeyScores
@@ -29,7 +29,6 @@ from pi_lora.evaluation.suite import MEASUREMENTS
 from pi_lora.models.device import has_fast_bfloat16
 from pi_lora.recipe.files import load_recipe
 from pi_lora.report.scores import markdown_table
-from pi_lora.staging import staging_path
 
 ROOT = Path(__file__).parent.parent
 DEMO = Path("demo")
@@ -72,10 +71,7 @@ def tuned(name: str, *overrides: str) -> str:
     if output.exists():
         console.print(f"{output}: trained before; remove {DEMO}/ to train again")
         return str(output)
-    words = ["train", str(RECIPE), f"training.steps={STEPS}", *overrides, "--output", str(output)]
-    if staging_path(output).exists():
-        words.append("--resume")
-    run(*words)
+    run(*train_words(str(RECIPE), output, f"training.steps={STEPS}", *overrides))
     return str(output)
 
 
@@ -109,7 +105,6 @@ def show(models: dict[str, list[Measured]]) -> None:
     for row in rows:
         table.add_row(*row)
     console.print(table)
-    DEMO.mkdir(exist_ok=True)
     (DEMO / "table.md").write_text(markdown_table(head, rows), encoding="utf-8")
     perplexities = {}
     passkeys = {}
@@ -121,14 +116,11 @@ def show(models: dict[str, list[Measured]]) -> None:
 
 def into_readme(seconds: float) -> None:
     """Write the table, the time and the picture into the README."""
-    here = machine()
     arithmetic = "bfloat16" if has_fast_bfloat16() else "float32"
     note = (
         f"`make demo` took {seconds:.0f} s, with one seed, on {DOCUMENTS} documents, and {TRIALS} passkeys at each of "
         f"{DEPTHS} distances. The row of {STEPS} steps has the mean and range of {SEEDS} seeds. "
-        f"{here['cores']} cores of {here['processor']}, "
-        f"training in {arithmetic}; "
-        f"{here['versions']}; {here['date']}."
+        f"Trained in {arithmetic}. {made_on(machine())}"
     )
     table = (DEMO / "table.md").read_text()
     write_block(ROOT / "README.md", "demo", f"{table}\n{note}\n")
