@@ -17,7 +17,8 @@ from pi_lora.evaluation import forward
 from pi_lora.evaluation.chat import Chats, ChatScores
 from pi_lora.evaluation.measurement import Session
 from pi_lora.models.loaded import LoadedModel
-from pi_lora.recipe.evaluation import ChatOptions
+from pi_lora.recipe.evaluation import ChatOptions, Evaluation
+from pi_lora.recipe.files import dump_recipe, load_recipe
 from pi_lora.report.card import refresh_scores
 from pi_lora.report.scores import MeasuredRun
 
@@ -125,6 +126,10 @@ def test_the_comparison_has_a_row_for_each_cost(
     assert status == 0
     assert "chats.jsonl: chats of over 64 tokens left out: 1" in err
     found = json.loads((here / "run" / "scores" / "chat.json").read_text())
+    few = {"passkey": {"depths": 2, "trials": 1}}
+    recipe = load_recipe(here / "run" / "recipe.yaml").recipe
+    recipe = recipe.model_copy(update={"evaluation": Evaluation.model_validate(few)})
+    (here / "run" / "recipe.yaml").write_text(dump_recipe(recipe))
     refresh_scores(MeasuredRun(here / "run"))
     card = (here / "run" / "README.md").read_text()
     for metric in Chats().metrics(ChatScores.model_validate(found)):

@@ -58,6 +58,13 @@ def searched() -> Searched:
     return Searched(resolve_model("builtin:tiny"), OPTIONS, "float32")
 
 
+@pytest.fixture
+def short_exams(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A step of the search reads fewer tokens."""
+    monkeypatch.setattr(exams, "SHORT_TOKENS", 256)
+    monkeypatch.setattr(exams, "PLAIN_TOKENS", 64)
+
+
 @given(st.lists(st.floats(-2, 30), min_size=4, max_size=12))
 def test_no_frequency_is_divided_by_less_than_a_higher_one(values: list[float]) -> None:
     found = allowed(torch.tensor(values)).tolist()
@@ -268,11 +275,10 @@ def test_the_mean_of_the_later_steps_with_the_best_score_is_the_result(monkeypat
     assert (best.needles, best.text, best.value) == (1.0, 3.0, 1.0 + 3 * PENALTY)
 
 
+@pytest.mark.usefixtures("short_exams")
 def test_an_interrupted_search_ends_with_the_same_divisors(monkeypatch: pytest.MonkeyPatch) -> None:
     base = resolve_model("builtin:tiny")
     options = SearchOptions(target=512, minutes=0.25)
-    monkeypatch.setattr(exams, "SHORT_TOKENS", 256)
-    monkeypatch.setattr(exams, "PLAIN_TOKENS", 64)
     write = searching.append_journal
     written: list[Any] = []
     kept = TEXTS
@@ -299,7 +305,7 @@ def test_an_interrupted_search_ends_with_the_same_divisors(monkeypatch: pytest.M
 
 def test_the_command_writes_a_file_for_recipes_and_new(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     file = tmp_path / "found.json"
-    words = ["search", "builtin:tiny", "--target", "512", "--minutes", "0.2", "--documents", "2", "--trials", "1"]
+    words = ["search", "builtin:tiny", "--target", "512", "--minutes", "0.2", "--documents", "1", "--trials", "1"]
     assert not cli.app([*words, "--output", str(file)], result_action="return_value")
     printed = capsys.readouterr().out
     assert "now they are measured on other text" in printed
@@ -313,7 +319,7 @@ def test_the_command_writes_a_file_for_recipes_and_new(tmp_path: Path, capsys: p
     probed = read_probe(file).at(512)
     assert probed.factors == str(file)
     assert set(probed.scalings) == {"direct", *COMPARED, "factors"}
-    assert probed.scalings["factors"].perplexity.options.documents == 2
+    assert probed.scalings["factors"].perplexity.options.documents == 1
     assert probed.scalings["factors"].passkey
     content = json.loads(file.read_text())
     content["targets"][0] |= {"best": "factors", "enough": False}
@@ -337,6 +343,7 @@ def test_the_command_writes_a_file_for_recipes_and_new(tmp_path: Path, capsys: p
         pi_lora.search("builtin:tiny", 512, file)
 
 
+@pytest.mark.usefixtures("short_exams")
 def test_a_search_that_was_interrupted_in_its_test_is_tested(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     file = tmp_path / "found.json"
     options = {"minutes": 0.05, "documents": 1, "trials": 1}

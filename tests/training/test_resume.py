@@ -2,6 +2,7 @@
 
 import json
 import os
+import shutil
 import signal
 from collections.abc import Iterator
 from pathlib import Path
@@ -128,20 +129,32 @@ LESS_MEMORY = [
 ]
 
 
-@pytest.mark.parametrize("change", LESS_MEMORY, ids=str)
-@pytest.mark.parametrize("packed", [True, False], ids=["packed", "examples"])
-def test_a_run_resumed_with_less_memory_has_the_same_weights(
-    packed: bool, change: dict[str, dict[str, object]], small_model: Path, tmp_path: Path
-) -> None:
-    """Up to rounding, over the end of an epoch of 30 examples."""
-    data = {"source": "builtin:stdlib"} if packed else examples(tmp_path)
+@pytest.fixture(scope="module", params=["packed", "examples"])
+def interrupted(
+    request: pytest.FixtureRequest, small_model: Path, tmp_path_factory: pytest.TempPathFactory
+) -> tuple[Recipe, Path]:
+    """A recipe, and a folder with the run of it that nothing disturbed and one that was interrupted."""
+    folder = tmp_path_factory.mktemp("interrupted")
+    data = {"source": "builtin:stdlib"} if request.param == "packed" else examples(folder)
     training = {**small_recipe(small_model).training.model_dump(), "steps": STEPS, "global_batch_size": 4}
     recipe = small_recipe(small_model, data=data, training={**training, "precision": "float32"})
-    undisturbed = weights(train(recipe, tmp_path / "undisturbed"))
+    train(recipe, folder / "undisturbed")
+    interrupt_at(5, recipe, folder / "run")
+    return recipe, folder
+
+
+@pytest.mark.parametrize("change", LESS_MEMORY, ids=str)
+def test_a_run_resumed_with_less_memory_has_the_same_weights(
+    interrupted: tuple[Recipe, Path], change: dict[str, dict[str, object]], tmp_path: Path
+) -> None:
+    """Up to rounding, over the end of an epoch of 30 examples."""
+    recipe, folder = interrupted
     output = tmp_path / "run"
-    interrupt_at(5, recipe, output)
+    shutil.copytree(staging_path(folder / "run"), staging_path(output))
     sections = {name: getattr(recipe, name).changed(**keys) for name, keys in change.items()}
     train(recipe.model_copy(update=sections), output, resume=True)
+    assert steps_of(output) == list(range(1, STEPS + 1))
+    undisturbed = weights(folder / "undisturbed")
     for name, tensor in weights(output).items():
         torch.testing.assert_close(tensor, undisturbed[name], rtol=1e-3, atol=1e-5)
 
