@@ -31,8 +31,6 @@ LOGGER = logging.getLogger(__name__)
 LOG_IN = "log in with `hf auth login`"
 # Seconds that the hub has for its first answer.
 ANSWER_SECONDS = 5.0
-# Statuses of a hub that fails or is too busy.
-FAILING = (429, 500, 502, 503, 504)
 
 
 class _Hub(HfApi):
@@ -106,13 +104,13 @@ def _problem(name: str, kind: Kind, revision: str, error: BaseException) -> str:
     if isinstance(cause, RevisionNotFoundError):
         return f"{name}: has no branch, tag or commit {revision}; check the revision"
     if isinstance(cause, RepositoryNotFoundError):
-        near = _similar_folder(name)
-        hint = f"did you mean {near}? Otherwise check" if near else "check"
-        return f"{name}: no such folder, and no such {kind} on the hub; {hint} the name, or {LOG_IN} if it is private"
+        check = f"{_hint(name)}check the name, or {LOG_IN} if it is private"
+        return f"{name}: no such folder, and no such {kind} on the hub; {check}"
     if isinstance(cause, HfHubHTTPError):
         reason = " ".join(str(cause).split())
         status = cause.response.status_code
-        if status in FAILING:
+        # Too many requests, or an error of the hub itself.
+        if status == 429 or status >= 500:
             return f"{name}: the hub fails (status {status}); try again later"
         if status == 401:
             return f"{name}: the hub asks for a valid token; {LOG_IN}, or correct HF_TOKEN"
@@ -127,9 +125,8 @@ def _problem(name: str, kind: Kind, revision: str, error: BaseException) -> str:
     cached = ", ".join(_cached_files(name, kind)) or "nothing of it"
     if not constants.HF_HUB_OFFLINE:
         return f"{name}: {reason}; in the cache: {cached}"
-    near = _similar_folder(name)
-    hint = f"did you mean {near}? Otherwise" if near else "correct the name, or"
-    return f"{name}: no such folder, and {reason}; in the cache: {cached}; {hint} let this machine ask the hub"
+    hint = _hint(name) or "correct the name, or "
+    return f"{name}: no such folder, and {reason}; in the cache: {cached}; {hint}let this machine ask the hub"
 
 
 def gated(name: str, kind: Kind) -> str:
@@ -140,7 +137,7 @@ def gated(name: str, kind: Kind) -> str:
 
 def _messages(error: BaseException) -> str:
     """Return all lines of an error and its cause in one: those of `datasets` (5.2) say later what is wrong."""
-    told = [error, error.__cause__] if error.__cause__ else [error]
+    told = filter(None, [error, error.__cause__])
     messages = [" ".join(str(each).split()) or type(each).__name__ for each in told]
     return ": ".join(message.rstrip(".") for message in messages)
 
@@ -155,10 +152,11 @@ def _telling_cause(error: BaseException) -> BaseException:
     return error
 
 
-def _similar_folder(name: str) -> str | None:
-    """Return the folder here whose path is most similar to a name."""
+def _hint(name: str) -> str:
+    """Return a question about the folder here whose path is most similar to a name; nothing if none is similar."""
     folders = map(str, [*Path().glob("*/"), *Path().glob("*/*/")])
-    return next(iter(difflib.get_close_matches(name, folders, n=1, cutoff=0.8)), None)
+    near = difflib.get_close_matches(name, folders, n=1, cutoff=0.8)
+    return f"did you mean {near[0]}? Otherwise " if near else ""
 
 
 def _cached_files(name: str, kind: Kind) -> list[str]:

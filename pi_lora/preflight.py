@@ -232,9 +232,7 @@ def _machine_problems(recipe: Recipe) -> Iterator[str]:
     num_gpus = torch.cuda.device_count()
     if hardware.gpus and hardware.gpus > num_gpus:
         lacking = f"{hardware.gpus} needed on each machine, {num_gpus} here"
-        here = num_gpus or "null"
-        remedy = f"run it on such machines, or with hardware.gpus={here} here (pi-lora plan shows what fits)"
-        yield f"hardware.gpus: {lacking}; {remedy}"
+        yield f"hardware.gpus: {lacking}; lower it or leave it out (pi-lora plan shows what fits)"
     paged = recipe.training.optimizer == "paged_adamw_8bit"
     gpu_only = {
         "training.optimizer: paged_adamw_8bit": paged,

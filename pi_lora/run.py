@@ -137,13 +137,15 @@ class Run:
 
     def record(self, facts: Mapping[str, Any]) -> None:
         """Add `facts` to `run.json`, with the commit of pi-lora and the version of Python."""
-        content = {
-            **self.metadata.model_dump(exclude_unset=True),
-            **facts,
-            "python": platform.python_version(),
-            "commit": _commit(),
-        }
-        write_json(self.path / RUN_FILE, content)
+        write_json(
+            self.path / RUN_FILE,
+            {
+                **self.metadata.model_dump(exclude_unset=True),
+                **facts,
+                "python": platform.python_version(),
+                "commit": _commit(),
+            },
+        )
         vars(self).pop("metadata")
 
     @property

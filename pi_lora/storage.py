@@ -5,13 +5,12 @@ import hashlib
 import json
 import os
 import re
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import suppress
 from pathlib import Path
 from tempfile import TemporaryDirectory, TemporaryFile
 from typing import Any, TypeVar
 
-from filelock import FileLock
 from pydantic import TypeAdapter, ValidationError
 
 from pi_lora.errors import ModelError, RunExistsError
@@ -130,9 +129,8 @@ def is_disk_full(error: BaseException) -> bool:
 def write_whole(file: Path, text: str) -> None:
     """Write a file atomically: completely or not at all, even if the machine loses power."""
     part = file.with_name(f".{file.name}.part")
-    part.unlink(missing_ok=True)  # do not follow a link
     try:
-        with part.open("x", encoding="utf-8") as out:
+        with part.open("w", encoding="utf-8") as out:
             out.write(text)
             out.flush()
             os.fsync(out.fileno())
@@ -144,24 +142,3 @@ def write_whole(file: Path, text: str) -> None:
 def cache_folder() -> Path:
     """Return `$PI_LORA_CACHE`, or `~/.cache/pi-lora`. The folder may be deleted while nothing runs."""
     return Path(os.environ.get("PI_LORA_CACHE") or "~/.cache/pi-lora").expanduser()
-
-
-def make_once(file: Path, read: Callable[[Path], T | None], write: Callable[[Path], None]) -> T:
-    """Return the result of `read` for a file of the cache. If it is None, `write` creates the file first, in one
-    process at a time. A complete cache may be read-only.
-    """
-    content = read(file)
-    if content is not None:
-        return content
-    part = file.with_suffix(".partial")
-    file.parent.mkdir(parents=True, exist_ok=True)
-    with FileLock(file.with_suffix(".lock")):
-        if read(file) is None:
-            try:
-                write(part)
-                part.replace(file)
-            finally:
-                part.unlink(missing_ok=True)
-    content = read(file)
-    assert content is not None, f"{file}: cannot be read back"
-    return content

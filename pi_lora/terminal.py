@@ -76,7 +76,7 @@ def progress_bar(title: str) -> Iterator[Progress]:
     unwrapped = Column(no_wrap=True)
     bar_width = max(8, min(40, err.width - 80))  # the numbers and the note come first
     columns = (
-        TextColumn("{task.description}", markup=False, table_column=unwrapped),
+        TextColumn("{task.description}", markup=False),
         BarColumn(bar_width),
         MofNCompleteColumn(table_column=unwrapped),
         TimeRemainingColumn(table_column=unwrapped),

@@ -85,8 +85,10 @@ def merge(
             planned.write_weights(staging, check, written)
             card = card_of(merged_run, merged=planned.lines, serving=serving_lines(planned.typed_config))
             write_whole(staging / CARD, card)
-            facts = {"base": planned.source.base.name, "run": name, "checks": planned.lines}
-            write_json(staging / MERGE_FILE, facts)
+            write_json(
+                staging / MERGE_FILE,
+                {"base": planned.source.base.name, "run": name, "checks": planned.lines},
+            )
     if reference:
         write_reference(folder, folder / REFERENCE_FILE, permissions=permissions, progress=ui)
     for line in planned.lines:

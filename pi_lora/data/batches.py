@@ -14,6 +14,7 @@ import pyarrow
 import pyarrow.compute
 import torch
 from datasets import Dataset
+from filelock import FileLock
 from torch.nn.utils.rnn import pad_sequence
 from transformers.trainer_pt_utils import LengthGroupedSampler
 
@@ -26,7 +27,7 @@ from pi_lora.data.tokens import in_batches, padding_id, tokenizer_identity
 from pi_lora.errors import DataError, ModelError
 from pi_lora.recipe.data import Data, Selection
 from pi_lora.recipe.schema import Training
-from pi_lora.storage import cache_folder, digest_of, make_once, read_json, write_json
+from pi_lora.storage import cache_folder, digest_of, read_json, write_json
 from pi_lora.types import Json, Progress, silent
 
 # Raise it with every change to how rows or synthetic documents are made: older caches are not taken for new ones.
@@ -146,27 +147,40 @@ def cached(made_from: Json, columns: Sequence[str], make: Callable[[], Iterator[
     """
     file = cache_folder() / "sequences" / f"{digest_of(made_from)}.arrow"
     counts_file = file.with_suffix(".json")
-    types = dict.fromkeys(columns, pyarrow.list_(pyarrow.int32()))
-    if "loss_mask" in types:
-        types["loss_mask"] = pyarrow.list_(pyarrow.bool_())
-    schema = pyarrow.schema(types)
-
-    def write(part: Path) -> None:
-        with part.open("wb") as out:
-            with pyarrow.ipc.new_file(out, schema) as writer:
-                # Opening the file takes a read for every batch in it.
-                for batch in in_batches(make()):
-                    writer.write_batch(pyarrow.RecordBatch.from_pylist(batch, schema))
-            # A machine that loses power after the file was renamed must not leave zeros under its name.
-            out.flush()
-            os.fsync(out.fileno())
-        write_json(counts_file, counts)
-
-    rows = make_once(file, read_rows, write)
+    rows = read_rows(file)
+    if rows is None:
+        file.parent.mkdir(parents=True, exist_ok=True)
+        with FileLock(file.with_suffix(".lock")):
+            # Another process may have made them meanwhile.
+            if read_rows(file) is None:
+                part = file.with_suffix(".partial")
+                try:
+                    _write_rows(part, columns, make())
+                    write_json(counts_file, counts)
+                    part.replace(file)
+                finally:
+                    part.unlink(missing_ok=True)
+        rows = read_rows(file)
+        assert rows is not None, f"{file}: cannot be read back"
     if not counts:
         with suppress(ModelError):  # of a cache of an older version, or damaged
             counts.update(read_json(counts_file, dict[str, int], "prepare again"))
     return rows
+
+
+def _write_rows(file: Path, columns: Sequence[str], rows: Iterator[Row]) -> None:
+    types = dict.fromkeys(columns, pyarrow.list_(pyarrow.int32()))
+    if "loss_mask" in types:
+        types["loss_mask"] = pyarrow.list_(pyarrow.bool_())
+    schema = pyarrow.schema(types)
+    with file.open("wb") as out:
+        with pyarrow.ipc.new_file(out, schema) as writer:
+            # Opening the file takes a read for every batch in it.
+            for batch in in_batches(rows):
+                writer.write_batch(pyarrow.RecordBatch.from_pylist(batch, schema))
+        # A machine that loses power after the file was renamed must not leave zeros under its name.
+        out.flush()
+        os.fsync(out.fileno())
 
 
 def read_rows(file: Path) -> Dataset | None:

@@ -130,30 +130,22 @@ class ChatTemplate:
         """
         for row_name, row in rows:
             messages = messages_of(row_name, row[column])
-            chat = self.encode(messages, longest, row)
-            if isinstance(chat, str):
-                counts[f"{chat} left out"] += 1
+            try:
+                chat = self._encoded(messages, row)
+                if len(chat.ids) > longest:
+                    raise Unusable(f"of over {longest:,} tokens")
+                if not any(chat.loss_mask):
+                    raise Unusable("without a turn of the assistant to learn")
+            except Unusable as reason:
+                counts[f"chats {reason} left out"] += 1
+            except REFUSALS as error:
+                counts[f"chats that the chat template refuses ({first_line(error)}) left out"] += 1
             else:
                 counts[MASKED] += sum(map(is_masked, messages))
                 yield row_name, chat
 
-    def encode(self, messages: list[Json], longest: int, row: Json) -> Labelled | str:
-        """Return a chat of at most `longest` tokens, or the reason why the chat is left out. The other columns of its
-        `row` may be `system`, `tools` and `chat_template_kwargs`.
-        """
-        try:
-            chat = self._encoded(messages, row)
-        except Unusable as reason:
-            return f"chats {reason}"
-        except REFUSALS as error:
-            return f"chats that the chat template refuses ({first_line(error)})"
-        if len(chat.ids) > longest:
-            return f"chats of over {longest:,} tokens"
-        if not any(chat.loss_mask):
-            return "chats without a turn of the assistant to learn"
-        return chat
-
     def _encoded(self, messages: list[Json], row: Json) -> Labelled:
+        """Return a chat. The other columns of its `row` may be `system`, `tools` and `chat_template_kwargs`."""
         if any(map(row.get, MEDIA)):
             raise Unusable("with images, videos or sound")
         if row.get("system"):

@@ -17,6 +17,7 @@ from typing import Any, NamedTuple
 
 from pi_lora.errors import DataError, first_line
 from pi_lora.recipe.data import CHAT_COLUMNS
+from pi_lora.storage import digest_of
 from pi_lora.types import Json
 
 PARQUET = ".parquet"
@@ -85,16 +86,13 @@ def files_named(name: str) -> list[Path]:
     DataError if there are no files, none of a kind that is read, or rows of several splits in a folder.
     """
     path = Path(name).expanduser()
-    kinds = SUFFIXES
-    found = [path]
     if path.is_file():
-        kinds = (*SUFFIXES, "")
+        found = [path]
+        files = [path] if suffix_of(path.name) in (*SUFFIXES, "") else []
     else:
         pattern = f"{glob.escape(str(path))}/**" if path.is_dir() else str(path)
         found = sorted(map(Path, glob.iglob(pattern, recursive=True)))
-    files = [file for file in found if suffix_of(file.name) in kinds and file.is_file()]
-    if not path.is_file():
-        files = [file for file in files if _is_part(file)]
+        files = [file for file in found if suffix_of(file.name) in SUFFIXES and file.is_file() and _is_part(file)]
     rows = [file for file in files if suffix_of(file.name) in TABLE_SUFFIXES]
     if path.is_dir() and rows:
         files = [file for file in files if not ABOUT_ROWS.fullmatch(file.name)]
@@ -128,12 +126,8 @@ def _is_part(file: Path) -> bool:
 
 def fingerprint(files: Iterable[Path]) -> str:
     """Return a SHA-256 of the paths, sizes and modification times of files; their content is not read."""
-    digest = hashlib.sha256()
-    for file in files:
-        state = file.stat()
-        line = f"{file.resolve()}\0{state.st_size}\0{state.st_mtime_ns}\n"
-        digest.update(line.encode(errors="surrogateescape"))
-    return digest.hexdigest()
+    states = [(str(file.resolve()), file.stat().st_size, file.stat().st_mtime_ns) for file in files]
+    return digest_of(states)
 
 
 def rows_in(file: File, name: str, columns: Sequence[str]) -> Iterator[NamedJson]:

@@ -317,8 +317,7 @@ def training_rows(streams: Sequence[Stream], original: int, target: int, number:
         else:
             room = length - total_tokens(sequences)
             rest = Labelled([padding] * room, [False] * room)
-            row = columns([*sequences, rest])
-            yield row | {"lengths": [length], "position_ids": positions}
+            yield columns([*sequences, rest]) | {"lengths": [length], "position_ids": positions}
 
 
 def _with_short_texts(streams: Sequence[Stream], original: int) -> tuple[list[Stream], list[float]]:

@@ -164,12 +164,14 @@ def read_files(files: Mapping[str, File], columns: Sequence[str], seed: int | No
 
 def local_files(source: Source, files: Mapping[str, Path]) -> Table:
     """Return named files as a table."""
-    size = sum(file.stat().st_size for file in files.values())
     holds_rows = any(suffix_of(file.name) in TABLE_SUFFIXES for file in files.values())
-    identity = {"sha256": fingerprint(files.values())}
-    read = functools.partial(read_files, files)
-    names = () if holds_rows else tuple(files)
-    return Table(source, read, identity, size=size, texts=names)
+    return Table(
+        source,
+        read=functools.partial(read_files, files),
+        identity={"sha256": fingerprint(files.values())},
+        size=sum(file.stat().st_size for file in files.values()),
+        texts=() if holds_rows else tuple(files),
+    )
 
 
 def split_of(relative_path: str) -> str:

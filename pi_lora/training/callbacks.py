@@ -86,8 +86,7 @@ class ScheduledMeasurements(TrainerCallback):
         stage = f"step {state.global_step}"
         names = requested_measurements(self.evaluation.in_short())
         is_missing = not all(self.run.scores_file(name, stage).is_file() for name in names)
-        must_measure = any_process(is_main_process() and is_missing)
-        if must_measure:
+        if any_process(is_main_process() and is_missing):
             self.measure(state.global_step)
 
     def on_step_end(self, args: Any, state: TrainerState, control: TrainerControl, **_: Any) -> None:

@@ -244,18 +244,29 @@ def question(number: int, words: int = 4) -> list[dict[str, str]]:
     ]
 
 
+def encoded(template: ChatTemplate, messages: list[Any], longest: int, row: dict[str, Any]) -> Labelled | str:
+    """A chat with the other columns of its row, or the reason why the chat is left out."""
+    counts = Counter[str]()
+    chats = list(template.chats([("x:1", {**row, "messages": messages})], "messages", longest, counts))
+    if chats:
+        [(_, chat)] = chats
+        return chat
+    [reason] = counts
+    return reason.removesuffix(" left out")
+
+
 @pytest.mark.parametrize("name", REFERENCES)
 def test_labels_equal_a_plain_reference(name: str) -> None:
     template, messages, pieces = REFERENCES[name]
     tokenizer = make_tokenizer(template)
-    chat = ChatTemplate(tokenizer).encode(messages, 10_000, {})
+    chat = encoded(ChatTemplate(tokenizer), messages, 10_000, {})
     ids, loss_mask = [], []
     for text, by_assistant in pieces:
         own = tokenizer(text, add_special_tokens=False)["input_ids"]
         ids += own
         loss_mask += [by_assistant] * len(own)
     assert chat == Labelled(ids, loss_mask)
-    everything = ChatTemplate(tokenizer, train_on_all=True).encode(messages, 10_000, {})
+    everything = encoded(ChatTemplate(tokenizer, train_on_all=True), messages, 10_000, {})
     assert everything == Labelled(ids, [True] * len(ids))
 
 
@@ -275,7 +286,7 @@ def test_labels_equal_a_plain_reference(name: str) -> None:
 def test_an_unusable_chat_is_left_out_with_the_reason(
     template: str, messages: list[dict[str, Any]], reason: str
 ) -> None:
-    left_out = ChatTemplate(make_tokenizer(template)).encode(messages, 100, {})
+    left_out = encoded(ChatTemplate(make_tokenizer(template)), messages, 100, {})
     assert isinstance(left_out, str)
     assert re.search(reason, left_out)
 
@@ -327,7 +338,7 @@ def learned(messages: list[Any], row: dict[str, Any], template: str = KNOWS_TOOL
     # A special token that no setting names, as most of Llama 3.
     tokenizer.add_tokens([AddedToken("<|unnamed|>", special=True)])
     tokenizer.chat_template = template
-    chat = ChatTemplate(tokenizer).encode(messages_of("x:1", messages), 1000, row)
+    chat = encoded(ChatTemplate(tokenizer), messages, 1000, row)
     if isinstance(chat, str):
         return chat, ""
     own = "".join(tokenizer.decode([i]) if mask else "|" for i, mask in zip(chat.ids, chat.loss_mask, strict=True))
@@ -482,7 +493,7 @@ def test_a_turn_that_is_marked_is_not_learned(mark: dict[str, Any]) -> None:
     assert learned([QUESTIONS[0], {**first, **kept}], {})[1] == "It is 4.[end]\n"
     tokenizer = make_tokenizer(None)
     tokenizer.chat_template = KNOWS_TOOLS
-    under_all = ChatTemplate(tokenizer, train_on_all=True).encode([{**QUESTIONS[1], **mark}], 100, {})
+    under_all = encoded(ChatTemplate(tokenizer, train_on_all=True), [{**QUESTIONS[1], **mark}], 100, {})
     assert under_all == "chats with turns that are not to be learned, under loss: all"
 
 
