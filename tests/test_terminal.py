@@ -38,7 +38,7 @@ def folder(python: str, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """With a run, texts and questions."""
     folder = tmp_path_factory.mktemp("terminal")
     document = "The agency found much to mend. It has since mended it. "
-    (folder / "text.txt").write_text(document * 200)
+    (folder / "text.txt").write_text(document * 80)
     (folder / "longer_than_the_base_reads.txt").write_text(document * 30)
     rows = [{"document": document, "summary": "Much was mended."}] * 3
     (folder / "reports.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
