@@ -29,12 +29,10 @@ def bare(recipe: Recipe, warm: int) -> tuple[float, float]:
     sequences and settings.
     """
     import transformers
-    from peft import LoraConfig
     from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, TrainerCallback
-    from trl import SFTConfig, SFTTrainer
 
+    from bare_trl import bare_trainer
     from pi_lora.data.batches import collate, training_data
-    from pi_lora.models.device import has_fast_bfloat16
     from pi_lora.models.resolve import resolve_for_training
 
     transformers.logging.set_verbosity_error()
@@ -57,40 +55,14 @@ def bare(recipe: Recipe, warm: int) -> tuple[float, float]:
     if recipe.tuning.modules_to_save != "nothing":
         saved = ["embed_tokens", "input_layernorm", "post_attention_layernorm", "norm"]
     with tempfile.TemporaryDirectory() as output:
-        trainer = SFTTrainer(
-            model=AutoModelForCausalLM.from_pretrained(folder, config=config, dtype="float32"),
-            args=SFTConfig(
-                output_dir=output,
-                max_steps=training.steps,
-                learning_rate=training.learning_rate,
-                lr_scheduler_type="linear",
-                warmup_steps=training.warmup_steps,
-                per_device_train_batch_size=training.per_device_batch_size,
-                gradient_accumulation_steps=training.global_batch_size // training.per_device_batch_size,
-                adam_beta2=training.betas[1],
-                bf16=has_fast_bfloat16(),
-                use_cpu=True,
-                gradient_checkpointing=training.activation_checkpointing is True,
-                max_length=None,
-                dataset_kwargs={"skip_prepare_dataset": True},
-                remove_unused_columns=False,
-                seed=training.seed,
-                logging_steps=1,
-                save_steps=training.save_every,
-                report_to="none",
-                disable_tqdm=True,
-            ),
+        trainer = bare_trainer(
+            recipe,
+            AutoModelForCausalLM.from_pretrained(folder, config=config, dtype="float32"),
+            tokenizer,
+            output=output,
+            saved=saved,
             train_dataset=packed,
             data_collator=collate,
-            processing_class=tokenizer,
-            peft_config=LoraConfig(
-                r=recipe.tuning.rank,
-                lora_alpha=recipe.tuning.lora_alpha,
-                target_modules="all-linear",
-                task_type="CAUSAL_LM",
-                modules_to_save=saved,
-                ensure_weight_tying=saved is not None,
-            ),
             callbacks=[Clock()],
         )
         trainer.train()

@@ -13,16 +13,13 @@ import logging
 import subprocess
 import sys
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from statistics import fmean
 from typing import Any
 
 from arguments import parser_of, train_words
-from pi_lora.api import load
-from pi_lora.evaluation.measurement import Session
-from pi_lora.evaluation.passkey import Passkey
-from pi_lora.evaluation.perplexity import Perplexity
-from pi_lora.recipe.evaluation import PasskeyOptions, PerplexityOptions
+from pi_lora.api import evaluate, load
 from pi_lora.scaling.extension import Extension
 
 ROOT = Path(__file__).parent.parent
@@ -43,14 +40,9 @@ SEEDS = 3
 RATES = (1.25e-3, 2.5e-3, 5e-3)
 # The documents by which rates are chosen, and those that are reported, with passkeys of this seed.
 SEED = 2
-VALIDATION = PerplexityOptions(
-    windows=WINDOWS,
-    stride=STRIDE,
-    documents=12,
-    truncate=4096,
-    split="validation",
-)
-TEST = VALIDATION.model_copy(update={"split": "test"})
+TEXT = {"windows": WINDOWS, "stride": STRIDE, "documents": 12, "truncate": 4096}
+VALIDATION = "validation"
+TEST = "test"
 
 ALL = "lora, embeddings and norms"
 # Labels, and how the built-in model is extended.
@@ -74,39 +66,40 @@ METHODS: dict[str, tuple[str, list[str]]] = {
 Row = dict[str, Any]
 
 
-def tuned(name: str, rate: float, seed: int, choice: PerplexityOptions) -> Row:
+def tuned(name: str, rate: float, seed: int, split: str) -> Row:
     """The scores of a method with a rate and a seed, tuned first where no run did that."""
     run = RUNS / f"{name}-{rate:g}-{seed}"
-
-    def train() -> str:
+    if not read(file_of(run.name, split)) and not run.exists():
         # The same arithmetic on every processor, so that rows of two of them compare.
-        schedule = f"training.steps={STEPS} training.precision=float32 training.learning_rate={rate:g}"
-        seeds = f"training.seed={seed} data.seed={seed}"
+        schedule = (
+            f"training.steps={STEPS} training.precision=float32 training.learning_rate={rate:g} "
+            f"training.seed={seed} data.seed={seed}"
+        )
         _, changes = METHODS[name]
-        if not run.exists():
-            words = train_words(str(RECIPE), run, *schedule.split(), *changes, *seeds.split())
-            print("$ pi-lora", *words, flush=True)
-            subprocess.run([sys.executable, "-m", "pi_lora", *words], check=True)
-        return str(run)
-
-    return measured(run.name, choice, train)
+        words = train_words(str(RECIPE), run, *changes, *schedule.split())
+        subprocess.run([sys.executable, "-m", "pi_lora", *words], check=True)
+    return measured(run.name, str(run), split)
 
 
-def measured(row: str, choice: PerplexityOptions, model: Callable[[], str], stretch: Extension | None = None) -> Row:
-    """The scores of a model with these documents, which are kept as those of a row."""
-    name = f"methods/{row}-{choice.split}"
+def file_of(row: str, split: str) -> str:
+    """The name of the file with the scores of a row on the documents of a split."""
+    return f"methods/{row}-{split}"
+
+
+def measured(row: str, model: str, split: str, stretch: Extension | None = None) -> Row:
+    """The scores of a model on the documents of a split, which are kept as those of a row."""
+    name = file_of(row, split)
     kept: Row = read(name)
     if kept:
         return kept
-    loaded = load(model(), stretch)
-    perplexity = Perplexity().run(loaded, choice, Session())
+    loaded = load(model, stretch)
+    perplexity = evaluate(loaded, "perplexity", **TEXT, split=split)
     scores: Row = {
         "perplexity": {str(window.window): window.perplexity for window in perplexity.windows},
         "machine": machine(),
     }
-    if choice is TEST:
-        options = PasskeyOptions(target=TARGET, depths=DEPTHS, trials=TRIALS, seed=SEED)
-        passkey = Passkey().run(loaded, options, Session())
+    if split == TEST:
+        passkey = evaluate(loaded, "passkey", target=TARGET, depths=DEPTHS, trials=TRIALS, seed=SEED)
         scores["k_max"] = passkey.k_max
         scores["success_rate"] = fmean(depth.success_rate for depth in passkey.depths)
     write(name, scores)
@@ -130,18 +123,19 @@ def best_rate(score: Callable[[float], float]) -> float:
             return best
 
 
+def validation_perplexity(name: str, rate: float) -> float:
+    """The perplexity at the target that chooses the rate of a method."""
+    perplexities = tuned(name, rate, 0, VALIDATION)["perplexity"]
+    return float(perplexities[str(TARGET)])
+
+
 def main() -> None:
     parser_of(__doc__).parse_args()
     logging.getLogger("transformers").setLevel(logging.ERROR)
     for row, (_, extension) in UNTUNED.items():
-        measured(row, TEST, lambda: "builtin:tiny", extension)
+        measured(row, "builtin:tiny", TEST, extension)
     for name in METHODS:
-
-        def score(rate: float, name: str = name) -> float:
-            perplexities = tuned(name, rate, 0, VALIDATION)["perplexity"]
-            return float(perplexities[str(TARGET)])
-
-        rate = best_rate(score)
+        rate = best_rate(partial(validation_perplexity, name))
         for seed in range(SEEDS):
             tuned(name, rate, seed, TEST)
 

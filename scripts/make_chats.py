@@ -47,6 +47,8 @@ Why is that?
 Say it in one sentence.
 Are you sure? Explain.
 """.splitlines()
+# Tokens of an answer.
+LONGEST = 256
 
 
 def questions(number: int, turns: int, seed: int) -> list[str]:
@@ -57,8 +59,8 @@ def questions(number: int, turns: int, seed: int) -> list[str]:
     return [first, *rng.sample(FOLLOW_UPS, min(len(FOLLOW_UPS), rng.randrange(turns)))]
 
 
-def answer(model: pi_lora.LoadedModel, chats: Sequence[list[Json]], seed: int, longest: int) -> list[str]:
-    """Return the model's next turn of each chat, sampled, of at most `longest` tokens."""
+def answer(model: pi_lora.LoadedModel, chats: Sequence[list[Json]], seed: int) -> list[str]:
+    """Return the model's next turn of each chat, sampled."""
     transformers.set_seed(seed)
     tokenizer = model.tokenizer
     tokenizer.padding_side = "left"
@@ -73,7 +75,7 @@ def answer(model: pi_lora.LoadedModel, chats: Sequence[list[Json]], seed: int, l
     with torch.inference_mode():
         ids = model.module.generate(
             **inputs,
-            max_new_tokens=longest,
+            max_new_tokens=LONGEST,
             do_sample=True,
             temperature=0.7,
             top_p=0.95,
@@ -84,7 +86,7 @@ def answer(model: pi_lora.LoadedModel, chats: Sequence[list[Json]], seed: int, l
     return [text.strip() for text in texts]
 
 
-def answered(model: pi_lora.LoadedModel, asks: list[list[str]], seed: int, longest: int) -> list[list[Json]]:
+def answered(model: pi_lora.LoadedModel, asks: list[list[str]], seed: int) -> list[list[Json]]:
     """Return the chats in which the model answers these questions, turn by turn."""
     chats: list[list[Json]] = [[] for _ in asks]
     for turn in range(max(map(len, asks))):
@@ -93,7 +95,7 @@ def answered(model: pi_lora.LoadedModel, asks: list[list[str]], seed: int, longe
             if turn < len(questions_of_chat):
                 chat.append({"role": "user", "content": questions_of_chat[turn]})
                 talking.append(chat)
-        replies = answer(model, talking, seed + turn, longest)
+        replies = answer(model, talking, seed + turn)
         for chat, reply in zip(talking, replies, strict=True):
             chat.append({"role": "assistant", "content": reply})
     return chats
@@ -104,7 +106,7 @@ def main() -> None:
     parser = parser_of(__doc__)
     parser.add_argument("model")
     parser.add_argument("output", type=Path)
-    for name, default in {"chats": 500, "turns": 2, "batch-size": 16, "tokens": 256, "seed": 0}.items():
+    for name, default in {"chats": 500, "turns": 2, "batch-size": 16, "seed": 0}.items():
         parser.add_argument(f"--{name}", type=int, default=default)
     asked = parser.parse_args()
     asked.output.parent.mkdir(parents=True, exist_ok=True)
@@ -118,7 +120,7 @@ def main() -> None:
         for start in range(done, asked.chats, asked.batch_size):
             numbers = range(start, min(start + asked.batch_size, asked.chats))
             asks = [questions(number, asked.turns, asked.seed) for number in numbers]
-            chats = answered(model, asks, asked.seed + start, asked.tokens)
+            chats = answered(model, asks, asked.seed + start)
             file.writelines(json.dumps({"messages": chat}, ensure_ascii=False) + "\n" for chat in chats)
             file.flush()
             bar.update(len(chats))

@@ -14,10 +14,10 @@ import time
 from pathlib import Path
 from typing import Any
 
+sys.path.insert(0, str(Path(__file__).parents[1]))
+
 PI_LORA = "pi-lora"
 PLAIN = "TRL + PEFT"
-UNSLOTH = "Unsloth"
-LINEAR = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
 
 
 def time_the_trainer(steps: int) -> None:
@@ -70,80 +70,47 @@ def train_with_pi_lora(recipe: str, folder: str) -> None:
     main()
 
 
-def train_with_trl(recipe_file: str, folder: str, unsloth: bool) -> None:
-    """Train as the documentation of TRL and PEFT, or of Unsloth, has it: on the same model, tokens, method and rank."""
-    if unsloth:
-        from unsloth import FastLanguageModel  # before trl, which it changes
+def train_with_trl(recipe_file: str, folder: str) -> None:
+    """Train as the documentation of TRL and PEFT has it: on the same model, tokens, method and rank."""
     import torch
     from datasets import Dataset
-    from peft import LoraConfig
     from transformers import AutoModelForCausalLM, AutoTokenizer, BitsAndBytesConfig
-    from trl import SFTConfig, SFTTrainer
 
+    from bare_trl import bare_trainer
     from pi_lora.recipe.files import load_recipe
 
     recipe = load_recipe(Path(recipe_file)).recipe
     base = recipe.model.name
-    tokens = recipe.context.target
-    rank = recipe.tuning.rank
-    alpha = recipe.tuning.lora_alpha
-    quantized = recipe.tuning.method == "qlora"
-    adapter: LoraConfig | None = None
-    if unsloth:
-        model, _ = FastLanguageModel.from_pretrained(base, max_seq_length=tokens, load_in_4bit=quantized)
-        model = FastLanguageModel.get_peft_model(
-            model,
-            r=rank,
-            lora_alpha=alpha,
-            target_modules=LINEAR,
-            use_gradient_checkpointing="unsloth",
-        )
-    else:
-        adapter = LoraConfig(r=rank, lora_alpha=alpha, target_modules="all-linear", task_type="CAUSAL_LM")
-        nf4 = BitsAndBytesConfig(
+    quantization: BitsAndBytesConfig | None = None
+    if recipe.tuning.method == "qlora":
+        quantization = BitsAndBytesConfig(
             load_in_4bit=True,
             bnb_4bit_compute_dtype=torch.bfloat16,
             bnb_4bit_quant_type="nf4",
             bnb_4bit_use_double_quant=True,
         )
-        model = AutoModelForCausalLM.from_pretrained(
-            base, dtype=torch.bfloat16, quantization_config=nf4 if quantized else None, device_map="auto"
-        )
-    ids = torch.randint(0, model.config.vocab_size, (recipe.training.steps, tokens)).tolist()
-    arguments = SFTConfig(
-        output_dir=folder,
-        max_steps=recipe.training.steps,
-        per_device_train_batch_size=1,
-        learning_rate=recipe.training.learning_rate,
-        gradient_checkpointing=True,
-        bf16=torch.cuda.is_available(),
-        use_cpu=not torch.cuda.is_available(),
-        max_length=None,
-        dataset_kwargs={"skip_prepare_dataset": True},
-        logging_steps=1,
-        save_strategy="no",
-        report_to="none",
-        disable_tqdm=True,
+    model = AutoModelForCausalLM.from_pretrained(
+        base, dtype=torch.bfloat16, quantization_config=quantization, device_map="auto"
     )
-    SFTTrainer(
-        model=model,
-        args=arguments,
+    sequences = (recipe.training.steps, recipe.context.target)
+    ids = torch.randint(0, model.config.vocab_size, sequences).tolist()
+    bare_trainer(
+        recipe,
+        model,
+        AutoTokenizer.from_pretrained(base),
+        output=folder,
         train_dataset=Dataset.from_dict({"input_ids": ids, "labels": ids}),
-        processing_class=AutoTokenizer.from_pretrained(base),
-        peft_config=adapter,
     ).train()
 
 
 def main() -> None:
     steps, contender, recipe = sys.argv[1:]
-    if contender == UNSLOTH:
-        import unsloth  # noqa: F401  # before transformers, which it changes
     time_the_trainer(int(steps))
     with tempfile.TemporaryDirectory() as folder:
         if contender == PI_LORA:
             train_with_pi_lora(recipe, folder)
         else:
-            train_with_trl(recipe, folder, unsloth=contender == UNSLOTH)
+            train_with_trl(recipe, folder)
 
 
 if __name__ == "__main__":

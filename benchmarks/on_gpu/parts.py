@@ -14,7 +14,7 @@ from typing import Any
 
 import pi_lora
 from on_gpu.attention import SHAPES
-from on_gpu.contender import PI_LORA, PLAIN, UNSLOTH
+from on_gpu.contender import PI_LORA, PLAIN
 from on_gpu.setting import TINY, Changes, Setting, write_model
 from pi_lora.recipe.files import dump_recipe
 
@@ -44,18 +44,11 @@ def jobs(setting: Setting, part: str) -> Iterator[Job]:
             yield {**job, "method": method}
     elif part == "neighbours":
         for method in ("lora", "qlora"):
-            for contender in contenders():
+            for contender in (PI_LORA, PLAIN):
                 yield {**job, "method": method, "contender": contender}
     else:
         for changes in levers(setting.name == TINY):
             yield {**job, "method": "lora", "changes": changes}
-
-
-def contenders() -> list[str]:
-    """The trainers that are installed."""
-    if importlib.util.find_spec("unsloth"):
-        return [PI_LORA, PLAIN, UNSLOTH]
-    return [PI_LORA, PLAIN]
 
 
 def levers(tiny: bool) -> list[Changes]:
