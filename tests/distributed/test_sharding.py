@@ -265,15 +265,14 @@ def whole_pair(python: str) -> Iterator[Pair]:
     both.end()
 
 
-@pytest.mark.parametrize("killed_at", [3, 8])
-def test_a_killed_run_of_two_processes_resumes_with_the_same_examples(
-    whole_pair: Pair, models: dict[str, Path], tmp_path: Path, killed_at: int
-) -> None:
-    """In the first or in the second epoch of five steps; both processes have the whole model."""
+@pytest.fixture(scope="module")
+def of_examples(models: dict[str, Path], tmp_path_factory: pytest.TempPathFactory) -> tuple[Recipe, Path]:
+    """A recipe for two processes with two epochs of five steps, and the run of it in one."""
+    folder = tmp_path_factory.mktemp("examples")
     rows = [{"text": "sea " * (2 + number), "answer": f"the {number} " * 3} for number in range(20)]
-    (tmp_path / "rows.jsonl").write_text("".join(f"{json.dumps(row)}\n" for row in rows))
+    (folder / "rows.jsonl").write_text("".join(f"{json.dumps(row)}\n" for row in rows))
     data = {
-        "source": str(tmp_path / "rows.jsonl"),
+        "source": str(folder / "rows.jsonl"),
         "template": "{text}",
         "completion": "answer",
         "completion_tokens": 20,
@@ -282,8 +281,16 @@ def test_a_killed_run_of_two_processes_resumes_with_the_same_examples(
     training = {"steps": 10, "save_every": 2}
     hardware = {"cpu_processes": 2}
     recipe = recipe_for(models["tied"], WHOLE, data=data, training=training, hardware=hardware)
+    return recipe, in_one(recipe, folder / "alone")
+
+
+@pytest.mark.parametrize("killed_at", [3, 8])
+def test_a_killed_run_of_two_processes_resumes_with_the_same_examples(
+    whole_pair: Pair, of_examples: tuple[Recipe, Path], tmp_path: Path, killed_at: int
+) -> None:
+    """In the first or in the second epoch; both processes have the whole model."""
+    recipe, alone = of_examples
     whole_pair.start(recipe, tmp_path / "two", killed_at=killed_at)
-    alone = in_one(recipe, tmp_path / "alone")
     assert whole_pair.wait() == [-signal.SIGKILL] * 2
     whole_pair.train(recipe, tmp_path / "two", resume=True)
     assert_same(tmp_path / "two", alone)
