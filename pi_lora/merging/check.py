@@ -53,21 +53,20 @@ def check_model(source: ModelSource, expected: PreTrainedModel, tensors: Sequenc
         if name in built.all_tied_weights_keys:
             problems.append(f"{stored_name} is tied")
     same_window = window_of(config) == source.window
-    if not same_window or not _same_frequencies(built, expected):
+    same_frequencies = all(
+        map(
+            torch.equal,
+            rotary_frequencies(built).values(),
+            rotary_frequencies(expected).values(),
+        )
+    )
+    if not same_window or not same_frequencies:
         problems.append("its scaling is not the run's")
     if problems:
         named = "; ".join(sorted(problems)[:MAX_PROBLEMS])
         raise ModelError(
             f"{source.base.name}: the files do not match the config: {named}; download all files of the model"
         )
-
-
-def _same_frequencies(built: PreTrainedModel, expected: PreTrainedModel) -> bool:
-    built_frequencies = rotary_frequencies(built)
-    for name, frequencies in rotary_frequencies(expected).items():
-        if not torch.equal(frequencies, built_frequencies[name]):
-            return False
-    return True
 
 
 def check_tensors(run: Path, tensors: Sequence[OutputTensor], folder: Path, progress: Progress) -> str:
@@ -82,7 +81,12 @@ def check_tensors(run: Path, tensors: Sequence[OutputTensor], folder: Path, prog
         if not _is_written(tensor, written.get(tensor.name)):
             raise ModelError(CHECK_FAILED.format(run, f"{tensor.name} is not that of base + adapter"))
 
-    in_threads(check, tensors, progress=progress, note="checking")
+    in_threads(
+        check,
+        tensors,
+        progress=progress,
+        note="checking",
+    )
     num_sums = sum(tensor.delta is not None for tensor in tensors)
     num_trained = sum(tensor.source.path != tensor.file for tensor in tensors)
     num_copies = len(tensors) - num_sums - num_trained

@@ -56,7 +56,9 @@ class LowRank:
         """The shape of the matrix in the base."""
         outputs = self.b.shape[0] // self.num_projections
         inputs = self.a.shape[1]
-        return (inputs, outputs) if self.is_transposed else (outputs, inputs)
+        if self.is_transposed:
+            return (inputs, outputs)
+        return (outputs, inputs)
 
     def factors(self) -> tuple[torch.Tensor, torch.Tensor]:
         """Return B and A in float32, or of a transposed matrix A and B transposed."""
@@ -66,7 +68,9 @@ class LowRank:
         b_of_all = keep(self.b.whole)
         b_of_expert = b_of_all[:, self.expert :: self.num_experts]
         b = self._of_projection(b_of_expert)
-        return (a.T, b.T) if self.is_transposed else (b, a)
+        if self.is_transposed:
+            return a.T, b.T
+        return b, a
 
     def _of_projection(self, rows: torch.Tensor) -> torch.Tensor:
         of_projections = rows.chunk(self.num_projections)
@@ -228,7 +232,12 @@ def read_adapter(folder: Path, model: PreTrainedModel, originals: Mapping[str, S
             magnitude = parts.pop(f"{module}.lora_magnitude_vector", None)
             if settings.use_dora and magnitude is None:
                 raise ModelError(f"{folder}: lacks {module}.lora_magnitude_vector; tune or download it again")
-            change = LowRank(a, b, scaling, magnitude=magnitude)
+            change = LowRank(
+                a,
+                b,
+                scaling=scaling,
+                magnitude=magnitude,
+            )
             changes |= _divided(change, layout, weight)
     others = {}
     for tensor in parts.values():

@@ -58,7 +58,12 @@ class Merge:
         """Write config and tokenizer; raise ModelError if that config does not make the model of the run."""
         save_without_weights(self.source, self.config, folder)
         write_generation_config(self.source, folder)
-        check_model(self.source, self.expected, self.tensors, folder)
+        check_model(
+            source=self.source,
+            expected=self.expected,
+            tensors=self.tensors,
+            folder=folder,
+        )
 
     def write_weights(self, folder: Path, check: Check, progress: Progress) -> None:
         """Write the weights, and compare the written tensors with base + adapter, and on request the logits.
@@ -131,7 +136,13 @@ def plan_merge(run: ModelSource, *, dtype: str | None, sibling: bool) -> Merge:
     with quiet_loading():
         expected = build_on_meta(base.config_class, plain_config)
     base_tensors = dequantized(base.read_weights(), base.config)
-    tensors = match_tensors(expected, base_tensors, adapter, dtype=dtype, before=before)
+    tensors = match_tensors(
+        model=expected,
+        base=base_tensors,
+        run=adapter,
+        dtype=dtype,
+        before=before,
+    )
     largest = max(tensors, key=lambda tensor: tensor.size)
     stored_dtype = str(largest.dtype).removeprefix("torch.")
     config = {

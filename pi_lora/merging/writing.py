@@ -63,7 +63,12 @@ def write_tensors(tensors: Sequence[OutputTensor], folder: Path, progress: Progr
                 block_bytes = block.contiguous().view(-1).view(torch.uint8)
                 out.write(block_bytes.numpy().data)
 
-    in_threads(write, tensors, progress=progress, note="writing")
+    in_threads(
+        write,
+        tensors,
+        progress=progress,
+        note="writing",
+    )
     for path in {tensor.path for tensor in stored.values()}:
         with path.open("r+b") as out:
             os.fsync(out.fileno())

@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from functools import lru_cache
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import numpy as np
 import torch
@@ -69,14 +69,18 @@ class StoredTensor:
         """Read rows `start` to `stop` (exclusive) along the first axis; a scalar is one row."""
         row_shape = self.shape[1:]
         row_bytes = math.prod(row_shape) * self.dtype.itemsize
-        data = np.fromfile(
-            self.path,
-            dtype=np.uint8,
-            count=(stop - start) * row_bytes,
-            offset=self.offset + start * row_bytes,
-        )
+        data = self._read(start * row_bytes, stop * row_bytes)
         numbers = torch.from_numpy(data).view(self.dtype)
         return numbers.view(stop - start, *row_shape)
+
+    def _read(self, start: int, stop: int) -> "np.ndarray[Any, Any]":
+        """Read bytes `start` to `stop` (exclusive) of the tensor, or as many as there are."""
+        return np.fromfile(
+            self.path,
+            dtype=np.uint8,
+            count=min(stop, self.size) - start,
+            offset=self.offset + start,
+        )
 
     def blocks(self) -> Iterator[torch.Tensor]:
         """Yield the tensor, a few rows at a time."""
@@ -103,14 +107,12 @@ class StoredTensor:
 
     def digest(self) -> str:
         """Return a SHA-256 of sampled bytes."""
-        end = self.offset + self.size
-        middle = self.offset + self.size // 2
-        last = max(self.offset, end - SAMPLE_BYTES)
+        middle = self.size // 2
+        last = max(0, self.size - SAMPLE_BYTES)
         digest = hashlib.sha256()
-        with self.path.open("rb", buffering=0) as stream:
-            for start in sorted({self.offset, middle, last}):
-                stream.seek(start)
-                digest.update(stream.read(min(SAMPLE_BYTES, end - start)))
+        for start in sorted({0, middle, last}):
+            sample = self._read(start, start + SAMPLE_BYTES)
+            digest.update(sample.tobytes())
         return digest.hexdigest()
 
 
@@ -178,18 +180,18 @@ def read_weights(model: str, find: Callable[[str], Path | None]) -> dict[str, St
             f"{model}: has no {SAFE_WEIGHTS_NAME} (pickle can run code and is not read); name another base"
         )
     weights: dict[str, StoredTensor] = {}
-    file_of_tensor = read_index(index)
-    for file in sorted(set(file_of_tensor.values())):
-        names = {name for name, holder in file_of_tensor.items() if holder == file}
-        path = find(file)
-        if path is None:
-            raise ModelError(f"{model}: {file}: is missing (it holds {min(names)}); download it again")
-        tensors = read_header(path)
-        lacking = names - tensors.keys()
-        if lacking:
-            raise ModelError(f"{path}: lacks {min(lacking)}, which the index places there; download it again")
-        # Tensors that the index leaves out are not read, as in transformers.
-        weights |= {name: tensor for name, tensor in tensors.items() if name in names}
+    headers: dict[str, dict[str, StoredTensor]] = {}
+    placed = [(file, name) for name, file in read_index(index).items()]
+    # Tensors that the index leaves out are not read, as in transformers.
+    for file, name in sorted(placed):
+        if file not in headers:
+            path = find(file)
+            if path is None:
+                raise ModelError(f"{model}: {file}: is missing (it holds {name}); download it again")
+            headers[file] = read_header(path)
+        if name not in headers[file]:
+            raise ModelError(f"{model}: {file}: lacks {name}, which the index places there; download it again")
+        weights[name] = headers[file][name]
     return weights
 
 

@@ -121,10 +121,17 @@ def read_rope(config: Config) -> dict[str, Any]:
     scaling = dict(config.get("rope_scaling") or {})
     old_name = scaling.pop("type", "default")
     rope_type = scaling.pop("rope_type", old_name)
-    full = {**scaling, "rope_type": rope_type, "rope_theta": config["rope_theta"]}
+    full = {
+        **scaling,
+        "rope_type": rope_type,
+        "rope_theta": config["rope_theta"],
+    }
     if config.get("rope_local_base_freq") is None:
         return full
-    sliding = {"rope_type": "default", "rope_theta": config["rope_local_base_freq"]}
+    sliding = {
+        "rope_type": "default",
+        "rope_theta": config["rope_local_base_freq"],
+    }
     return {FULL_ATTENTION: full, SLIDING_ATTENTION: sliding}
 
 
@@ -149,7 +156,7 @@ def with_full_rope(config: Config, rope: Config) -> dict[str, Any]:
     """Return a copy of a config with `rope` for the layers that attend to the whole window."""
     nested = read_rope(config)
     if FULL_ATTENTION in nested:
-        return {**config, "rope_parameters": {**nested, FULL_ATTENTION: rope}}
+        rope = {**nested, FULL_ATTENTION: rope}
     return {**config, "rope_parameters": rope}
 
 

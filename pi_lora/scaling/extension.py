@@ -199,7 +199,11 @@ def _extended_rope(config: Config, extension: Extension) -> dict[str, Any]:
             raise ScalingError(f"context.theta: {theta:g} is not larger than the model's own {theta_before:g}")
         return {**rope, "rope_theta": theta}
     if method == "dynamic":
-        return {**rope, "rope_type": "dynamic", "factor": scale}
+        return {
+            **rope,
+            "rope_type": "dynamic",
+            "factor": scale,
+        }
     if method in LISTS:
         return _divided(config, rope, extension)
     if method in ("yarn", "llama3"):
@@ -210,11 +214,17 @@ def _extended_rope(config: Config, extension: Extension) -> dict[str, Any]:
 def _extended_bands(rope: dict[str, Any], method: Method, scale: float, original: int) -> dict[str, Any]:
     """Return a `yarn` or `llama3` rope, of a model with a default rope or one that was extended by the same method."""
     if rope["rope_type"] != method:
-        rope = {**rope, "rope_type": method, "factor": 1.0, "original_max_position_embeddings": original}
+        rope = {
+            **rope,
+            "rope_type": method,
+            "factor": 1.0,
+            "original_max_position_embeddings": original,
+        }
         if method == "llama3":
             rope |= LLAMA3_BANDS
     factor_before = rope["factor"]
-    return _without_default_attention({**rope, "factor": factor_before * scale}, factor_before)
+    rope["factor"] = factor_before * scale
+    return _without_default_attention(rope, factor_before)
 
 
 def _interpolated(config: Config, rope: dict[str, Any], scale: float, target: int) -> dict[str, Any]:
@@ -231,7 +241,11 @@ def _interpolated(config: Config, rope: dict[str, Any], scale: float, target: in
         divisors = (factor,) * len(rotary_frequencies_of(config))
         return _longrope(rope, divisors, target)
     rope_type = "proportional" if rope["rope_type"] == "proportional" else "linear"
-    return {**rope, "rope_type": rope_type, "factor": factor}
+    return {
+        **rope,
+        "rope_type": rope_type,
+        "factor": factor,
+    }
 
 
 def _without_default_attention(rope: dict[str, Any], factor_before: float) -> dict[str, Any]:
@@ -254,7 +268,12 @@ def _divided(config: Config, rope: Config, extension: Extension) -> dict[str, An
         divisors = extension.factors or ()
     if set(divisors) == {1.0}:
         raise ScalingError(f"scaling: {extension.scaling}: divides no frequency of this model; choose another scaling")
-    return _longrope(rope, divisors, extension.target, extension.attention_factor)
+    return _longrope(
+        rope,
+        divisors,
+        target=extension.target,
+        attention_factor=extension.attention_factor,
+    )
 
 
 def _longrope(rope: Config, divisors: tuple[float, ...], target: int, attention_factor: float = 1.0) -> dict[str, Any]:

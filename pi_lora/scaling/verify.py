@@ -61,7 +61,12 @@ def check_scaling(plain: PreTrainedModel, config: Config, extension: Extension) 
         divisor = torch.tensor(full_attention_rope(extended_config)["long_factor"])
     if not plain_frequencies:
         raise ScalingError(f"model of type {kind.model_type}: is built without rotary embeddings; choose another")
-    follows = _follows(plain_frequencies, extended_frequencies, checked.scaling, divisor)
+    follows = _follows(
+        plain=plain_frequencies,
+        scaled=extended_frequencies,
+        method=checked.scaling,
+        divisor=divisor,
+    )
     if follows and checked.scaling in LISTS:
         expected_factor = checked.attention_factor
         factors = attention_factors(extended_model)

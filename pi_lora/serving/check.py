@@ -179,7 +179,12 @@ def check_server(
         progress(0, 0, f"asking the server about {prompt.tokens:,} tokens")
         completion = server.complete(reference.text(prompt))
         if isinstance(completion, str):
-            yield Verdict(tokens=prompt.tokens, depth=prompt.depth, verdict=REFUSED, detail=completion)
+            yield Verdict(
+                tokens=prompt.tokens,
+                depth=prompt.depth,
+                verdict=REFUSED,
+                detail=completion,
+            )
         else:
             if compute and not prompt.answers:
                 compute()

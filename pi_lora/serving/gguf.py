@@ -120,7 +120,8 @@ def _add_divisors_and_attention_factor(file: Path, model: ModelSource) -> None:
     attention_factor = MetadataDetails(GGUFValueType.FLOAT32, 1.0 if factor is None else factor)
     rewritten = file.with_suffix(".divisors")
     writer = GGUFWriter(rewritten, architecture)
-    copy_with_new_metadata(reader, writer, {f"{architecture}.rope.scaling.attn_factor": attention_factor}, removed)
+    added = {f"{architecture}.rope.scaling.attn_factor": attention_factor}
+    copy_with_new_metadata(reader, writer, added, removed)
     rewritten.replace(file)
 
 

@@ -147,7 +147,8 @@ def _prompt(
         # The middle of a statement stands at its depth.
         statements_before = round((index + 0.5) * statement_tokens)
         text_before = tokens * depth // 100 - statements_before
-        code_starts.append(starts[min(max(0, text_before), text_tokens)])
+        index_of_code = min(max(0, text_before), text_tokens)
+        code_starts.append(starts[index_of_code])
     return Prompt(characters=starts[text_tokens], code_starts=code_starts, asked=asked)
 
 
