@@ -15,7 +15,9 @@ import sys
 import tempfile
 from pathlib import Path
 
-from record import add_tokenizer, cost_of, machine, parser_of, write
+import record  # noqa: F401  first: it finds scripts/
+from machine import machine
+from record import add_tokenizer, cost_of, parser_of, write
 
 SHARD = "500MB"
 PEFT = f"""

@@ -193,11 +193,11 @@ def chats() -> Lines:
     yield from table(("", *columns), rows)
     yield "\nWith chats beside without, paired, 95 %:\n"
     for measurement in ("chat", "perplexity"):
-        for row in compare(*record.read_scores(f"chats/{measurement}-tuned")):
-            if row.interval:
-                low, high = row.interval
-                change = f"{row.change:+.3f} {row.unit}".rstrip()
-                yield f"- {row.measurement}: {change} ({low:+.3f} to {high:+.3f})"
+        for change in compare(*record.read_scores(f"chats/{measurement}-tuned")):
+            if change.interval:
+                low, high = change.interval
+                text = f"{change.change:+.3f} {change.unit}".rstrip()
+                yield f"- {change.measurement}: {text} ({low:+.3f} to {high:+.3f})"
 
 
 def methods() -> Lines:

@@ -133,7 +133,7 @@ def smollm2() -> Iterator[str]:
         yield f"\n{amounts}; 95 % intervals over documents. {evaluator}.\n"
     for row, chats in zip(("whole", "released", CONTROL), record.read_scores(CHATS), strict=True):
         _, divergence, *_ = Chats().metrics(chats)
-        yield f"{chats.chats} chats, {SMOLLM2[row]}: KL divergence from the base {divergence.text} nats a token.\n"
+        yield f"{chats.chats} chats, {SMOLLM2[row]}: KL divergence from the base {divergence.text} nats per token.\n"
     yield from machines_of(record.read("use_context/machines"))
 
 

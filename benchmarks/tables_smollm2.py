@@ -156,7 +156,7 @@ def float32(rounded: dict[str, PerplexityScores]) -> Iterator[str]:
         in_bfloat16 = by_novel(rounded[row], TARGET)
         for novel, exact in by_novel(scores, TARGET).items():
             difference = in_bfloat16[novel] - exact
-            yield f"{MODELS[row]}, {novel}: bfloat16 changes the loss by {difference:+.4f} nats a token.\n"
+            yield f"{MODELS[row]}, {novel}: bfloat16 changes the loss by {difference:+.4f} nats per token.\n"
 
 
 def validation() -> Iterator[str]:
