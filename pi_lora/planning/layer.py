@@ -53,11 +53,10 @@ _EXPERTS_KEPT = 2
 _EXPERTS_BACKWARD = 3
 # Tensors of the intermediate width that clamped experts keep beside the four.
 _CLAMPED_KEPT = 3
-# At the peak of a chunked MLP, beyond kept tensors: tensors of the hidden width, or fewer of them beside a chunk, which
-# takes this share of a whole MLP's peak. Full tuning takes less.
-_AROUND_CHUNKS = 10
-_BESIDE_A_CHUNK = 6
-_PEAK_OF_A_CHUNK = 0.85
+# At the peak of a chunked MLP, beyond kept tensors: tensors of the hidden width after the last chunk, in the backward of
+# the norm; or fewer of them beside a chunk, which takes the chunk's share of what a whole MLP takes.
+_AFTER_CHUNKS = 9.5
+_BESIDE_A_CHUNK = 2
 
 
 def hidden_states(shape: Shape, tokens: int, arithmetic: Arithmetic) -> int:
@@ -181,8 +180,8 @@ def layer_bytes(
         peak += _bytes(shape, more_norms)  # their backward is in float32
     if mlp_share < 1:
         kept = _bytes(shape, hidden)
-        in_a_chunk = _bytes(shape, _BESIDE_A_CHUNK) + _PEAK_OF_A_CHUNK * mlp_share * peak
-        peak = min(peak, kept + max(_bytes(shape, _AROUND_CHUNKS), in_a_chunk))
+        in_a_chunk = _bytes(shape, width * _BESIDE_A_CHUNK) + mlp_share * (peak - kept)
+        peak = min(peak, kept + max(_bytes(shape, _AFTER_CHUNKS), in_a_chunk))
     # The gradients of q, k and v; the k and v of all devices, and their gradients (torch's all-gather rotation).
     gathered = width * (shape.queries + (2 + 4 * context_parallel) * shape.keys) * BFLOAT16
     attention_peak = _bytes(shape, hidden) + gathered

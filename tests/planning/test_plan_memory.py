@@ -178,14 +178,15 @@ def one_layer(
     allocations = Allocations([hidden, *positions, *tuned.parameters(), *masks])
     autocast = arithmetic == "autocast" or (arithmetic == "bfloat16" and tuning.method != "full")
     casts = disable_input_dtype_casting(tuned, autocast)
-    with known_to(allocations, autocast), casts:
-        output = layer(hidden, position_embeddings=positions, attention_mask=mask)
-    kept = allocations.now - output.nbytes
-    gradient = torch.ones_like(output)
-    forward, allocations.most = allocations.most, 0
-    if backward:
-        with allocations:
-            output.backward(gradient)
+    with casts:
+        with known_to(allocations, autocast):
+            output = layer(hidden, position_embeddings=positions, attention_mask=mask)
+        kept = allocations.now - output.nbytes
+        gradient = torch.ones_like(output)
+        forward, allocations.most = allocations.most, 0
+        if backward:
+            with allocations:
+                output.backward(gradient)
     # The output is not there when a checkpointed layer is walked back through; the gradient is, in the forward too.
     return kept, max(forward + gradient.nbytes, allocations.most)
 
@@ -359,7 +360,7 @@ def test_planned_memory_of_chunked_mlps_is_an_upper_bound(name: str, arithmetic:
     _, peak = per_token(config, tuning, arithmetic, pieces)
     expected, whole = (layer_bytes(shape, tuning, arithmetic, mlp_share=share)[1] for share in (1 / pieces, 1.0))
     assert 0.97 * peak <= expected <= whole
-    assert expected <= (1.6 if name == "full" else 1.35) * peak
+    assert expected <= 1.2 * peak
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
