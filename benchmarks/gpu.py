@@ -1,30 +1,30 @@
 """Speed and memory of long-context tuning on one GPU: against the card's own limits, the plan, and the neighbours.
 
-    python benchmarks/gpu.py [--minutes M] [--parts PART ...] [--shape MODEL] [--json FILE] [--tiny]
+    python benchmarks/gpu.py [--minutes M] [--parts PART ...] [--lengths TOKENS ...] [--methods METHOD ...]
+                            [--shape MODEL] [--again] [--tiny]
 
 A LLaMA-7B with random weights learns through pi-lora's own command. Every row is a process of its own with a time limit
-and is kept in benchmarks/results/gpu.json when it is done: the same command goes on with what is missing or failed. No
-job is begun that the budget of `--minutes` has no room for. `python benchmarks/tables.py` writes docs/performance.md.
-`--tiny` runs every part in a small shape, on a CPU, to see that it runs.
+and is kept in benchmarks/results/gpu.json when it is done: the same command goes on with what is missing or failed, and
+`--again` measures anew. No job is begun that the budget of `--minutes` has no room for. `python benchmarks/tables.py`
+writes docs/performance.md. `--tiny` runs every part in a small shape, on a CPU, to see that it runs.
 """
 
+import argparse
 import json
-import math
 import sys
 import tempfile
 import time
-from collections.abc import Sequence
 from pathlib import Path
 
 import record  # first: it finds scripts/
 from machine import machine
-from on_gpu.parts import PARTS, Bench, Job, Row, jobs
+from on_gpu.contender import PI_LORA
+from on_gpu.parts import METHODS, PARTS, Bench, Job, Row, jobs
 from on_gpu.setting import TINY, setting_of
 from pi_lora.storage import write_json
 from record import parser_of
-from tables_gpu import tables
 
-# The most that a job may take.
+# The most that a job may take: a step of the longest sequence.
 JOB_SECONDS = 1200
 # The least for which a job is begun.
 LEAST_SECONDS = 45
@@ -46,39 +46,60 @@ class Rows:
 
     def of(self, job: Job) -> list[Row]:
         """The rows of a job, which hold what it asks for."""
-        return [row for row in self.rows if row.items() >= job.items()]
+        # As a row has it that was read from a file: with lists in place of tuples.
+        keys = json.loads(json.dumps({"contender": PI_LORA, **job}))
+        return [row for row in self.rows if keys.items() <= {"contender": PI_LORA, **row}.items()]
 
-    def keep(self, job: Job, measured: Row) -> None:
-        """Keep the row of a job in place of one that failed, and say what it holds."""
-        failed = self.of(job)
-        row = {**job, **measured, "machine": machine()}
-        self.rows = [*(other for other in self.rows if other not in failed), row]
+    def add(self, row: Row) -> None:
+        """Keep a row in place of one of the same job that failed, and say what it holds."""
+        self.rows.append(row)
         print(json.dumps(row), file=sys.stderr, flush=True)
         if self.file:
             write_json(self.file, {**self.facts, "rows": self.rows})
 
 
-def measure(bench: Bench, rows: Rows, parts: Sequence[str], minutes: float) -> None:
+def measure(bench: Bench, rows: Rows, options: argparse.Namespace) -> None:
     """Do the jobs that are not done yet, until the budget is spent."""
-    deadline = time.monotonic() + 60 * minutes
-    for part in parts:
+    deadline = time.monotonic() + 60 * (options.minutes or 10**6)
+
+    def do(job: Job) -> None:
+        left = deadline - time.monotonic()
+        if left < LEAST_SECONDS:
+            raise SystemExit(f"--minutes {options.minutes:g} are over before {job}; the same command goes on with it")
+        before = rows.of(job)
+        rows.rows[:] = [row for row in rows.rows if row not in before]
+        measured = bench.row(job, min(JOB_SECONDS, left))
+        rows.add({**job, **measured, "machine": machine()})
+
+    for part in options.parts:
+        if options.again:
+            rows.rows[:] = [row for row in rows.rows if row["part"] != part]
         for job in jobs(bench.setting, part):
-            if any("failed" not in row for row in rows.of(job)):
-                continue
-            left = deadline - time.monotonic()
-            if left < LEAST_SECONDS:
-                raise SystemExit(f"--minutes {minutes:g} are over before {job}; the same command goes on with it")
-            rows.keep(job, bench.row(job, min(JOB_SECONDS, left)))
+            done = any("failed" not in row for row in rows.of(job))
+            if is_asked_for(job, options) and not done:
+                do(job)
+
+
+def is_asked_for(job: Job, options: argparse.Namespace) -> bool:
+    """Whether `--lengths` and `--methods` have the length and the method of a job, if it has any."""
+    is_that_long = not options.lengths or job.get("tokens") in {None, *options.lengths}
+    trains_so = not options.methods or job.get("method") in {None, *options.methods}
+    return is_that_long and trains_so
 
 
 def main() -> None:
     parser = parser_of(__doc__)
     parser.add_argument("--shape", default="huggyllama/llama-7b", help="a model whose shape the plan knows")
     parser.add_argument("--parts", nargs="+", choices=PARTS, default=PARTS)
-    parser.add_argument("--minutes", type=float, default=math.inf, help="begin nothing that has no room in this budget")
+    parser.add_argument("--lengths", nargs="+", type=int, help="only the jobs of these lengths in tokens")
+    parser.add_argument("--methods", nargs="+", choices=METHODS, help="only the jobs of these methods")
+    parser.add_argument("--minutes", type=float, help="begin nothing that this budget has no room for")
     parser.add_argument("--tiny", action="store_true", help="every part in a tiny shape; kept only with --json")
+    parser.add_argument("--again", action="store_true", help="measure the parts anew")
     parser.add_argument("--json", type=Path, help="where to, instead of benchmarks/results/gpu.json")
     options = parser.parse_args()
+    from tables_gpu import tables
+
     gpu = machine()["gpu"]
     if not options.tiny and gpu is None:
         raise SystemExit("benchmarks/gpu.py: no CUDA device here; --tiny runs every part in a small shape on a CPU")
@@ -89,7 +110,8 @@ def main() -> None:
         file = None
     rows = Rows(options.json or file, shape, gpu)
     with tempfile.TemporaryDirectory() as folder:
-        measure(Bench(setting_of(shape), Path(folder)), rows, options.parts, options.minutes)
+        bench = Bench(setting_of(shape), Path(folder))
+        measure(bench, rows, options)
     for line in tables({**rows.facts, "rows": rows.rows}):
         print(line)
     failed = any("failed" in row for row in rows.rows)

@@ -178,4 +178,16 @@ PARTS: dict[str, tuple[str, dict[str, Callable[[Row], object]]]] = {
             **COSTS,
         },
     ),
+    "longest": (
+        "Beyond Unsloth's longest sequences, QLoRA of rank 32",
+        {
+            "memory": lambda row: f"{row['cap']:g} GB" if row["cap"] else "the whole card",
+            "tokens": lambda row: f"{row['tokens']:,}",
+            "a step": lambda row: f"{row['step_seconds'][-1]:.0f} s" if "step_seconds" in row else "out of memory",
+        },
+    ),
+    "demo": (
+        "The demo's recipe, start to finish",
+        {"steps": lambda row: row["steps"], "seconds": lambda row: f"{row['seconds']:.1f}"},
+    ),
 }

@@ -1,5 +1,6 @@
 """The scripts in benchmarks/: what they run, what they keep, and that pages say what they kept."""
 
+import argparse
 import dataclasses
 import doctest
 import hashlib
@@ -34,15 +35,21 @@ import tables_gpu  # noqa: E402
 import tables_smollm2  # noqa: E402
 import use_context  # noqa: E402
 from on_gpu import parts  # noqa: E402
-from on_gpu.setting import TINY, setting_of  # noqa: E402
+from on_gpu.setting import LENGTHS, TINY, setting_of  # noqa: E402
 from pages import block  # noqa: E402
 from pi_lora.cli import app  # noqa: E402
 from pi_lora.models.resolve import SHIPPED_CONFIGS, resolve_model  # noqa: E402
 from pi_lora.recipe.files import load_recipe  # noqa: E402
+from pi_lora.scaling.config import window_of  # noqa: E402
 from pi_lora.serving.reference import reference_of  # noqa: E402
 
 HUB_IDS = [path.name.replace("--", "/") for path in sorted(SHIPPED_CONFIGS.iterdir())]
-SHAPES = [TINY, *(name for name in HUB_IDS if not name.startswith(("adapters/", "models/")))]
+# The GPU benchmark extends models: its longest sequences are beyond their windows.
+SHAPES = [TINY]
+for name in HUB_IDS:
+    is_local = name.startswith(("adapters/", "models/"))
+    if not is_local and window_of(resolve_model(name, shipped=True).config) < LENGTHS[-1]:
+        SHAPES.append(name)
 IDS = torch.randint(2, 1024, (100,), generator=torch.Generator().manual_seed(1)).tolist()
 
 
@@ -69,11 +76,16 @@ def test_help_runs_nothing(script: Path, monkeypatch: pytest.MonkeyPatch, capsys
 @pytest.mark.parametrize("name", SHAPES)
 def test_every_recipe_of_the_gpu_benchmark_is_valid(name: str, tmp_path: Path) -> None:
     setting = setting_of(name)
-    jobs = [job for part in parts.PARTS for job in parts.jobs(setting, part)]
-    changes = [job.get("changes", {}) for job in jobs if "method" in job]
-    for each in [*changes, *parts.levers(tiny=False)]:
-        recipe = setting.recipe(tmp_path, "lora", each)
-        assert recipe.context.target > (recipe.context.original or 0)
+    jobs = [job for part in parts.PARTS for job in parts.jobs(setting, part) if "method" in job]
+    assert {job["tokens"] for job in jobs if job["part"] != "longest"} == {*setting.lengths}
+    for job in [*jobs, *({**jobs[0], "changes": changes} for changes in parts.levers(tiny=False))]:
+        recipe = setting.recipe(tmp_path, job["method"], job["tokens"], job.get("changes"))
+        assert recipe.context.target > setting.original
+
+
+def test_a_shape_with_a_long_window_is_refused_by_the_gpu_benchmark() -> None:
+    with pytest.raises(SystemExit, match="131,072 tokens already; name a model of that shape with less than 65,536"):
+        setting_of("meta-llama/Llama-3.1-8B-Instruct")
 
 
 @pytest.fixture(scope="module")
@@ -82,13 +94,14 @@ def bench(tmp_path_factory: pytest.TempPathFactory) -> parts.Bench:
 
 
 def test_a_benchmark_row_has_every_step(bench: parts.Bench) -> None:
-    row = bench.row({"part": "levers", "method": "lora"}, 300)
+    row = bench.row({"part": "levers", "method": "lora", "tokens": 128}, 300)
     assert len(row["step_seconds"]) == len(row["losses"]) == 3
     assert row["planned_bytes"] > 0
 
 
 def test_a_contender_that_times_out_is_recorded_as_a_row(bench: parts.Bench) -> None:
-    assert bench.row({"part": "training", "method": "lora"}, 0.2)["failed"] == "no answer in 0 seconds"
+    job = {"part": "training", "method": "lora", "tokens": 64}
+    assert bench.row(job, 0.2)["failed"] == "no answer in 0 seconds"
 
 
 @pytest.mark.slow
@@ -118,28 +131,35 @@ def test_the_exception_of_a_failed_process_is_kept(said: str, row: dict[str, Any
 
 
 class FakeBench:
-    """Notes what it is asked for, and fails at some methods."""
+    """Notes what it is asked for, and fails at some lengths."""
 
-    def __init__(self, *failing: str) -> None:
-        self.setting, self.failing, self.asked = setting_of(TINY), failing, list[str]()
+    def __init__(self, *failing: int) -> None:
+        self.setting, self.failing, self.asked = setting_of(TINY), failing, list[tuple[str, int]]()
 
     def row(self, job: Any, seconds: float) -> dict[str, Any]:
-        self.asked.append(job["method"])
-        return {"failed": "why"} if job["method"] in self.failing else {"step_seconds": [1.0]}
+        self.asked.append((job["method"], job["tokens"]))
+        ended = {"failed": "why"} if job["tokens"] in self.failing else {"step_seconds": [1.0]}
+        return {"contender": "pi-lora", **ended}
 
 
 def test_rows_are_saved_at_once_and_only_failed_ones_are_repeated(tmp_path: Path) -> None:
     file = tmp_path / "gpu.json"
-    first, second = FakeBench("qlora"), FakeBench()
+    options = argparse.Namespace(parts=["training"], lengths=None, methods=None, minutes=None, again=False)
+    first, second = FakeBench(64), FakeBench()
     for bench in (first, second):
-        gpu.measure(bench, gpu.Rows(file, TINY, None), ["training"], minutes=2)
-    assert first.asked == ["lora", "qlora", "full"]
-    assert second.asked == ["qlora"]
+        gpu.measure(bench, gpu.Rows(file, TINY, None), options)
+    assert [length for _, length in first.asked] == [64, 128] * 3
+    assert second.asked == [(method, 64) for method in parts.METHODS]
     rows = json.loads(file.read_text())["rows"]
-    assert [row["method"] for row in rows] == ["lora", "full", "qlora"]
+    assert len(rows) == 6
     assert all("failed" not in row and row["machine"]["date"] for row in rows)
+    options.lengths, options.methods = [128], ["qlora"]
+    third = FakeBench()
+    gpu.measure(third, gpu.Rows(tmp_path / "others.json", TINY, None), options)
+    assert third.asked == [("qlora", 128)]
+    options.minutes, options.again, options.lengths, options.methods = 0.1, True, None, None
     with pytest.raises(SystemExit, match=r"--minutes 0\.1 are over"):
-        gpu.measure(FakeBench(), gpu.Rows(tmp_path / "others.json", TINY, None), ["training"], minutes=0.1)
+        gpu.measure(FakeBench(), gpu.Rows(file, TINY, None), options)
     with pytest.raises(SystemExit, match="holds rows of tiny on None"):
         gpu.Rows(file, TINY, "another card")
 
