@@ -74,10 +74,12 @@ class BlockwiseMask:
     device: torch.device | str
 
     def __getitem__(self, index: tuple[slice, ...]) -> "BlockwiseMask":
-        """Return the mask of some queries, indexed as (batch, head, queries, keys).
+        """Return the mask of some queries, indexed as (batch, head, queries, keys). Raise TypeError at another index.
 
         Layers of Gemma 4 that share the keys of others compute only the queries whose logits are needed.
         """
+        if len(index) != 4:
+            raise TypeError("a BlockwiseMask has no parts but queries")
         _, _, queries, _ = index
         return replace(self, queries=self.queries[queries])
 
