@@ -187,6 +187,7 @@ def export_gguf(
     converter: FilePath | None = None,
     dtype: str | None = None,
     base: FilePath | None = None,
+    permissions: Permissions = NO_PERMISSIONS,
     progress: Progress | bool | UI = False,
 ) -> Path:
     """Convert a model, or a run after merging it, with llama.cpp's converter, set its window, and return the file.
@@ -197,6 +198,7 @@ def export_gguf(
         converter: The folder of llama.cpp; by default `$LLAMA_CPP`.
         dtype: `f32`, `f16`, `bf16` or `q8_0`; by default the dtype of the weights.
         base: Where the base of a run is now, if it moved.
+        permissions: Whether code of the model may run, and a run be used whose base changed.
         progress: Whether to show a progress bar, or a function that is called with the bytes done and all bytes.
 
     Raises:
@@ -207,7 +209,7 @@ def export_gguf(
     with ui.working(LIBRARIES):
         from pi_lora.serving.commands import llama_cpp_lines
         from pi_lora.serving.gguf import export_gguf, find_converter
-    source = resolve(model, base=base)
+    source = resolve(model, base=base, permissions=permissions)
     name = Path(source.name).resolve().name.rpartition(":")[2]  # builtin:tiny is tiny
     file = optional_path(output) or Path("models", name.removesuffix(".gguf") + ".gguf")
     script = find_converter(source, file, optional_path(converter))
@@ -220,7 +222,7 @@ def export_gguf(
         done(0, 0, "converting")
         export_gguf(full, file, script, dtype)
     ui.show(f"{file}: written for llama.cpp, with a window of {source.window:,} tokens")
-    _show_commands(ui, llama_cpp_lines(file, source.window, source.name))
+    _show_commands(ui, llama_cpp_lines(file, source.window, source.name, base))
     return file
 
 

@@ -135,6 +135,7 @@ def gguf(
         Literal["f32", "f16", "bf16", "q8_0"] | None, Parameter(help="Data type; by default that of the weights.")
     ] = None,
     base: MovedBase = None,
+    permissions: Permitted = NO_PERMISSIONS,
 ) -> None:
     """Convert a model to GGUF with llama.cpp's converter, and set the window; a run is merged first."""
     api.export_gguf(
@@ -143,6 +144,7 @@ def gguf(
         converter=converter,
         dtype=dtype,
         base=base,
+        permissions=permissions,
         progress=TERMINAL,
     )
 

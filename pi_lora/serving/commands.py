@@ -79,12 +79,14 @@ def _can_be_exported(config: PreTrainedConfig) -> bool:
     return not needs_divisors or language.model_type in DIVISORS_IN_LLAMA_CPP
 
 
-def llama_cpp_lines(file: Path, window: int, model: str) -> list[str]:
-    """Return the commands that serve a GGUF file with llama.cpp, and that compare the server with `model`."""
-    return [
-        f"llama-server --model {shlex.quote(str(file))} --ctx-size {window}",
-        f"pi-lora check-server http://localhost:8080 {shlex.quote(model)}",
-    ]
+def llama_cpp_lines(file: Path, window: int, model: str, base: str | Path | None = None) -> list[str]:
+    """Return the commands that serve a GGUF file with llama.cpp, and that compare the server with `model`, a run if the
+    place of the `base` is given.
+    """
+    check = f"pi-lora check-server http://localhost:8080 {shlex.quote(model)}"
+    if base:
+        check += f" --base {shlex.quote(str(base))}"
+    return [f"llama-server --model {shlex.quote(str(file))} --ctx-size {window}", check]
 
 
 def cache_bytes(config: PreTrainedConfig, tokens: int, itemsize: int) -> int:

@@ -84,7 +84,21 @@ def test_a_run_is_converted_on_a_base_that_moved(
         cli.app(words, result_action="return_value")
     assert not cli.app([*words, "--base", str(small_model)], result_action="return_value")
     assert read(output, "llama.context_length") == [128]
-    assert f"{output}: written for llama.cpp" in capsys.readouterr().out
+    printed = capsys.readouterr().out
+    assert f"{output}: written for llama.cpp" in printed
+    assert f"pi-lora check-server http://localhost:8080 {run} --base {small_model}\n" in printed
+
+
+def test_a_run_on_a_changed_base_is_converted_if_that_is_allowed(lora_run: Path, tmp_path: Path) -> None:
+    run = Path(shutil.copytree(lora_run, tmp_path / "run"))
+    metadata = json.loads((run / "run.json").read_text())
+    metadata["origin"]["weights"] = "0" * 64
+    (run / "run.json").write_text(json.dumps(metadata))
+    sources = converter(tmp_path / "sources").parent
+    words = ["export", "gguf", str(run), "--converter", str(sources), "--output", str(tmp_path / "model.gguf")]
+    with pytest.raises(ModelError, match="or use these with --allow-mismatch"):
+        cli.app(words, exit_on_error=False, result_action="return_value")
+    assert not cli.app([*words, "--allow-mismatch"], result_action="return_value")
 
 
 def test_full_weights_on_the_hub_are_downloaded(
