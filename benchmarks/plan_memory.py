@@ -17,6 +17,7 @@ import json
 import tempfile
 from collections.abc import Iterator
 from contextlib import suppress
+from dataclasses import replace
 from itertools import product
 from pathlib import Path
 from typing import Any
@@ -172,9 +173,11 @@ def simulated(recipe: Recipe, gpu: Gpu) -> dict[str, Any]:
 def simulate_all(folder: Path) -> None:
     """Simulate the rows, and the shipped recipes on their first device, without measurements between steps."""
     result = record.read("plan_memory")
+    # The rows were measured on a CPU with instructions for bfloat16.
+    cpu = replace(device_here(), bfloat16=True)
     for row, file, changes in settings(folder):
         kept = result["rows"][row]
-        kept |= simulated(load_recipe(file, changes).recipe, device_here())
+        kept |= simulated(load_recipe(file, changes).recipe, cpu)
         kept["ratio"] = kept["planned"] / kept["measured"]
     result["recipes"] = {}
     for file in recipe_paths(shipped_recipes()):

@@ -53,8 +53,8 @@ _EXPERTS_KEPT = 2
 _EXPERTS_BACKWARD = 3
 # Tensors of the intermediate width that clamped experts keep beside the four.
 _CLAMPED_KEPT = 3
-# At the peak of a chunked MLP, beyond kept tensors: tensors of the hidden width after the last chunk, in the backward of
-# the norm; or fewer of them beside a chunk, which takes the chunk's share of what a whole MLP takes.
+# At the peak of a chunked MLP, beyond kept tensors: tensors of the hidden width after the last chunk, in the backward
+# of the norm; or fewer of them beside a chunk, which takes the chunk's share of what a whole MLP takes.
 _AFTER_CHUNKS = 9.5
 _BESIDE_A_CHUNK = 2
 

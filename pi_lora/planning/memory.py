@@ -124,12 +124,16 @@ def memory(shape: Shape, recipe: Recipe, original: int, gpu: Gpu, *, linear_byte
     states = _states(shape, recipe, FLOAT32 if float32_weights else BFLOAT16, linear_bytes)
     before_loss, *in_backward = _moments_of_step(shape, recipe, states, tokens, arithmetic, on_cpu)
     head_gradient = _head_gradient(shape, recipe.tuning)
+    # A head that trains beside a bfloat16 base is float32.
+    casts_head = arithmetic == "autocast"
+    if arithmetic == "bfloat16" and recipe.tuning.method != "full":
+        casts_head = head_gradient > 0
     if on_cpu:
         # The sum, and the gradient of the tokens whose logits are there.
         head_gradient *= 2
-        if arithmetic == "autocast":
+        if casts_head:
             head_gradient += head_gradient // 4  # which comes in bfloat16
-    logits = loss_bytes(shape, tokens, arithmetic, on_cpu) + head_gradient
+    logits = loss_bytes(shape, tokens, arithmetic, on_cpu=on_cpu, casts_head=casts_head) + head_gradient
     moments = [before_loss._replace(logits=logits), *in_backward]
     if recipe.evaluation.every:
         longest = max(original, recipe.context.target)
@@ -196,8 +200,10 @@ def _moments_of_step(
         gradients=at_first_layer,
         activations=working + kept // shape.layers,
     )
+    # The two gradients of a tied head become a third one.
+    summed = waiting if embedding else 0
     after_layers = first_layer._replace(
-        gradients=at_first_layer + embedding,
+        gradients=at_first_layer + embedding + summed,
         activations=hidden_states(shape, tokens, arithmetic),
     )
     return before_loss, last_layer, first_layer, after_layers
@@ -314,19 +320,20 @@ def _whole_gradients(shape: Shape) -> int:
     return shape.layer * (BFLOAT16 + FLOAT32)
 
 
-def loss_bytes(shape: Shape, tokens: int, arithmetic: Arithmetic, on_cpu: bool) -> int:
-    """Return bytes of a loss: a tile of logits, and the final hidden states with their gradients, once more in
-    float32.
+def loss_bytes(shape: Shape, tokens: int, arithmetic: Arithmetic, *, on_cpu: bool, casts_head: bool = False) -> int:
+    """Return bytes of a loss: a tile of logits, and the final hidden states with their gradients, once more in float32;
+    also copies of the head in bfloat16 if the loss `casts_head`.
     """
     rows = min(shape.vocabulary, LOSS_TILE_VOCABULARY)
-    tile = min(tokens, LOSS_TILE_TOKENS) * rows
+    # A tile of a small vocabulary is allocated whole too.
+    tile = min(tokens, LOSS_TILE_TOKENS) * LOSS_TILE_VOCABULARY
     floats = 0
-    if arithmetic == "autocast":
+    if casts_head:
         # Copies of rows of the head: for this tile, and for the one before.
         copies = 2 if tokens > LOSS_TILE_TOKENS or shape.vocabulary > rows else 1
         tile += copies * rows * shape.hidden
     if on_cpu:
-        copied = shape.hidden if arithmetic == "autocast" else 0
+        copied = shape.hidden if casts_head else 0
         tile = (min(tokens, LOSS_TOKENS) + copied) * shape.vocabulary
         floats = 5 * FLOAT_LOGITS * FLOAT32
     states_and_gradients = 2 * hidden_states(shape, tokens, arithmetic) + tokens * shape.hidden * FLOAT32

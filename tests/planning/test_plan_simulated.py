@@ -145,6 +145,15 @@ def test_planned_steps_without_checkpointing_are_those_that_are_simulated(kind: 
     assert found == pytest.approx((1, 1), rel=0.05)
 
 
+@pytest.mark.parametrize("changes", [{"tie_word_embeddings": True}, {"vocab_size": 1024}], ids=str)
+def test_planned_short_sequences_are_those_that_are_simulated(
+    changes: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The gradients of a tied head are summed beside each other; a tile of the logits is as large for few tokens."""
+    monkeypatch.setitem(KINDS, "llama", changes)
+    assert ratios("llama", "H100", "lora", TOKENS // 4) == pytest.approx((1, 1), rel=0.05)
+
+
 def test_planned_steps_that_checkpoint_some_layers_are_those_that_are_simulated(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
