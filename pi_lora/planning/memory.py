@@ -140,11 +140,16 @@ def memory(shape: Shape, recipe: Recipe, original: int, gpu: Gpu, *, linear_byte
         moments.append(_measuring(shape, states, longest, arithmetic, on_cpu=on_cpu))
     maxima = Moment(*map(max, *moments))
     highest = max(map(sum, moments))
-    peak = highest + _overhead(shape, recipe, tokens, arithmetic, on_cpu)
+    peak = highest + OVERHEAD
     if on_cpu:
+        after_layers = in_backward[-1]
+        moments.remove(after_layers)
+        # The gradients of embeddings take the place of freed tensors that the C library holds back.
+        held = _held_on_cpu(shape, recipe, tokens, arithmetic)
+        most = max(sum(after_layers), max(map(sum, moments)) + held)
         # While weights are loaded, the pages of their file are memory of the process.
         stored = shape.parameters * BFLOAT16
-        peak = max(peak, OVERHEAD_ON_CPU + states.weights + stored)
+        peak = OVERHEAD_ON_CPU + max(most, states.weights + stored)
     host = 0
     if recipe.hardware.offload_activations:
         # A pinned tensor takes a power of two (torch 2.13).
@@ -261,14 +266,12 @@ def _arithmetic(recipe: Recipe, gpu: Gpu, float32_weights: bool) -> Arithmetic:
     return "bfloat16"
 
 
-def _overhead(shape: Shape, recipe: Recipe, tokens: int, arithmetic: Arithmetic, on_cpu: bool) -> int:
-    """Return bytes of the process itself, and on a CPU of the freed tensors that it holds."""
-    if not on_cpu:
-        return OVERHEAD
+def _held_on_cpu(shape: Shape, recipe: Recipe, tokens: int, arithmetic: Arithmetic) -> int:
+    """Return bytes of freed tensors that the process holds on a CPU."""
     if arithmetic in ("float32", "casts"):
-        return OVERHEAD_ON_CPU + min(GIB, HELD_IN_FLOAT32 * shape.layers * tokens * shape.hidden)
+        return min(GIB, HELD_IN_FLOAT32 * shape.layers * tokens * shape.hidden)
     _, of_layer = layer_bytes(shape, recipe.tuning, arithmetic, on_cpu=True)
-    return OVERHEAD_ON_CPU + round(HELD_ON_CPU * of_layer * tokens)
+    return round(HELD_ON_CPU * of_layer * tokens)
 
 
 def _autocast_copies(shape: Shape, recipe: Recipe, arithmetic: Arithmetic) -> tuple[int, int]:

@@ -82,7 +82,7 @@ def test_the_best_quality_that_fits_is_chosen() -> None:
     assert levers(chosen(gpu="H100")) == ("contiguous", 8192, "lora", BOTH)
     assert levers(chosen("huggyllama/llama-13b", gpu="24GB")) == ("contiguous", 8192, "qlora", BOTH)
     assert levers(chosen("meta-llama/Meta-Llama-3-8B", 65536, "4090")) == ("pose", 8192, "lora", "norms")
-    assert levers(chosen("mistralai/Mistral-7B-v0.3", 131072, "12GB")) == ("pose", 4096, "qlora", BOTH)
+    assert levers(chosen("mistralai/Mistral-7B-v0.3", 131072, "12GB")) == ("pose", 8192, "qlora", BOTH)
     assert levers(chosen("meta-llama/Meta-Llama-3-8B", 65536, "12GB")) == ("pose", 8192, "qlora", "norms")
 
 
