@@ -47,6 +47,7 @@ SWEEP = f"--windows 256,512,1024 --stride 128 --documents {DOCUMENTS} --truncate
 PASSKEYS = f"--depths {DEPTHS} --trials {TRIALS} --seed 2".split()
 TO_TARGET = ["--target", str(TARGET)]
 STEP_0 = ["--original", str(ORIGINAL), *TO_TARGET]
+INTERRUPTED = 130  # the exit status after Ctrl-C
 MAP = ["--targets", "256,512,768,1024"]  # lengths of the heat map
 
 Measured = tuple[PerplexityScores, PasskeyScores]
@@ -61,6 +62,8 @@ def run(*words: str) -> None:
     try:
         pi_lora()
     except SystemExit as ended:
+        if ended.code == INTERRUPTED:
+            console.print("to continue the demo: make demo")
         if ended.code:
             raise
 

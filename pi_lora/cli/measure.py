@@ -117,8 +117,9 @@ def passkey(
 ) -> None:
     """Passkey retrieval and k_max (paper, section 3.3) of several models side by side.
 
-    The context has --target tokens, by default the longest window. With --scaling or --original a plain base is
-    extended to --target.
+    The context has --target tokens, by default the longest window.
+
+    With --scaling or --original a plain base is extended to --target.
     """
     # A target alone is a length to measure: a base that is not extended is measured beyond its window.
     is_extended = measuring.original or measuring.scaling or measuring.factors
@@ -259,8 +260,9 @@ def compare(
     """Compare a run with its base: what the extension gained and cost, and what the tuning added to the scaling, with
     95 % intervals.
 
-    Scores are read from RUN/scores. Missing scores that RUN's recipe asks for are measured and kept there. To add
-    another measurement: pi-lora eval NAME RUN --json RUN/scores/NAME.json.
+    Scores are read from RUN/scores. Missing scores that RUN's recipe asks for are measured and kept there.
+
+    To add another measurement: pi-lora eval NAME RUN --json RUN/scores/NAME.json.
     """
     api.compare(
         base,

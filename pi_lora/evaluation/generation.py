@@ -74,8 +74,10 @@ def answer(
             raise DataError(f"{loaded.name}: {refusal}; continue the text with --no-chat-template") from None
     else:
         ids = prompt_ids(tokenizer, prompt)
+    if not prompt.strip():
+        raise DataError("prompt: is empty; give a text")
     room = loaded.window - len(ids)
-    if not prompt.strip() or room < 1:
+    if room < 1:
         raise DataError(
             f"prompt: {len(ids):,} tokens do not suit {loaded.name}, which reads {loaded.window:,}; "
             "give a text that leaves room for the answer"

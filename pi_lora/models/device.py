@@ -157,7 +157,7 @@ def facts() -> dict[str, str]:
         **versions(LIBRARIES + OPTIONAL_LIBRARIES),
         "Python": platform.python_version(),
         "system": platform.platform(),
-        "processor": f"{name}, {hardware()}, bfloat16 {bfloat16_speed():.2f} times as fast as float32; "
+        "processor": f"{name}, {hardware()}, bfloat16 {bfloat16_speed():.3g} times as fast as float32; "
         f"torch uses {torch.get_num_threads()} threads",
         "memory": f"{total:.1f} GiB, {available:.1f} GiB available",
         "GPUs": "; ".join(gpus) or "none",
