@@ -47,7 +47,6 @@ SWEEP = f"--windows 256,512,1024 --stride 128 --documents {DOCUMENTS} --truncate
 PASSKEYS = f"--depths {DEPTHS} --trials {TRIALS} --seed 2".split()
 TO_TARGET = ["--target", str(TARGET)]
 STEP_0 = ["--original", str(ORIGINAL), *TO_TARGET]
-INTERRUPTED = 130  # the exit status after Ctrl-C
 MAP = ["--targets", "256,512,768,1024"]  # lengths of the heat map
 
 Measured = tuple[PerplexityScores, PasskeyScores]
@@ -62,7 +61,7 @@ def run(*words: str) -> None:
     try:
         pi_lora()
     except SystemExit as ended:
-        if ended.code == INTERRUPTED:
+        if ended.code == 130:  # after Ctrl-C
             console.print("to continue the demo: make demo")
         if ended.code:
             raise
@@ -158,7 +157,7 @@ def main() -> None:
             rows[live_row].append(measured(name, another))
         show(rows)
         into_readme(seconds)
-    console.print(f"{DEMO}/demo.png, {DEMO}/table.md, {DEMO}/scores/   {seconds:.0f} s in all\n")
+    console.print(f"demo.png, table.md and scores/ are in {DEMO}/   {seconds:.0f} s in all\n")
     console.print(
         f"Try next: .venv/bin/pi-lora eval perplexity builtin:tiny {merged} --data README.md --windows 256,1024\n"
         "(the built-in model was trained on Python code, and reads prose badly; compare the columns)"
