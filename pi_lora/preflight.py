@@ -156,7 +156,7 @@ def _check_weights(model: ModelSource, ask_hub: bool) -> None:
 
 def _evaluation_problems(recipe: Recipe, tokenizer: Any, ask_hub: bool) -> Iterator[str]:
     target = recipe.context.target
-    yield from _perplexity_problems(recipe, ask_hub)
+    yield from _perplexity_problems(recipe, tokenizer, ask_hub)
     chat = recipe.evaluation.chat
     if chat:
         chats = Data.model_validate({"source": {"name": chat.data, "column": chat.column, "split": chat.split}})
@@ -164,7 +164,8 @@ def _evaluation_problems(recipe: Recipe, tokenizer: Any, ask_hub: bool) -> Itera
         yield from data_problems(chats, ask_hub, key="evaluation.chat.data", tokenizer=tokenizer, window=window)
     context = recipe.evaluation.context
     if context:
-        yield from _text_problems("context", context, {"window": context.window or target}, ask_hub)
+        windows = {"window": context.window or target}
+        yield from _text_problems("context", context, windows, tokenizer, ask_hub)
     summaries = recipe.evaluation.summarization
     if summaries and summaries.data:
         _, rows = complete(summaries, recipe)
@@ -189,7 +190,9 @@ def _evaluation_problems(recipe: Recipe, tokenizer: Any, ask_hub: bool) -> Itera
             yield f"evaluation.{key}: {name}: no such file; correct the name"
 
 
-def _text_problems(measurement: str, options: TextOptions, windows: Mapping[str, int], ask_hub: bool) -> Iterator[str]:
+def _text_problems(
+    measurement: str, options: TextOptions, windows: Mapping[str, int], tokenizer: Any, ask_hub: bool
+) -> Iterator[str]:
     """Yield the problems of a text that is measured, also that no document has the tokens that a key of `windows` or
     `min_tokens` needs.
     """
@@ -203,12 +206,12 @@ def _text_problems(measurement: str, options: TextOptions, windows: Mapping[str,
         return
     needed = {**windows, "min_tokens": options.min_tokens or 0}
     key = max(needed, key=needed.__getitem__)
-    too_short = too_short_for(source, needed[key])
+    too_short = too_short_for(source, needed[key], tokenizer)
     if too_short:
         yield f"{section}.data: {too_short}; name longer texts, or lower {section}.{key}"
 
 
-def _perplexity_problems(recipe: Recipe, ask_hub: bool) -> Iterator[str]:
+def _perplexity_problems(recipe: Recipe, tokenizer: Any, ask_hub: bool) -> Iterator[str]:
     perplexity = recipe.evaluation.perplexity
     target = recipe.context.target
     if perplexity is None:
@@ -222,7 +225,8 @@ def _perplexity_problems(recipe: Recipe, ask_hub: bool) -> Iterator[str]:
             break
     if perplexity.data is None and not recipe.model.name.startswith(BUILTIN):
         yield "evaluation.perplexity.data: is missing; name a text that the model is not tuned on"
-    yield from _text_problems("perplexity", perplexity, {"windows": max(perplexity.windows or [target])}, ask_hub)
+    windows = {"windows": max(perplexity.windows or [target])}
+    yield from _text_problems("perplexity", perplexity, windows, tokenizer, ask_hub)
 
 
 def _machine_problems(recipe: Recipe) -> Iterator[str]:

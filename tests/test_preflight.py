@@ -249,7 +249,10 @@ def test_documents_that_fill_no_window_are_named_before_the_training(small_model
     )
     lower = {**perplexity, "windows": [64]}
     check(small_recipe(small_model, evaluation={"perplexity": lower}), tmp_path / "run")
-    (tmp_path / "short" / "long.txt").write_text("é" * 64)
+    (tmp_path / "short" / "words.txt").write_text("import os\n" * 30)
+    with pytest.raises(RecipeError, match=r"short: the longest document has \d\d tokens, and 128 tokens are needed"):
+        check(small_recipe(small_model, evaluation={"perplexity": perplexity}), tmp_path / "run")
+    (tmp_path / "short" / "long.txt").write_text("é" * 128)
     check(small_recipe(small_model, evaluation={"perplexity": perplexity}), tmp_path / "run")
 
 

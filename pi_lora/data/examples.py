@@ -19,6 +19,7 @@ from pi_lora.data.tokens import (
     in_batches,
     special_tokens_of,
     strip_eos,
+    tokenized,
     with_one_prefix,
 )
 from pi_lora.errors import DataError
@@ -287,22 +288,34 @@ def data_problems(
     return problems
 
 
-def too_short_for(source: Source, tokens: int) -> str | None:
-    """Return the problem that no held-out document of a local source can have so many tokens, as a window needs.
+def too_short_for(source: Source, tokens: int, tokenizer: Any = None) -> str | None:
+    """Return the problem that no held-out document of a local source has so many tokens, as a window needs.
 
-    Every byte counts as a token, and BOS is one more. Return None if a document may have them, or if there are too many
-    documents.
+    Without a tokenizer, every byte counts as a token, and BOS is one more. Return None if a document has them, or if
+    there are too many documents.
     """
     if not looks_local(source.name) or source.name in BUILTIN_TEXTS:
         return None
-    longest = 0
+    most_bytes = 0
+    most_tokens = 0
     documents = itertools.islice(find_table(source).documents(held_out=True), COUNTED_ROWS)
     for number, document in enumerate(documents, 1):
-        longest = max(longest, len(document.text.encode(errors="surrogateescape")))
-        if longest + 1 >= tokens or number == COUNTED_ROWS:
+        if number == COUNTED_ROWS:
             return None
+        num_bytes = len(document.text.encode(errors="surrogateescape"))
+        most_bytes = max(most_bytes, num_bytes)
+        if num_bytes + 1 < tokens:
+            continue
+        if tokenizer is None:
+            return None
+        [ids] = tokenized(tokenizer, [document.text])
+        num_tokens = len(strip_eos(ids, tokenizer.eos_token_id))
+        if num_tokens >= tokens:
+            return None
+        most_tokens = max(most_tokens, num_tokens)
     kind = "held-out document" if source.hold_out else "document"
-    return f"{source.name}: the longest {kind} has {longest:,} bytes, and {tokens:,} tokens are needed"
+    longest = f"{most_tokens:,} tokens" if most_tokens else f"{most_bytes:,} bytes"
+    return f"{source.name}: the longest {kind} has {longest}, and {tokens:,} tokens are needed"
 
 
 def amount_problems(recipe: Recipe, original: int) -> list[str]:
