@@ -72,7 +72,7 @@ def check(
     with collected():
         problems += _evaluation_problems(recipe, tokenizer, ask_hub)
     if problems:
-        mistakes.append(RecipeError(problems))
+        mistakes.append(RecipeError([*dict.fromkeys(problems)]))
     with collected():
         check_output(output, resume=resume)
     if resume:

@@ -13,7 +13,7 @@ from typing import Any, TypeVar
 
 from pydantic import TypeAdapter, ValidationError
 
-from pi_lora.errors import ModelError, RunExistsError
+from pi_lora.errors import ModelError, PiLoraError, RunExistsError
 
 T = TypeVar("T")
 # What pydantic calls a value, and what a user writes.
@@ -129,8 +129,9 @@ def is_disk_full(error: BaseException) -> bool:
 def write_whole(file: Path, text: str) -> None:
     """Write a file atomically: completely or not at all, even if the machine loses power."""
     part = file.with_name(f".{file.name}.part")
+    part.unlink(missing_ok=True)  # do not follow a link
     try:
-        with part.open("w", encoding="utf-8") as out:
+        with part.open("x", encoding="utf-8") as out:
             out.write(text)
             out.flush()
             os.fsync(out.fileno())
@@ -141,4 +142,8 @@ def write_whole(file: Path, text: str) -> None:
 
 def cache_folder() -> Path:
     """Return `$PI_LORA_CACHE`, or `~/.cache/pi-lora`. The folder may be deleted while nothing runs."""
-    return Path(os.environ.get("PI_LORA_CACHE") or "~/.cache/pi-lora").expanduser()
+    folder = os.environ.get("PI_LORA_CACHE") or "~/.cache/pi-lora"
+    try:
+        return Path(folder).expanduser()
+    except RuntimeError:  # a container's user without a name and HOME
+        raise PiLoraError(f"{folder}: this user has no home folder; set HOME or PI_LORA_CACHE") from None

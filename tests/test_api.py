@@ -28,6 +28,8 @@ def test_paths_are_taken_where_strings_are(small_model: Path, lora_run: Path, tm
 
 
 def test_wrong_arguments_are_refused_before_work_begins(lora_run: Path, tmp_path: Path) -> None:
+    with pytest.raises(PiLoraError, match="progress: takes a function with three arguments: done, total and note"):
+        pi_lora.train("demo", output=tmp_path / "run", progress=lambda done, total: None)  # type: ignore[misc,arg-type]
     with pytest.raises(PiLoraError, match="check: logit: is not known; choose from tensors, logits, none"):
         pi_lora.merge(lora_run, tmp_path / "merged", check="logit")  # type: ignore[arg-type]
     with pytest.raises(IsADirectoryError):
@@ -145,6 +147,11 @@ def test_permissions_are_given_in_python_as_on_the_command_line(
 
 def test_a_module_is_measured_beside_what_resolve_returns(small_model: Path) -> None:
     module = pi_lora.load(small_model).module
+    for function in (pi_lora.load, pi_lora.resolve):
+        with pytest.raises(
+            PiLoraError, match=r"LlamaForCausalLM: is no model here; .* LoadedModel\(resolve\(name\), module"
+        ):
+            function(module)
     loaded = pi_lora.LoadedModel(pi_lora.resolve(small_model), module)
     assert (
         pi_lora.evaluate(loaded, "perplexity", data="builtin:stdlib", windows=[32], documents=1).windows[0].window == 32

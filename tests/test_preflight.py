@@ -50,7 +50,7 @@ def test_a_dry_run_reports_every_failure_of_the_run(
     model, notes, held_out = tmp_path / "model", tmp_path / "notes.jsonl", tmp_path / "held_out.txt"
     shutil.copytree(small_model, model)
     notes.write_text('{"text": "some text"}')
-    held_out.write_text("other text " * 20)
+    held_out.write_text("other text " * 100)
     data, measured = {"source": str(notes)}, {"perplexity": {"data": str(held_out)}}
     recipe = small_recipe(model, data=data, evaluation=measured)
     check(recipe, tmp_path / "runs" / "run", ask_hub=True)
@@ -273,6 +273,13 @@ def test_every_text_of_the_evaluation_is_there_before_the_training(small_model: 
         "evaluation.context.key_tokens: keys.json: no such file",
         "evaluation.benchmarks.data: boolq: gone.jsonl: no such file",
     ]
+
+
+def test_a_problem_of_a_template_names_the_section(small_model: Path, tmp_path: Path) -> None:
+    summaries = {"data": "builtin:stdlib", "template": "</s> {document}", "document": "text", "completion": "text"}
+    line = r"^evaluation\.summarization\.data: data\.template: "
+    with pytest.raises(RecipeError, match=line):
+        check(small_recipe(small_model, evaluation={"summarization": summaries}), tmp_path / "run")
 
 
 @pytest.fixture

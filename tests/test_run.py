@@ -16,11 +16,28 @@ from safetensors import SafetensorError
 from safetensors.torch import save_file
 
 from conftest import small_recipe
-from pi_lora.errors import ModelError, RunExistsError
+from pi_lora.errors import ModelError, PiLoraError, RunExistsError
 from pi_lora.preflight import check
 from pi_lora.recipe.files import dump_recipe
 from pi_lora.run import Run
 from pi_lora.staging import check_output, resolve_run, staged, staging_path
+from pi_lora.storage import cache_folder, write_whole
+
+
+def test_a_file_is_not_written_through_a_link(tmp_path: Path) -> None:
+    victim = tmp_path / "victim"
+    victim.write_text("precious")
+    (tmp_path / ".file.json.part").symlink_to(victim)
+    write_whole(tmp_path / "file.json", "new")
+    assert (victim.read_text(), (tmp_path / "file.json").read_text()) == ("precious", "new")
+    assert not (tmp_path / "file.json").is_symlink()
+
+
+def test_a_user_without_a_home_folder_is_told_what_to_set(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("PI_LORA_CACHE")
+    monkeypatch.setattr(os.path, "expanduser", lambda path: path)  # as for a user who is not in the password database
+    with pytest.raises(PiLoraError, match="this user has no home folder; set HOME or PI_LORA_CACHE"):
+        cache_folder()
 
 
 def test_an_output_that_is_a_link_is_made_at_its_target(tmp_path: Path) -> None:

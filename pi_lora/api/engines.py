@@ -218,7 +218,7 @@ def export_gguf(
         full = source
         if source.adapter:
             merged = merge(source, Path(temporary, name), progress=done)
-            full = resolve(merged.folder)
+            full = resolve(merged.folder, permissions=permissions)
         done(0, 0, "converting")
         export_gguf(full, file, script, dtype)
     ui.show(f"{file}: written for llama.cpp, with a window of {source.window:,} tokens")

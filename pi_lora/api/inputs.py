@@ -1,5 +1,6 @@
 """The values that users give, as the package takes them: models, paths, dtypes, options, overrides and progress."""
 
+import inspect
 import json
 import os
 from collections.abc import Iterator, Mapping, Sequence
@@ -48,6 +49,7 @@ def resolve(
         ScalingError: The model cannot be extended.
     """
     from pi_lora.hub import ask_again
+    from pi_lora.models.loaded import LoadedModel
     from pi_lora.models.resolve import resolve_model
     from pi_lora.models.source import ModelSource
 
@@ -55,6 +57,9 @@ def resolve(
         ask_again()
         named_base = optional_name(base)
         return resolve_model(name_of(model), extension, permissions=permissions, revision=revision, base=named_base)
+    if not isinstance(model, ModelSource | LoadedModel):
+        kind = type(model).__name__
+        raise PiLoraError(f"{kind}: is no model here; give a name, or of a module LoadedModel(resolve(name), module)")
     source = model if isinstance(model, ModelSource) else model.source
     refuse_options(model, base=base, revision=None if revision == "main" else revision)
     if extension is None:
@@ -117,6 +122,10 @@ def ui_of(progress: Progress | bool | UI) -> UI:
     if progress is False:
         return SILENT
     report = progress
+    try:
+        inspect.signature(report).bind(0, 0, "")
+    except TypeError:
+        raise PiLoraError("progress: takes a function with three arguments: done, total and note") from None
     return UI(progress=lambda title: nullcontext(report))
 
 
@@ -188,7 +197,7 @@ def as_words(overrides: Sequence[Override]) -> Iterator[str]:
             yield override
         else:
             for key, value in override.items():
-                yield f"{key}={json.dumps(value, default=os.fspath, ensure_ascii=False)}"
+                yield f"{key}={json.dumps(value, default=os.fspath)}"
 
 
 def join_launched_processes() -> None:

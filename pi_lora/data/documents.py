@@ -93,9 +93,9 @@ def files_named(name: str) -> list[Path]:
         pattern = f"{glob.escape(str(path))}/**" if path.is_dir() else str(path)
         found = sorted(map(Path, glob.iglob(pattern, recursive=True)))
         files = [file for file in found if suffix_of(file.name) in SUFFIXES and file.is_file() and _is_part(file)]
-    rows = [file for file in files if suffix_of(file.name) in TABLE_SUFFIXES]
-    if path.is_dir() and rows:
+    if path.is_dir() and any(suffix_of(file.name) in TABLE_SUFFIXES for file in files):
         files = [file for file in files if not ABOUT_ROWS.fullmatch(file.name)]
+        rows = [file for file in files if suffix_of(file.name) in TABLE_SUFFIXES]
         splits = {_split_of(str(file.relative_to(path))) for file in rows} - {""}
         if len(splits) > 1:
             raise DataError(f"{name}: holds the splits {', '.join(sorted(splits))}; name the folder or files of one")

@@ -266,7 +266,8 @@ def data_problems(
         elif tokenizer is not None and data.has_chats:
             ChatTemplate(tokenizer)
     except DataError as problem:
-        problems.append(str(problem).replace("data.source", key, 1))
+        line = str(problem).replace("data.source", key, 1)
+        problems.append(line if line.startswith(key) or key == "data.source" else f"{key}: {line}")
         if data.has_examples and not columns:
             return problems
         tokenizer = None

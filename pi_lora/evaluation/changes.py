@@ -86,7 +86,7 @@ def _paired_interval(pairs: Sequence[tuple[Value, Value]], metric: Metric) -> In
         groups.setdefault(after.group, []).append(pair)
     outcomes = {value.value for pair in pairs for value in pair}
     interval: Interval | None
-    if outcomes <= {0, 1} and len(groups) == 1:
+    if outcomes <= {0, 1} and not metric.is_ratio and len(groups) == 1:
         [group] = groups.values()
         interval = of_successes(group)
     else:

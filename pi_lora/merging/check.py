@@ -53,12 +53,10 @@ def check_model(source: ModelSource, expected: PreTrainedModel, tensors: Sequenc
         if name in built.all_tied_weights_keys:
             problems.append(f"{stored_name} is tied")
     same_window = window_of(config) == source.window
-    same_frequencies = all(
-        map(
-            torch.equal,
-            rotary_frequencies(built).values(),
-            rotary_frequencies(expected).values(),
-        )
+    frequencies = rotary_frequencies(built)
+    expected_frequencies = rotary_frequencies(expected)
+    same_frequencies = frequencies.keys() == expected_frequencies.keys() and all(
+        torch.equal(frequencies[name], values) for name, values in expected_frequencies.items()
     )
     if not same_window or not same_frequencies:
         problems.append("its scaling is not the run's")

@@ -45,6 +45,15 @@ class _Dumper(yaml.SafeDumper):
 _Dumper.yaml_implicit_resolvers = _Loader.yaml_implicit_resolvers
 
 
+def _text(_loader: _Loader, node: yaml.ScalarNode) -> str:
+    """Return a string, with the two halves of an emoji joined that JSON escapes one by one."""
+    value: str = node.value
+    return value.encode("utf-16", "surrogatepass").decode("utf-16", "replace")
+
+
+_Loader.add_constructor("tag:yaml.org,2002:str", _text)
+
+
 class ResolvedRecipe(NamedTuple):
     """A recipe, and the origin of the value of every dotted key: `file:line`, the command line, or the default."""
 
@@ -200,27 +209,28 @@ def _merge(base: Mapping[str, Any], over: Mapping[str, Any]) -> dict[str, Any]:
     return merged
 
 
-def _with_value(tree: Any, names: KeyPath, value: Any, before: KeyPath = ()) -> tuple[Any, KeyPath]:
+def _with_value(tree: Any, names: KeyPath, value: Any, before: KeyPath = (), typed: str = "") -> tuple[Any, KeyPath]:
     """Return a tree with a value at a dotted key, and the path of the key, which follows `before`. A section is merged
     with the one that is there. A key of a list with one section is in that section. Raise RecipeError if a list has
-    several, or if there is a value in place of a section.
+    several, or if there is a value in place of a section; the message has the key as `typed`.
     """
     if not names:
         both_sections = isinstance(tree, dict) and isinstance(value, dict)
         return _merge(tree, value) if both_sections else value, before
-    place = f"{_dotted(before + names)}: {_dotted(before)} is"
+    typed = typed or _dotted(names)
+    place = f"{typed}: {_dotted(before)} is"
     name, *others = names
     inner = tuple(others)
     if isinstance(tree, list):
         if len(tree) > 1:
             raise RecipeError([f"{place} a list of {len(tree)}; give all of it"])
         entry = tree[0] if tree else None
-        changed, path = _with_value(entry, inner if name == "0" else names, value, (*before, 0))
+        changed, path = _with_value(entry, inner if name == "0" else names, value, (*before, 0), typed)
         return [changed], path
     if not isinstance(tree, dict | None):
         raise RecipeError([f"{place} {tree}, and no section; give all of it"])
     section = tree or {}
-    changed, path = _with_value(section.get(name), inner, value, (*before, name))
+    changed, path = _with_value(section.get(name), inner, value, (*before, name), typed)
     return {**section, name: changed}, path
 
 

@@ -101,7 +101,7 @@ def push(folder: Path, repo: str, *, private: bool = False, progress: Progress =
             raise ModelError(f"{url}: is public already; make it private in its settings, or leave out --private")
         others = {file.rfilename for file in info.siblings or ()}.difference(names)
         for pattern in OTHER_MODEL:
-            for name in fnmatch.filter(others, pattern):
+            for name in fnmatch.filter(sorted(others), pattern):
                 if "/" not in name:
                     raise ModelError(
                         f"{url}: holds another model ({name}); name another repository, or delete its files there"

@@ -59,6 +59,7 @@ GPT_NEOX_IN_4 = {"rope_theta": "rotary_emb_base", "partial_rotary_factor": "rota
 WINDOW_DECLARED = {"gemma3_text", "gemma3n_text"}
 LOCAL_ATTENTION = {SLIDING_ATTENTION, "chunked_attention"}
 MULTIPLIES_WINDOW = {"linear", "dynamic", "yarn", "proportional"}
+WITH_FACTOR = {*MULTIPLIES_WINDOW, "llama3"}
 # Models whose configs accept only `longrope`, a list of divisors of the frequencies. Equal divisors are PI. In
 # transformers 4 they accept no key but the two lists.
 LONGROPE_ONLY = {"phi3", "phi4_multimodal"}
@@ -149,7 +150,14 @@ def full_attention_rope(config: Config) -> dict[str, Any]:
             named = ", ".join(layer_types)
             raise _refused(config, f"has ropes for {named}, none for {FULL_ATTENTION}; give a model that has one")
         rope = rope[FULL_ATTENTION]
-    return {"rope_type": "default", **rope}
+    full = {"rope_type": "default", **rope}
+    numbers = ["rope_theta"]
+    if full["rope_type"] in WITH_FACTOR:
+        numbers.append("factor")
+    for key in numbers:
+        if not isinstance(full.get(key, 1.0), int | float):
+            raise _refused(config, f"{key}: {full[key]!r} in its config is not a number; correct config.json")
+    return full
 
 
 def with_full_rope(config: Config, rope: Config) -> dict[str, Any]:

@@ -150,6 +150,13 @@ def test_a_folder_of_rows_is_read_without_its_card_and_hidden_files(tmp_path: Pa
     assert texts(elsewhere.parent / "*" / "**" / "*.arrow") == ["one", "two"]
 
 
+def test_files_about_rows_are_of_no_split(tmp_path: Path) -> None:
+    for split, name, row in (("train", "rows.jsonl", '{"text": "a"}'), ("test", "dataset_info.json", "{}")):
+        (tmp_path / split).mkdir()
+        (tmp_path / split / name).write_text(row)
+    assert texts(tmp_path) == ["a"]
+
+
 def test_a_folder_with_rows_of_several_splits_is_refused(tmp_path: Path) -> None:
     """Rows to test on would train."""
     for split in ("train", "test"):

@@ -10,12 +10,13 @@ import pytest
 from transformers import AutoModel, AutoModelForCausalLM, LlamaForCausalLM
 
 from conftest import small_recipe, train
-from pi_lora.api import extend, load, merge
+from pi_lora.api import export_gguf, extend, load, merge
 from pi_lora.errors import ModelError
 from pi_lora.models.files import read_config, save_config
 from pi_lora.models.resolve import resolve_model
 from pi_lora.scaling.config import window_of
 from pi_lora.scaling.extension import Extension
+from pi_lora.serving.gguf import CONVERTER
 from pi_lora.types import Permissions
 
 TRUST = Permissions(trust_remote_code=True)
@@ -137,6 +138,10 @@ def test_what_a_folder_with_code_becomes_needs_neither_that_folder_nor_this_mach
         resolve_model(str(run), permissions=TRUST)
     assert number_of(load(run, base=str(moved), permissions=TRUST).module.get_base_model()) == 1
     check_self_contained(merge(run, tmp_path / "again", base=str(moved), permissions=TRUST).folder, 1)
+    (tmp_path / "llama.cpp").mkdir()
+    (tmp_path / "llama.cpp" / CONVERTER).write_text("raise SystemExit('the converter ran')")
+    with pytest.raises(ModelError, match="the converter ran"):
+        export_gguf(run, tmp_path / "a.gguf", converter=tmp_path / "llama.cpp", base=str(moved), permissions=TRUST)
 
 
 def test_a_class_of_config_that_transformers_has_gets_the_models_code_for_this_model_alone(

@@ -53,9 +53,10 @@ def test_a_commit_that_looks_like_a_number_stays_text_in_the_recipe_of_a_run(tmp
     assert load_recipe(write(tmp_path, dump_recipe(recipe))).recipe == recipe
 
 
-def test_an_emoji_of_an_override_is_one_character(tmp_path: Path) -> None:
+def test_an_emoji_of_json_is_one_character(tmp_path: Path) -> None:
     """JSON, which is YAML, escapes its two halves one by one; Python's overrides are JSON."""
-    path = write(tmp_path, GOOD)
+    path = write(tmp_path, GOOD.replace("builtin:stdlib", r'"\ud83e\udd8b.txt"'))
+    assert [source.name for source in load_recipe(path).recipe.data.source] == ["🦋.txt"]
     [word] = as_words([{"data.source": "🦋/café.txt"}])
     recipe = load_recipe(path, [word]).recipe
     assert [source.name for source in recipe.data.source] == ["🦋/café.txt"]
@@ -132,6 +133,7 @@ def test_overrides_reach_into_the_only_section_of_a_list(tmp_path: Path) -> None
     for plain in ("books", "[books]"):
         [line] = problems(write(tmp_path, GOOD.replace("builtin:stdlib", plain)), "data.source.weight=2")
         assert line.endswith("is books, and no section; give all of it")
+        assert line.startswith("data.source.weight: ")
     [indexed] = load_recipe(write(tmp_path, one), ["data.source.0.weight=2"]).recipe.data.source
     assert (indexed.name, indexed.weight) == ("books", 2)
 

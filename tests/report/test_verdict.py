@@ -71,7 +71,7 @@ def test_the_verdict_says_what_the_tuning_added_to_the_scaling(small_model: Path
     scores["perplexity-step-0"] = perplexity(9.5, 7.5, "other")
     scores["passkey"] = scores["passkey-step-0"]
     lines = verdict(small_model, tmp_path / "other", scores)
-    assert lines["Compared with no tuning"] == "passkeys retrieved at 128 within noise (-15.4 to +15.4 points)"
+    assert lines["Compared with no tuning"] == "passkeys retrieved at 128: within noise (-15.4 to +15.4 points)"
 
 
 NO_BASE = "the base was not measured in the same way"

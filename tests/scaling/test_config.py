@@ -253,6 +253,15 @@ def test_a_target_beyond_every_attention_span_is_refused(target: int) -> None:
             extend_config(base, Extension(target, 2048))
 
 
+@pytest.mark.parametrize("scaling", [{"factor": "4.0"}, {"factor": None}, {"factor": 4.0, "rope_theta": "1e4"}])
+@pytest.mark.parametrize("kind", ["linear", "yarn"])
+def test_a_rope_without_numbers_is_refused_in_a_line(kind: str, scaling: dict[str, Any]) -> None:
+    rope = {"rope_type": kind, "rope_theta": 1e4, "original_max_position_embeddings": 2048, **scaling}
+    key = "rope_theta" if scaling.get("rope_theta") else "factor"
+    with pytest.raises(ScalingError, match=f"^model of type llama: {key}: .* is not a number; correct config.json$"):
+        extend_config({**LLAMA_5, "rope_parameters": rope}, Extension(16384, scaling="yarn"))
+
+
 def test_a_config_without_a_window_is_refused() -> None:
     with pytest.raises(ScalingError, match="llama: its config has no max_position_embeddings"):
         window_of({"model_type": "llama", "rope_theta": 1e4})
