@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 from huggingface_hub import HfApi, constants
+from huggingface_hub.errors import NotASafetensorsRepoError, SafetensorsParsingError
 from transformers import get_scheduler
 
 from pi_lora.data.examples import amount_problems, data_problems, too_short_for
@@ -147,7 +148,11 @@ def _check_weights(model: ModelSource, ask_hub: bool) -> None:
         check_loadable(base, base.read_weights())
     elif ask_hub:
         with hub_errors(base.name):
-            metadata = HfApi().get_safetensors_metadata(base.name, revision=base.commit)
+            try:
+                metadata = HfApi().get_safetensors_metadata(base.name, revision=base.commit)
+            except (NotASafetensorsRepoError, SafetensorsParsingError) as error:
+                problem = f"weights cannot be read ({first_line(error)}); name another base"
+                raise ModelError(f"{base.name}: {problem}") from None
         stored: dict[str, Header] = {}
         for file in metadata.files_metadata.values():
             stored |= file.tensors

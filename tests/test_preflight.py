@@ -487,7 +487,7 @@ def test_weights_of_the_hub_are_asked_for_before_a_training_only(small_model: Pa
     assert hub.asked("safetensors")
     files = hub.files("models/someone/model")
     hub.add("models/someone/model", {name: files[name] for name in files if name != "model.safetensors"})
-    line = r"^someone/model: the hub cannot serve it \('someone/model' is not a safetensors repo.*\); check the name"
+    line = r"^someone/model: weights cannot be read \('someone/model' is not a safetensors repo.*\); name another base$"
     with pytest.raises(ModelError, match=line):
         check(recipe, tmp_path / "run", ask_hub=True)
 

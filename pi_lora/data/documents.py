@@ -161,8 +161,10 @@ def _rows(file: File, columns: Sequence[str]) -> Iterator[Any]:
         import pyarrow.parquet  # takes a second, and journals import this file
 
         with pyarrow.parquet.ParquetFile(file) as table:
+            names = table.schema_arrow.names
+            _check_names(names, columns)
             # All columns are read of chats, and if one is missing, so that a message can name them.
-            readable = set(table.schema_arrow.names).difference(CHAT_COLUMNS)
+            readable = set(names).difference(CHAT_COLUMNS)
             columns_read = list(columns) if readable.issuperset(columns) else None
             for batch in table.iter_batches(256, columns=columns_read):
                 yield from batch.to_pylist()
@@ -179,6 +181,7 @@ def _rows(file: File, columns: Sequence[str]) -> Iterator[Any]:
         if suffix in DELIMITERS:
             csv.field_size_limit(sys.maxsize)  # a cell may hold a whole report
             rows = csv.DictReader(stream, delimiter=DELIMITERS[suffix], strict=True)
+            _check_names(rows.fieldnames or [], columns)
             for row in rows:
                 has_every_cell = None not in row and None not in row.values()
                 yield row if has_every_cell else None
@@ -191,6 +194,12 @@ def _rows(file: File, columns: Sequence[str]) -> Iterator[Any]:
                 yield from map(json.loads, itertools.chain([first], lines))
         else:
             yield {"text": stream.read()}
+
+
+def _check_names(names: Sequence[str], columns: Sequence[str]) -> None:
+    for column in columns:
+        if names.count(column) > 1:
+            raise ValueError(f"several columns have the name {column}")
 
 
 def _opened(file: Any) -> Any:

@@ -7,11 +7,13 @@ from collections.abc import Sequence
 
 from pydantic import BaseModel
 
-from pi_lora.evaluation.intervals import Interval, Pairs, of_means, of_successes
+from pi_lora.evaluation.intervals import Interval, Pairs, of_means, of_successes, pairs_needed
 from pi_lora.evaluation.measurement import Metric, Value
 
-# With this number of documents or fewer, even a large change may be within noise.
-FEW_DOCUMENTS = 2
+# Below this number of documents, even a large change may be within noise.
+MIN_DOCUMENTS = 5
+# A change that needs this many documents or more to show is called noise.
+MAX_DOCUMENTS = 100
 # Digits after the point of a change, by unit; one for other units.
 UNIT_DIGITS = {"tokens": 0, "": 3, "nats": 3}
 
@@ -68,13 +70,21 @@ def change_of(base: Metric, run: Metric) -> Row:
 
 
 def _too_few_documents(change: float, interval: Interval | None, pairs: int, metric: Metric) -> str:
-    """Return the verdict on a change that may be noise because of few documents; else an empty text."""
-    if not metric.is_ratio or change == 0 or pairs == 0 or pairs > FEW_DOCUMENTS:
+    """Return a verdict with the number of documents that would tell a change from noise; empty if that many exist."""
+    if not metric.is_ratio or change == 0 or pairs == 0 or pairs >= MIN_DOCUMENTS:
         return ""
-    if interval and not _includes_zero(interval):
+    needed = MIN_DOCUMENTS
+    if interval:
+        low, high = interval
+        if low * high > 0:
+            return ""
+        log_half_width = (math.log1p(high / 100) - math.log1p(low / 100)) / 2
+        log_change = math.log1p(change / 100)
+        needed = pairs_needed(log_change, half_width=log_half_width, pairs=pairs, most=MAX_DOCUMENTS)
+    if needed == MAX_DOCUMENTS:
         return ""
     amount = _amount(change, "%", higher_is_better=metric.higher_is_better)
-    return f"{amount}, but too few documents to tell: {pairs}; measure more"
+    return f"{amount}, but too few documents to tell: {pairs}, about {needed} would do"
 
 
 def _paired_interval(pairs: Sequence[tuple[Value, Value]], metric: Metric) -> Interval | None:
@@ -85,10 +95,9 @@ def _paired_interval(pairs: Sequence[tuple[Value, Value]], metric: Metric) -> In
         pair = (scale(before.value), scale(after.value), after.weight)
         groups.setdefault(after.group, []).append(pair)
     outcomes = {value.value for pair in pairs for value in pair}
-    interval: Interval | None
     if outcomes <= {0, 1} and not metric.is_ratio and len(groups) == 1:
         [group] = groups.values()
-        interval = of_successes(group)
+        interval: Interval | None = of_successes(group)
     else:
         interval = of_means(list(groups.values()))
     if interval is None:
@@ -113,17 +122,12 @@ def verdict(change: float, interval: Interval | None, unit: str, *, higher_is_be
     >>> verdict(0.0123, (0.01, 0.02), "nats")
     '0.012 nats better'
     """
-    if interval and _includes_zero(interval):
+    if interval is not None and interval[0] <= 0 <= interval[1]:
         return "within noise"
     if change == 0:
         return "the same"
     amount = _amount(change, unit, higher_is_better=higher_is_better)
     return f"{amount}, no interval" if interval is None and unit != "tokens" else amount
-
-
-def _includes_zero(interval: Interval) -> bool:
-    low, high = interval
-    return low <= 0 <= high
 
 
 def _amount(change: float, unit: str, *, higher_is_better: bool) -> str:

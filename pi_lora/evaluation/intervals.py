@@ -40,6 +40,20 @@ def quantile(pairs: int) -> float:
     return 2 + 2.3 / degrees_of_freedom
 
 
+def pairs_needed(change: float, half_width: float, pairs: int, most: int) -> int:
+    """Return the number of pairs, at most `most`, that give the mean difference `change` an interval without 0. The
+    interval of the present `pairs` has a half width of `half_width`; more pairs are expected to scatter as much.
+
+    >>> pairs_needed(-0.5, 1.2, 2, 100), pairs_needed(0.01, 1.2, 2, 100)
+    (3, 100)
+    """
+    deviation = half_width / quantile(pairs) * math.sqrt(pairs)
+    for number in range(pairs + 1, most):
+        if quantile(number) * deviation < abs(change) * math.sqrt(number):
+            return number
+    return most
+
+
 def of_means(groups: Sequence[Pairs]) -> Interval | None:
     """Return the interval of the mean over independent groups of the weighted mean difference (a ratio estimator). None
     if a group has a single pair, or if all differences are equal and so give no estimate of the scatter.

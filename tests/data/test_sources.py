@@ -166,6 +166,15 @@ def test_a_folder_with_rows_of_several_splits_is_refused(tmp_path: Path) -> None
     assert texts(tmp_path / "data/train-*") == ["train"]
 
 
+def test_two_columns_of_one_name_are_refused(tmp_path: Path) -> None:
+    table = pa.Table.from_arrays([pa.array(["a"]), pa.array(["b"])], names=["text", "text"])
+    pq.write_table(table, tmp_path / "twice.parquet")
+    (tmp_path / "twice.csv").write_text("text,text\na,b\n")
+    for name in ("twice.parquet", "twice.csv"):
+        with pytest.raises(DataError, match="several columns have the name text"):
+            texts(tmp_path / name)
+
+
 def test_a_glob_of_other_kinds_is_named(tmp_path: Path) -> None:
     (tmp_path / "a.pdf").write_bytes(b"%PDF")
     with pytest.raises(DataError, match=r"\*: holds no readable file"):

@@ -62,16 +62,16 @@ def test_perplexities_are_paired_by_document() -> None:
 
 def test_one_document_has_no_interval_and_others_do_not_pair() -> None:
     (row,) = compare(read({64: [10.0]}), read({64: [11.0]}))
-    assert (row.interval, row.verdict) == (None, "10.0 % worse, but too few documents to tell: 1; measure more")
+    assert (row.interval, row.verdict) == (None, "10.0 % worse, but too few documents to tell: 1, about 5 would do")
     assert not list(compare(read({64: [10.0, 20.0]}), read({64: [11.0, 22.0]}, tokens=900)))
 
 
-def test_too_few_documents_are_named() -> None:
+def test_too_few_documents_report_how_many_are_needed() -> None:
     """Two novels that gained 71 % were "within noise"."""
     [row] = compare(read({64: [27.0, 32.0]}), read({64: [8.5, 8.6]}))
     assert row.verdict == "71.7 % better"
     [row] = compare(read({64: [27.0, 42.0]}), read({64: [8.9, 10.5]}))
-    assert row.verdict == "72.6 % better, but too few documents to tell: 2; measure more"
+    assert row.verdict == "72.6 % better, but too few documents to tell: 2, about 3 would do"
     more = [27.0, 32.0, 29.0, 30.5, 28.0]
     [row] = compare(read({64: more}), read({64: [each * 0.3 for each in more[:-1]] + [9.0]}))
     assert row.verdict == "69.3 % better"
