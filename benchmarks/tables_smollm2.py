@@ -39,7 +39,7 @@ def scores_by_row(measurement: str, rows: Iterable[str], suffix: str = "") -> di
 
 
 def by_novel(scores: PerplexityScores, window: int) -> dict[str, float]:
-    """The mean loss of the documents of each novel, which have one length, in nats a token."""
+    """The mean loss of the documents of each novel, which have one length, in nats per token."""
     losses: dict[str, list[float]] = {}
     for document in scores.per_document or ():
         novel = Path(document.name).stem.removesuffix("_half")
@@ -187,6 +187,6 @@ def picture(file: Path) -> None:
     for row, scores in scores_by_row("perplexity-test", DRAWN).items():
         curves[MODELS[row]] = [(part.first, part.loss) for part in scores.by_position.bins]
     top = max(loss for _, loss in curves["YaRN, untuned"])
-    draw = partial(draw_curves, curves, xlabel="tokens before, in the window", ylabel="loss (nats a token)")
+    draw = partial(draw_curves, curves, xlabel="tokens before, in the window", ylabel="loss (nats per token)")
     draw_bottom = partial(draw, ylim=(None, top))
     save(figure_of(draw, draw_bottom, window=ORIGINAL), file)
