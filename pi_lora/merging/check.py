@@ -126,10 +126,10 @@ def _is_sum(source: StoredTensor, delta: LowRank, stored: StoredTensor, first: i
     # Or how far the smallest numbers of the dtype may have moved a rounded one.
     slack = update_error + stored_kind.tiny * stored_kind.eps
     for start, stop in spans(delta.shape):
-        place = (first + start, first + stop)
-        exact = source.rows(*place).to(compute_dtype)
+        rows = (first + start, first + stop)
+        exact = source.rows(*rows).to(compute_dtype)
         exact.addmm_(b[start:stop], a)
-        written = stored.rows(*place)
+        written = stored.rows(*rows)
         # Rounding is monotone: a number lies between the rounded ends of the interval around its exact value.
         half_width = exact.abs() * FLOAT32_ERROR + slack[start:stop]
         low = (exact - half_width).to(stored.dtype)

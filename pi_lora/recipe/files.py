@@ -108,10 +108,10 @@ def _origins_by_key(recipe: Recipe, origins: Mapping[KeyPath, str]) -> dict[str,
     overridden = [key for key, origin in origins.items() if origin == COMMAND_LINE]
     found = {}
     for key in keys:
-        places = [origins[key]] if key in origins else []
+        origins_of_key = [origins[key]] if key in origins else []
         if any(other[: len(key)] == key for other in overridden):
-            places.append(COMMAND_LINE)
-        found[_dotted(key)] = ", ".join(dict.fromkeys(places)) or DEFAULT
+            origins_of_key.append(COMMAND_LINE)
+        found[_dotted(key)] = ", ".join(dict.fromkeys(origins_of_key)) or DEFAULT
     return found
 
 
@@ -218,17 +218,17 @@ def _with_value(tree: Any, names: KeyPath, value: Any, before: KeyPath = (), typ
         both_sections = isinstance(tree, dict) and isinstance(value, dict)
         return _merge(tree, value) if both_sections else value, before
     typed = typed or _dotted(names)
-    place = f"{typed}: {_dotted(before)} is"
+    problem = f"{typed}: {_dotted(before)} is"
     name, *others = names
     inner = tuple(others)
     if isinstance(tree, list):
         if len(tree) > 1:
-            raise RecipeError([f"{place} a list of {len(tree)}; give all of it"])
+            raise RecipeError([f"{problem} a list of {len(tree)}; give all of it"])
         entry = tree[0] if tree else None
         changed, path = _with_value(entry, inner if name == "0" else names, value, (*before, 0), typed)
         return [changed], path
     if not isinstance(tree, dict | None):
-        raise RecipeError([f"{place} {tree}, and no section; give all of it"])
+        raise RecipeError([f"{problem} {tree}, and no section; give all of it"])
     section = tree or {}
     changed, path = _with_value(section.get(name), inner, value, (*before, name), typed)
     return {**section, name: changed}, path
