@@ -3,15 +3,19 @@
 PYTHON ?= python3
 BIN := .venv/bin
 export HF_HUB_DISABLE_TELEMETRY := 1
+# Python writes bytecode at the first import, also where a container's environment forbids it: without it every process
+# compiles the libraries again.
+export PYTHONDONTWRITEBYTECODE :=
 # Earlier ones do not install dependency groups.
 PIP := pip>=25.1
 
-.PHONY: help demo reproduce recipes test test-oldest test-newest test-slow faults lint docs notebook release clean
+.PHONY: help demo reproduce recipes test test-all test-oldest test-newest test-slow faults lint docs notebook release clean
 
 help:
 	@echo "make demo                  the whole method on a CPU, in minutes"
 	@echo "make reproduce NAME=...    a figure of the README or of docs/ again; benchmarks/README.md lists the names"
-	@echo "make test, make lint       the tests; ruff and mypy"
+	@echo "make test, make lint       the tests that run before every commit; ruff and mypy"
+	@echo "make test-all              also every matrix and stress"
 	@echo "make test-slow, test-oldest, test-newest, faults"
 	@echo "make docs, notebook, recipes, release, clean"
 
@@ -27,26 +31,34 @@ recipes: .venv/installed
 	$(BIN)/python scripts/family_plans.py
 	$(BIN)/pi-lora recipes --keys > docs/recipes.md
 
-# A worker for each core, of one thread each.
+# Offline, a worker for each core, of one thread each.
+PYTEST := HF_HUB_OFFLINE=1 OMP_NUM_THREADS=1 $(BIN)/pytest
+IN_PARALLEL := -n auto --dist worksteal
+
+# Every promise once: what a contributor runs before a commit. Lists the tests that take more than 3 seconds.
 test: .venv/installed
-	HF_HUB_OFFLINE=1 OMP_NUM_THREADS=1 $(BIN)/pytest -n auto --dist worksteal
+	$(PYTEST) $(IN_PARALLEL) --limits --durations=0 --durations-min=3
+
+# Also every matrix and stress: architectures, kills, several processes, simulated plans, scripts, the notebook.
+test-all: .venv/installed
+	$(PYTEST) $(IN_PARALLEL) --all
 
 # With the oldest versions that pyproject.toml allows. On Linux torch comes with CUDA, in 7 GB, unless
 # `make test-oldest TORCH=2.13.0+cpu` names another.
 test-oldest: .venv-oldest/installed
-	HF_HUB_OFFLINE=1 OMP_NUM_THREADS=1 .venv-oldest/bin/pytest -n auto --dist worksteal
+	HF_HUB_OFFLINE=1 OMP_NUM_THREADS=1 .venv-oldest/bin/pytest --all -n auto --dist worksteal
 
 # With the newest versions that pyproject.toml allows; TORCH as above.
 test-newest: .venv-newest/installed
-	HF_HUB_OFFLINE=1 OMP_NUM_THREADS=1 .venv-newest/bin/pytest -n auto --dist worksteal
+	HF_HUB_OFFLINE=1 OMP_NUM_THREADS=1 .venv-newest/bin/pytest --all -n auto --dist worksteal
 
 test-slow: .venv/installed
-	HF_HUB_OFFLINE=1 $(BIN)/pytest -m slow
+	HF_HUB_OFFLINE=1 $(BIN)/pytest --all -m slow
 
 # What docs/reliability.md promises, with STRIKES kills and as many signals: 150 of each take 10 minutes of one core.
 faults: .venv/installed
 	HF_HUB_OFFLINE=1 OMP_NUM_THREADS=1 PI_LORA_STRIKES=$(or $(STRIKES),150) \
-		$(BIN)/pytest tests/faults tests/test_run.py -m 'slow or not slow' -n auto --dist worksteal
+		$(BIN)/pytest tests/faults tests/test_run.py --all -m 'slow or not slow' -n auto --dist worksteal
 
 lint: .venv/installed
 	$(BIN)/ruff check .

@@ -19,6 +19,7 @@ if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
     signal.signal(signal.SIGINT, signal.default_int_handler)
 
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
@@ -30,6 +31,7 @@ from hub import hub as hub
 from hub import hub_server as hub_server
 from pi_lora import api, cli
 from pi_lora.data import sources
+from pi_lora.errors import PiLoraError, RecipeError
 from pi_lora.evaluation.probe import Probe
 from pi_lora.models.files import BUILTIN_FOLDER
 from pi_lora.models.resolve import resolve_for_training
@@ -44,7 +46,8 @@ from pi_lora.training.job import TrainingJob
 from pi_lora.types import NO_PERMISSIONS, Permissions, Progress, silent
 from processes import ImportedPython, settings_of_imports, without_progress
 
-__all__ = ["BUILTIN", "extend", "plan_of", "run_captured", "run_command", "small_recipe", "train"]
+pytest_plugins = ["lanes"]
+__all__ = ["BUILTIN", "extend", "plan_of", "refused", "run_captured", "run_command", "small_recipe", "train"]
 
 BUILTIN = "builtin:tiny"
 # A machine may be busy with other tests.
@@ -187,6 +190,19 @@ def run_captured(
         cli.main()
     captured = capsys.readouterr()
     return int(exit_.value.code or 0), captured.out, without_progress(captured.err)
+
+
+@contextmanager
+def refused(kind: type[PiLoraError], where: str, *names: object) -> Iterator[pytest.ExceptionInfo[PiLoraError]]:
+    """The block ends in an error of the user of this kind: one line that says where (as it begins) and names the things
+    that the user needs, as numbers, files, options and commands; the words between them are free. Of several mistakes of
+    a recipe, one.
+    """
+    with pytest.raises(kind) as raised:
+        yield raised
+    lines = str(raised.value).splitlines()
+    assert len(lines) == 1 or isinstance(raised.value, RecipeError), lines
+    assert any(line.startswith(where) and all(str(name) in line for name in names) for line in lines), lines
 
 
 @pytest.fixture(scope="session")

@@ -1,0 +1,126 @@
+"""The two lanes of the tests, and what the first may cost.
+
+`make test` runs every promise once. `make test-all` (`pytest --all`) adds what is a matrix or a stress: the cases that
+the tables below leave out, and every test that starts processes through the `python` fixture. A test that is named on
+the command line (`FILE::TEST`) runs in any case.
+"""
+
+import resource
+from collections import Counter
+from collections.abc import Iterator
+from fnmatch import fnmatchcase
+
+import pytest
+
+# File: patterns of the cases that the first lane keeps, by what they cover.
+KEPT: dict[str, tuple[str, ...]] = {}
+# File: patterns of the cases that the first lane leaves out.
+LEFT_OUT: dict[str, tuple[str, ...]] = {}
+# Fixtures of tests that need more than this process.
+OF_PROCESSES = {"python"}
+# CPU seconds of a test and of a file in the first lane, without the fixtures of a session.
+MOST_OF_A_TEST = 10.0
+MOST_OF_A_FILE = 15.0
+
+SECONDS = pytest.StashKey[float]()
+seconds_of_tests: Counter[str] = Counter()
+
+
+def case_of(item: pytest.Item) -> tuple[str, str]:
+    """The file of a test below `tests`, and the rest of its name."""
+    file, _, case = item.nodeid.partition("::")
+    return file.removeprefix("tests/"), case
+
+
+def in_first_lane(item: pytest.Item) -> bool:
+    """Whether `make test` runs a test."""
+    file, case = case_of(item)
+    if OF_PROCESSES & set(getattr(item, "fixturenames", ())):
+        return False
+    if file in KEPT and not any(fnmatchcase(case, pattern) for pattern in KEPT[file]):
+        return False
+    return not any(fnmatchcase(case, pattern) for pattern in LEFT_OUT.get(file, ()))
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption("--all", action="store_true", help="also the matrices and stresses that `make test` leaves out")
+    parser.addoption("--limits", action="store_true", help="fail if a test or a file costs more than it may")
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    if config.getoption("--all") or any("::" in argument for argument in config.args):
+        return
+    kept = [item for item in items if in_first_lane(item)]
+    config.hook.pytest_deselected(items=[item for item in items if not in_first_lane(item)])
+    items[:] = kept
+
+
+def cpu_seconds() -> float:
+    """CPU seconds of this process and of its children that have ended."""
+    used = [resource.getrusage(who) for who in (resource.RUSAGE_SELF, resource.RUSAGE_CHILDREN)]
+    return sum(each.ru_utime + each.ru_stime for each in used)
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_fixture_setup(fixturedef: pytest.FixtureDef[object], request: pytest.FixtureRequest) -> Iterator[None]:
+    """Leave out fixtures of the session, which the first test that asks for them would pay for."""
+    before = cpu_seconds()
+    try:
+        return (yield)
+    finally:
+        if fixturedef.scope == "session":
+            stash = request.session.stash
+            stash[SECONDS] = stash.get(SECONDS, 0.0) + cpu_seconds() - before
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_protocol(item: pytest.Item) -> Iterator[None]:
+    item.session.stash[SECONDS] = 0.0
+    item.stash[SECONDS] = cpu_seconds()
+    return (yield)
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_makereport(item: pytest.Item) -> Iterator[pytest.TestReport]:
+    report = yield
+    if report.when == "teardown":
+        seconds = cpu_seconds() - item.stash[SECONDS] - item.session.stash[SECONDS]
+        report.user_properties.append(("cpu_seconds", seconds))
+    return report
+
+
+def pytest_runtest_logreport(report: pytest.TestReport) -> None:
+    if report.when == "teardown":
+        seconds_of_tests[report.nodeid] += dict(report.user_properties).get("cpu_seconds", 0.0)
+
+
+def over_limits() -> list[str]:
+    """A line for each test and file of the first lane that costs more than it may."""
+    files: Counter[str] = Counter()
+    for name, seconds in seconds_of_tests.items():
+        files[name.partition("::")[0]] += seconds
+    tests = [(name, seconds, MOST_OF_A_TEST) for name, seconds in seconds_of_tests.items()]
+    of_files = [(name, seconds, MOST_OF_A_FILE) for name, seconds in files.items()]
+    return [
+        f"{name}: {seconds:.1f} CPU seconds, {most:.0f} at most: make it cheaper, or name its cases in tests/lanes.py"
+        for name, seconds, most in tests + of_files
+        if seconds > most
+    ]
+
+
+@pytest.hookimpl(trylast=True)
+def pytest_sessionfinish(session: pytest.Session) -> None:
+    if session.config.getoption("--limits") and not hasattr(session.config, "workerinput") and over_limits():
+        session.exitstatus = pytest.ExitCode.TESTS_FAILED
+
+
+def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter, config: pytest.Config) -> None:
+    if config.getoption("--limits"):
+        for line in over_limits():
+            terminalreporter.write_line(line, red=True)
+    if config.getoption("--all"):
+        terminalreporter.write_line(
+            "left out: the slow tests (make test-slow), and those that need a GPU or the internet"
+        )
+    else:
+        terminalreporter.write_line("left out: matrices and stresses (make test-all, pytest --all)")
