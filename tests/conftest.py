@@ -194,9 +194,9 @@ def run_captured(
 
 @contextmanager
 def refused(kind: type[PiLoraError], where: str, *names: object) -> Iterator[pytest.ExceptionInfo[PiLoraError]]:
-    """The block ends in an error of the user of this kind: one line that says where (as it begins) and names the things
-    that the user needs, as numbers, files, options and commands; the words between them are free. Of several mistakes of
-    a recipe, one.
+    """The block ends in an error of this kind, of one line that begins with `where` and has all `names`: what the user
+    needs, as numbers, files, options and commands. The words between them are free. In a recipe's list of mistakes, one
+    line has them.
     """
     with pytest.raises(kind) as raised:
         yield raised

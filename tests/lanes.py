@@ -6,8 +6,8 @@ the command line (`FILE::TEST`) runs in any case.
 """
 
 import resource
-from collections import Counter
-from collections.abc import Iterator
+from collections import defaultdict
+from collections.abc import Generator
 from fnmatch import fnmatchcase
 
 import pytest
@@ -23,7 +23,7 @@ MOST_OF_A_TEST = 10.0
 MOST_OF_A_FILE = 15.0
 
 SECONDS = pytest.StashKey[float]()
-seconds_of_tests: Counter[str] = Counter()
+seconds_of_tests: dict[str, float] = {}
 
 
 def case_of(item: pytest.Item) -> tuple[str, str]:
@@ -62,7 +62,9 @@ def cpu_seconds() -> float:
 
 
 @pytest.hookimpl(wrapper=True)
-def pytest_fixture_setup(fixturedef: pytest.FixtureDef[object], request: pytest.FixtureRequest) -> Iterator[None]:
+def pytest_fixture_setup(
+    fixturedef: pytest.FixtureDef[object], request: pytest.FixtureRequest
+) -> Generator[None, object, object]:
     """Leave out fixtures of the session, which the first test that asks for them would pay for."""
     before = cpu_seconds()
     try:
@@ -74,14 +76,14 @@ def pytest_fixture_setup(fixturedef: pytest.FixtureDef[object], request: pytest.
 
 
 @pytest.hookimpl(wrapper=True)
-def pytest_runtest_protocol(item: pytest.Item) -> Iterator[None]:
+def pytest_runtest_protocol(item: pytest.Item) -> Generator[None, bool, bool]:
     item.session.stash[SECONDS] = 0.0
     item.stash[SECONDS] = cpu_seconds()
     return (yield)
 
 
 @pytest.hookimpl(wrapper=True)
-def pytest_runtest_makereport(item: pytest.Item) -> Iterator[pytest.TestReport]:
+def pytest_runtest_makereport(item: pytest.Item) -> Generator[None, pytest.TestReport, pytest.TestReport]:
     report = yield
     if report.when == "teardown":
         seconds = cpu_seconds() - item.stash[SECONDS] - item.session.stash[SECONDS]
@@ -91,12 +93,13 @@ def pytest_runtest_makereport(item: pytest.Item) -> Iterator[pytest.TestReport]:
 
 def pytest_runtest_logreport(report: pytest.TestReport) -> None:
     if report.when == "teardown":
-        seconds_of_tests[report.nodeid] += dict(report.user_properties).get("cpu_seconds", 0.0)
+        properties = dict(report.user_properties)
+        seconds_of_tests[report.nodeid] = float(str(properties["cpu_seconds"]))
 
 
 def over_limits() -> list[str]:
     """A line for each test and file of the first lane that costs more than it may."""
-    files: Counter[str] = Counter()
+    files: defaultdict[str, float] = defaultdict(float)
     for name, seconds in seconds_of_tests.items():
         files[name.partition("::")[0]] += seconds
     tests = [(name, seconds, MOST_OF_A_TEST) for name, seconds in seconds_of_tests.items()]
@@ -119,8 +122,6 @@ def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter, config: p
         for line in over_limits():
             terminalreporter.write_line(line, red=True)
     if config.getoption("--all"):
-        terminalreporter.write_line(
-            "left out: the slow tests (make test-slow), and those that need a GPU or the internet"
-        )
+        terminalreporter.write_line("left out: slow tests (make test-slow); tests that need a GPU or the internet")
     else:
         terminalreporter.write_line("left out: matrices and stresses (make test-all, pytest --all)")
