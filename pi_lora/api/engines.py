@@ -26,7 +26,6 @@ def merge(
     base: FilePath | None = None,
     dtype: str | None = None,
     check: Literal["tensors", "logits", "none"] = "tensors",
-    sibling: bool = False,
     reference: bool = False,
     permissions: Permissions = NO_PERMISSIONS,
     progress: Progress | bool | UI = False,
@@ -37,10 +36,9 @@ def merge(
     Args:
         run: A run of lora or qlora tuning: a folder, a hub id, or what `train` returns.
         output: The new folder; by default `models/<run>`.
-        base: Where the base of the run is now, if it moved; or the sibling of the base.
+        base: Where the base of the run is now, if it moved.
         dtype: `float32`, `bfloat16` or `float16`; by default what the base stores.
         check: Compare the written tensors with base + adapter, or their logits too, or nothing.
-        sibling: `base` is another model of the family of the base, such as its instruct model.
         reference: Also write the answers that `check_server` compares into the folder.
         permissions: Whether code of the model may run, and a run be used whose base changed.
         progress: Whether to show a progress bar, or a function that is called with the bytes done and all bytes.
@@ -67,19 +65,16 @@ def merge(
         raise PiLoraError(f"check: {check}: is not known; choose from {', '.join(CHECKS)}")
     name = name_of(run)
     folder = optional_path(output) or Path("models", Path(name).resolve().name)
-    if sibling and base is None:
-        raise ModelError(f"{name}: --sibling: name the sibling of its base with --base")
     source = resolve(run, base=base, permissions=permissions)
     check_output(folder)
     with ui.progress("merging bytes") as written:
-        planned = plan_merge(source, dtype=dtype_of(dtype), sibling=sibling)
+        planned = plan_merge(source, dtype=dtype_of(dtype))
         with staged(folder) as staging:
             planned.write_small_files(staging)
             merged_run = MeasuredRun(
                 planned.run,
                 merged=staging,
                 base_name=planned.source.base.name,
-                on_sibling=sibling,
             )
             card_of(merged_run)  # damaged scores show before the weights are written
             planned.write_weights(staging, check, written)

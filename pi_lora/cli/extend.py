@@ -69,7 +69,6 @@ def merge(
     *,
     loading: Loaded = Loading(),
     reference: Annotated[bool, Parameter(help="Also write answers for check-server into the folder.")] = False,
-    sibling: Annotated[bool, Parameter(help="Merge into --base, a sibling of the base that was tuned.")] = False,
     output: Annotated[Path | None, Parameter(help="New folder; models/<run> by default.")] = None,
     check: Annotated[
         Literal["tensors", "logits", "none"], Parameter(help="Compare tensors, or logits too, with base + adapter.")
@@ -80,7 +79,6 @@ def merge(
         run,
         output,
         check=check,
-        sibling=sibling,
         reference=reference,
         **vars(loading),
         progress=TERMINAL,

@@ -136,29 +136,6 @@ class WithTrainedRows(StoredTensor):
         return block
 
 
-@dataclass(frozen=True)
-class Difference:
-    """The change of a tensor that was trained in full, to be added to the tensor of a sibling.
-
-    `before` is the tensor of the base that the run was tuned on.
-    """
-
-    trained: StoredTensor
-    before: StoredTensor
-
-    def blocks(self, base: StoredTensor) -> Iterator[torch.Tensor]:
-        """Yield the sum in float32, a few rows at a time."""
-        blocks = zip(
-            base.blocks(),
-            self.trained.blocks(),
-            self.before.blocks(),
-            strict=True,
-        )
-        for sibling, trained, before in blocks:
-            difference = trained.float() - before.float()
-            yield sibling.float() + difference
-
-
 # A tensor that was trained in full replaces the base's.
 Change = StoredTensor | LowRank | Stack
 
@@ -174,7 +151,7 @@ class OutputTensor:
     dtype: torch.dtype
     file: Path
     source: StoredTensor
-    delta: LowRank | Stack | Difference | None = None
+    delta: LowRank | Stack | None = None
 
     @property
     def size(self) -> int:
@@ -196,8 +173,7 @@ class OutputTensor:
 
 def read_adapter(folder: Path, model: PreTrainedModel, originals: Mapping[str, StoredTensor]) -> dict[str, Change]:
     """Return the changes of the adapter in `folder` by the name of the weight in `model`, those of experts by the names
-    of the matrices that the weight stacks; only headers are read. `originals` are the tensors that the run was tuned
-    on.
+    of the matrices that the weight stacks; only headers are read. `originals` are the tensors of the base.
 
     Raise ModelError if the adapter is missing, damaged, incomplete, or of a kind that cannot be merged.
     """
@@ -313,7 +289,6 @@ def match_tensors(
     base: Mapping[str, StoredTensor],
     run: Path,
     dtype: str | None,
-    before: Mapping[str, StoredTensor] | None,
 ) -> list[OutputTensor]:
     """Match the changes of an adapter with the tensors of the base, by name, and return the tensors to write.
 
@@ -322,15 +297,12 @@ def match_tensors(
         base: The tensors of the base, under names that transformers changes to those of the model.
         run: The folder of the adapter.
         dtype: The dtype that floating tensors are cast to; by default the stored one.
-        before: The tensors of the base that the run was tuned on, if `base` is a sibling. The difference of a tensor
-            that was trained in full is added to the sibling.
 
     Raises:
         ModelError: Changes do not fit the base; the message names all of them.
     """
     tied = model.all_tied_weights_keys
     stored = _by_name_in(model, base)
-    stored_before = _by_name_in(model, before or {})
     sources = dict(stored)
     for name, twin in tied.items():
         if twin in stored:
@@ -338,7 +310,7 @@ def match_tensors(
         # Some files hold a tied weight under the name of the head alone.
         if name in stored:
             sources.setdefault(twin, stored[name])
-    changes = read_adapter(run, model, stored_before or sources)
+    changes = read_adapter(run, model, sources)
     _stack_experts(changes, stored, Layout(model))
     problems = [
         f"{name} {list(change.shape)}"
@@ -360,12 +332,9 @@ def match_tensors(
             file=source.path,
             source=source,
         )
-        if not isinstance(change, StoredTensor):
-            return replace(output, delta=change)
-        if stored_before:
-            tensor_before = stored_before.get(name) or stored_before[tied[name]]
-            return replace(output, delta=Difference(change, tensor_before))
-        return replace(output, source=change)
+        if isinstance(change, StoredTensor):
+            return replace(output, source=change)
+        return replace(output, delta=change)
 
     def is_copy(name: str) -> bool:
         twin = tied.get(name)

@@ -1,6 +1,6 @@
 """Base + adapter as full weights that every engine loads: planned by name, written a few rows at a time, checked."""
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal, get_args
 
@@ -11,21 +11,17 @@ from pi_lora.merging.check import check_logits, check_model, check_tensors
 from pi_lora.merging.deltas import OutputTensor, match_tensors
 from pi_lora.merging.writing import write_tensors
 from pi_lora.models.composite import names_in
-from pi_lora.models.files import public_name
 from pi_lora.models.quantized import check_loadable, check_quantization, dequantized
 from pi_lora.models.quiet import quiet_loading
-from pi_lora.models.resolve import base_of_adapter
 from pi_lora.models.saving import save_without_weights, write_generation_config
-from pi_lora.models.source import Base, ModelSource
-from pi_lora.scaling.config import ORIGINAL_WINDOW, Config, full_attention_rope, window_of, with_legacy_rope_keys
+from pi_lora.models.source import ModelSource
+from pi_lora.scaling.config import Config
 from pi_lora.scaling.verify import build_on_meta, config_of
 from pi_lora.types import Progress
 
 MERGE_FILE = "merge.json"
 Check = Literal["tensors", "logits", "none"]
 CHECKS: tuple[Check, ...] = get_args(Check)
-# The entries of a config that a scaling changes.
-POSITION_KEYS = ("rope_parameters", "max_position_embeddings", "original_max_position_embeddings", ORIGINAL_WINDOW)
 
 
 @dataclass(frozen=True)
@@ -103,14 +99,12 @@ class Merged:
         return str(self.folder)
 
 
-def plan_merge(run: ModelSource, *, dtype: str | None, sibling: bool) -> Merge:
+def plan_merge(run: ModelSource, *, dtype: str | None) -> Merge:
     """Match the tensors of an adapter with those of the base, and check that they belong together.
 
     Args:
         run: The run, on the base that the user names, or on the base that it was tuned on.
         dtype: The dtype that floating tensors are cast to; by default the stored one.
-        sibling: The base is another model of the family of the base that the run was tuned on, such as the instruct
-            model. The sibling gets the scaling too.
 
     Raises:
         ModelError: `run` is no adapter, or the base is missing, damaged, of an unknown quantization, or another one.
@@ -118,20 +112,10 @@ def plan_merge(run: ModelSource, *, dtype: str | None, sibling: bool) -> Merge:
     adapter = run.adapter
     if adapter is None:
         raise ModelError(f"{run.name}: holds no adapter; name a run of lora tuning (full tuning needs no merge)")
-    source = run
-    before = None
-    lines = []
-    if sibling:
-        tuned_on = base_of_adapter(adapter, permissions=run.permissions)
-        source = _onto_sibling(run, tuned_on)
-        before = dequantized(tuned_on.read_weights(), tuned_on.config)
-        name_before = public_name(tuned_on.name)
-        lines.append(f"sibling: tuned on {name_before}, and added to {public_name(source.base.name)}")
-    else:
-        run.check_base_fingerprint()
-    base = source.base
+    run.check_base_fingerprint()
+    base = run.base
     check_quantization(base)
-    plain_config = dict(source.config)
+    plain_config = dict(run.config)
     plain_config.pop("quantization_config", None)
     with quiet_loading():
         expected = build_on_meta(base.config_class, plain_config)
@@ -141,7 +125,6 @@ def plan_merge(run: ModelSource, *, dtype: str | None, sibling: bool) -> Merge:
         base=base_tensors,
         run=adapter,
         dtype=dtype,
-        before=before,
     )
     largest = max(tensors, key=lambda tensor: tensor.size)
     stored_dtype = str(largest.dtype).removeprefix("torch.")
@@ -150,40 +133,16 @@ def plan_merge(run: ModelSource, *, dtype: str | None, sibling: bool) -> Merge:
         "architectures": [type(expected).__name__],
         "dtype": stored_dtype,
     }
+    lines = []
     names = names_in(expected, [tensor.name for tensor in tensors])
     if any(name in expected.all_tied_weights_keys for name in names.values()):
         config["tie_word_embeddings"] = False
         lines.append("head: was tied to the embeddings, but they diverged: it is a tensor of its own now")
     return Merge(
-        source=source,
+        source=run,
         run=adapter,
         expected=expected,
         tensors=tensors,
         config=config,
         lines=lines,
     )
-
-
-def _onto_sibling(run: ModelSource, tuned_on: Base) -> ModelSource:
-    """Return the sibling with the tokenizer of the sibling, and its config with the positions of the run. Raise
-    ModelError if the positions of the sibling are not those of the base that the run was tuned on, or if it reads as
-    far as the run.
-    """
-    sibling = run.base
-    rope = full_attention_rope(tuned_on.config)
-    other_rope = full_attention_rope(sibling.config)
-    differing = [key for key in rope | other_rope if rope.get(key) != other_rope.get(key)]
-    window = window_of(sibling.config)
-    problem = None
-    if differing:
-        key = differing[0]
-        problem = f"{key} {other_rope.get(key)} instead of {rope.get(key)}"
-    elif window >= run.window > window_of(tuned_on.config):
-        problem = f"a window of {window} tokens, and the run extends to {run.window}"
-    if problem:
-        raise ModelError(f"{sibling.name}: is no sibling of {tuned_on.name}: {problem}; name another")
-    config = dict(sibling.config)
-    for key in POSITION_KEYS:
-        if key in run.config:
-            config[key] = run.config[key]
-    return replace(run, adapter=None, config=with_legacy_rope_keys(config))

@@ -96,7 +96,7 @@ def resolve_model(
                     f"{name}: is extended already; "
                     "leave out --original, --target and --scaling (in a recipe: scaling: keep), or merge it first"
                 )
-            resolved_base = base_of_adapter(folder, base, permissions, commit)
+            resolved_base = _base_of_adapter(folder, base, permissions, commit)
             return _resolve_adapter(name, folder, resolved_base)
     resolved_base = shipped_base or _resolve_base(name, commit or found_commit, permissions)
     source = ModelSource(name, resolved_base, with_legacy_rope_keys(resolved_base.config))
@@ -140,9 +140,7 @@ def run_folder(name: str) -> Path:
     return folder if (folder / RECIPE_FILE).is_file() else Path(name)
 
 
-def base_of_adapter(
-    folder: Path, base: str | None = None, permissions: Permissions = NO_PERMISSIONS, commit: str | None = None
-) -> Base:
+def _base_of_adapter(folder: Path, base: str | None, permissions: Permissions, commit: str | None) -> Base:
     """Resolve the base that an adapter folder names, or another `base`; raise ModelError if there is neither. `commit`
     is that of the base if the adapter does not record it.
     """

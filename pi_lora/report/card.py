@@ -172,7 +172,7 @@ def _metadata(run: MeasuredRun, full: bool, recipe: Recipe | None) -> ModelCardD
 
 def _license_of_base(run: MeasuredRun) -> Json:
     """Return what the card of the base says of its licence, which holds for the run too."""
-    origin = None if run.on_sibling else run.metadata.origin
+    origin = run.metadata.origin
     entries: Json = {}
     with suppress(ModelError):  # the base is not here
         folder, _ = model_folder(run.base.name, (origin and origin.commit) or run.base.revision)

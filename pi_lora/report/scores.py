@@ -27,14 +27,11 @@ class MeasuredRun(Run):
     Attributes:
         merged: The folder of the full weights, if the run was merged.
         untuned: Whether the model is a base that was extended without tuning.
-        on_sibling: Whether the run was merged into a sibling of the base that it was tuned on; the scores of the run
-            are not those of that model.
-        base_name: The name of the base, where no adapter names it; of a sibling always.
+        base_name: The name of the base, where no adapter names it.
     """
 
     merged: Path | None = None
     untuned: bool = False
-    on_sibling: bool = False
     base_name: str = "unknown"
 
     @cached_property
@@ -44,12 +41,12 @@ class MeasuredRun(Run):
 
     @cached_property
     def base(self) -> Model:
-        """The base of the adapter or of full tuning, or the sibling."""
-        if not self.on_sibling and (self.path / ADAPTER_CONFIG_FILE).is_file():
+        """The base of the adapter or of full tuning."""
+        if (self.path / ADAPTER_CONFIG_FILE).is_file():
             adapter = read_adapter_settings(self.path)
             name = adapter.base_model_name_or_path or self.base_name
             return Model(name=name, revision=adapter.revision or "main")
-        if self.untuned or self.on_sibling:
+        if self.untuned:
             return Model(name=self.base_name)
         return self.recipe.model
 
@@ -57,8 +54,6 @@ class MeasuredRun(Run):
     def scores(self) -> dict[str, dict[str, Scores]]:
         """Scores by measurement and stage; the stages in order: base, step 0, step 200, ..., tuned."""
         measured: dict[str, dict[str, Scores]] = {}
-        if self.on_sibling:
-            return measured
         for stage, name, file in self.score_files():
             scores = read_scores(file)
             if scores:

@@ -1,15 +1,12 @@
-"""What is streamed equals what PEFT makes in memory, and computes what base + adapter does; on a sibling, the sum."""
+"""What is streamed equals what PEFT makes in memory, and computes what base + adapter does."""
 
 import importlib.util
-import json
-import shutil
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from peft import LoHaConfig, LoKrConfig, get_peft_model, save_as_lora
-from safetensors.torch import save_file
 from transformers import AutoModelForCausalLM, Phi3Config, PreTrainedConfig
 
 from conftest import small_recipe, train
@@ -185,82 +182,3 @@ def test_a_qlora_adapter_is_added_to_the_unquantized_base(tmp_path: Path) -> Non
     expected = tuned(base, run).merge_and_unload().state_dict()
     for name, weight in stored(merge(run, tmp_path / "merged").folder).items():
         assert torch.equal(weight, expected[name].to(torch.bfloat16)), name
-
-
-def sibling_of(base: Path, folder: Path) -> Path:
-    sibling = Path(shutil.copytree(base, folder / "sibling"))
-    tensors = {name: tensor * 1.1 + 0.01 for name, tensor in stored(sibling).items()}
-    save_file(tensors, sibling / "model.safetensors", {"format": "pt"})
-    return sibling
-
-
-@KNOWN
-@pytest.mark.parametrize(
-    "case", ["lora", "embeddings and norms", "tied, trained", "tied, diverged", "rows of both", "tied, rows"]
-)
-def test_merging_into_a_sibling_adds_the_same_difference(case: str, tmp_path: Path) -> None:
-    diverged = (TIED, {"r": 4, "target_modules": ATTENTION, "modules_to_save": ["embed_tokens", "lm_head"]})
-    config, settings = CASES.get(case, diverged)
-    base = save_base(config, tmp_path / "base")
-    run = save_run(base, tmp_path / "run", **settings)
-    sibling = sibling_of(base, tmp_path)
-    for name, entry in (("config.json", {"eos_token_id": 7}), ("tokenizer_config.json", {"chat_template": "{{ 1 }}"})):
-        (sibling / name).write_text(json.dumps({**json.loads((sibling / name).read_text()), **entry}))
-    own = stored(merge(run, tmp_path / "own").folder)
-    merged = merge(run, tmp_path / "merged", base=str(sibling), sibling=True)
-    before, after = ({HEAD: tensors[EMBEDDING], **tensors} for tensors in (stored(base), stored(sibling)))
-    assert own.keys() == stored(merged.folder).keys()
-    for name, tensor in stored(merged.folder).items():
-        expected = after[name] + own[name] - before[name]
-        torch.testing.assert_close(tensor, expected, rtol=1e-5, atol=1e-5, msg=lambda text, name=name: name + text)
-    config_file = json.loads((merged.folder / "config.json").read_text())
-    assert (config_file["eos_token_id"], config_file["rope_parameters"]["factor"]) == (7, 2.0)
-    settings_file = json.loads((merged.folder / "tokenizer_config.json").read_text())
-    assert settings_file["model_max_length"] == 128
-    said = "tuned on base, and added to sibling"
-    assert merged.lines[0] == f"sibling: {said}"
-    assert merged.lines[-1].startswith("checked: ")
-    assert f"- sibling: {said}" in (merged.folder / "README.md").read_text()
-
-
-def test_merging_into_a_sibling_needs_the_option(lora_run: Path, small_model: Path, tmp_path: Path) -> None:
-    sibling = sibling_of(small_model, tmp_path)
-    with pytest.raises(ModelError, match="has other weights than those that it was tuned on"):
-        merge(lora_run, tmp_path / "merged", base=str(sibling))
-    assert merge(lora_run, tmp_path / "merged", base=str(sibling), sibling=True).lines
-    with pytest.raises(ModelError, match="--sibling: name the sibling of its base with --base"):
-        merge(lora_run, tmp_path / "other", sibling=True)
-
-
-@pytest.mark.parametrize(
-    ("entries", "problem"),
-    [
-        (
-            {"rope_parameters": {"rope_type": "default", "rope_theta": 1e6}},
-            "rope_theta 1000000.0 instead of 500.0",
-        ),
-        (
-            {"rope_parameters": {"rope_type": "linear", "rope_theta": 500.0, "factor": 1.5}},
-            "(rope_type linear instead of default|factor 1.5 instead of None|own scale 1.5 does not lead)",
-        ),
-        ({"max_position_embeddings": 128}, "a window of 128 tokens, and the run extends to 128"),
-    ],
-)
-@pytest.mark.parametrize("scaling", ["pi", "theta"])
-def test_a_model_with_other_positions_is_no_sibling(
-    entries: dict[str, Any], problem: str, scaling: str, small_model: Path, tmp_path: Path
-) -> None:
-    run = train(small_recipe(small_model, scaling=scaling), tmp_path / "run")
-    sibling = sibling_of(small_model, tmp_path)
-    config = json.loads((sibling / "config.json").read_text())
-    (sibling / "config.json").write_text(json.dumps(config | entries))
-    with pytest.raises(ModelError, match=problem):
-        merge(run, tmp_path / "merged", base=str(sibling), sibling=True)
-
-
-def test_a_run_that_extends_nothing_is_merged_into_a_sibling_of_the_same_window(
-    small_model: Path, tmp_path: Path
-) -> None:
-    run = train(small_recipe(small_model, scaling="keep", context={"target": 64}), tmp_path / "run")
-    merged = merge(run, tmp_path / "merged", base=str(sibling_of(small_model, tmp_path)), sibling=True)
-    assert json.loads((merged.folder / "config.json").read_text())["max_position_embeddings"] == 64

@@ -401,23 +401,6 @@ def test_scores_of_the_base_on_another_text_are_neither_listed_nor_drawn(
     assert "`pi-lora compare model .` measures it" in text
 
 
-def test_a_model_on_a_sibling_has_its_name_and_not_the_scores_of_the_run(lora_run: Path, tmp_path: Path) -> None:
-    run = Path(shutil.copytree(lora_run, tmp_path / "run"))
-    measured = {"perplexity.json": perplexity(9.0, 8.0), "passkey.json": passkey(128)}
-    (run / "scores").mkdir(exist_ok=True)
-    for name, scores in measured.items():
-        (run / "scores" / name).write_text(json.dumps(scores))
-    base = Path(load_recipe(run / "recipe.yaml").recipe.model.name)
-    sibling = Path(shutil.copytree(base, tmp_path / "instruct"))
-    assert "model-index" in card_of(MeasuredRun(run))
-    text = card(merge(run, tmp_path / "merged", base=sibling, sibling=True).folder)
-    assert "# instruct, " in text
-    assert "| base | `instruct` |" in text
-    assert f"| adapter tuned on | `{base.name}` |" in text
-    assert "Not measured yet: `pi-lora eval perplexity . --data TEXT`" in text
-    assert "model-index" not in text
-
-
 def test_results_of_texts_that_train_leave_the_metadata(run: Path) -> None:
     write_report(run)
     assert results_of(run)
