@@ -21,7 +21,7 @@ SMOLLM2 = {
     "whole": "YaRN, whole sequences",
     "whole seed 1": "the same, seed 1",
     "whole seed 2": "the same, seed 2",
-    "chosen": "documents by gain, aggregation tasks",
+    "chosen": "documents by gain, aggregation tasks (left out of the package)",
     "weighted": "LongCE (left out of the package)",
     CONTROL: "control: whole sequences of 8,192",
     f"{CONTROL} seed 1": "the same, seed 1",

@@ -35,10 +35,6 @@ RELEASED = "adapters/smollm2_135m_16k"
 GEMMA = "models/gemma3_270m"
 # As chats.py makes them.
 CHATS = "chats/test.jsonl"
-CHOSEN = (
-    f"{{name: {BOOKS}/train, weight: 0.75, select: {{by: gain, keep: 0.3}}}}, {{name: builtin:recall, weight: 0.1}}, "
-    "{name: builtin:common_words, weight: 0.075}, {name: builtin:entities, weight: 0.075}"
-)
 # The documents of a text.
 TEXTS = {"novels": f"{BOOKS}/test/*[0-9].txt", "mathematics": "math"}
 # Rates to try, and the highest again doubled while it is the best.
@@ -69,7 +65,7 @@ class Experiment:
         """Return the folder of a run."""
         return Path("adapters") / self.name / name
 
-    def training(self, name: str, rate: str, sources: str = MIXTURE, seed: int = 0) -> Command:
+    def training(self, name: str, rate: str, seed: int = 0) -> Command:
         """Return the command that tunes on whole sequences, and the file that says that the run is complete."""
         scaling = "yarn"
         sequences = 1
@@ -83,7 +79,7 @@ class Experiment:
             f"training.steps=26 training.learning_rate={rate} training.warmup_steps=2 "
             "training.precision=bfloat16 training.log_every=1 training.save_every=1000"
         )
-        return training(self.run(name), keys, sources)
+        return training(self.run(name), keys, MIXTURE)
 
     def score(self, measurement: str, row: str, model: object, options: str) -> Command:
         """Return the command that measures a model, and the file of the scores."""
@@ -133,8 +129,6 @@ class Experiment:
             for seed in SEEDS:
                 yield self.training(f"{name}_{seed}", rate, seed=seed)
                 models[f"{name} seed {seed}"] = self.run(f"{name}_{seed}")
-        yield self.training("chosen", best["whole"], CHOSEN)
-        models["chosen"] = self.run("chosen")
         for text in TEXTS:
             yield self.context("evaluator", GEMMA, text)
         for row, model in models.items():

@@ -117,8 +117,6 @@ def resolve_training(
             lines += better_scaling(source.base, resolved.context.target, resolved.scaling)
         for options in requested_measurements(resolved.evaluation).values():
             lines += training_notes(options, "the run", resolved.data.source)
-        if any(text.select and text.select.by == "gain" for text in resolved.data.source):
-            lines.append("data: the base scores the documents before they are packed, if their scores are not cached")
     for line in dict.fromkeys(lines):
         ui.show(line)
     return job

@@ -174,7 +174,7 @@ def chat(
     measuring: Measured = Measuring(),
     target: Target = None,
 ) -> None:
-    """Perplexity of the assistant's turns in chats; against the base, KL divergence and the share of equal answers."""
+    """Perplexity of the assistant's turns in chats; against a base, the KL divergence."""
     _measure("chat", models, options, measuring, target)
 
 

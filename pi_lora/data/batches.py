@@ -21,16 +21,15 @@ from transformers.trainer_pt_utils import LengthGroupedSampler
 from pi_lora.data.chats import NO_CHATS_WARNING
 from pi_lora.data.examples import NO_EXAMPLE
 from pi_lora.data.packing import Row, Stream, training_rows
-from pi_lora.data.selection import Scorer, selected
 from pi_lora.data.sources import find_table, format_counts
 from pi_lora.data.tokens import in_batches, padding_id, tokenizer_identity
 from pi_lora.errors import DataError, ModelError
-from pi_lora.recipe.data import Data, Selection
+from pi_lora.recipe.data import Data
 from pi_lora.recipe.schema import Training
 from pi_lora.storage import cache_folder, digest_of, read_json, write_json
 from pi_lora.types import Json, Progress, silent
 
-# Raise it with every change to how rows or synthetic documents are made: older caches are not taken for new ones.
+# Raise it with every change to how rows or recall documents are made: older caches are not taken for new ones.
 FORMAT = 12
 # The label that the loss ignores (torch's `ignore_index`).
 IGNORED = -100
@@ -67,11 +66,9 @@ def training_data(
     target: int,
     *,
     progress: Progress = silent,
-    gains: Callable[[Selection], Scorer] | None = None,
 ) -> TrainingData:
     """Return the rows that a recipe trains on, from the cache if they are there. Otherwise `progress` is told the
-    numbers of rows made and needed, and the messages count rows cut or left out. `gains` scores the documents of
-    sources that select them by gain.
+    numbers of rows made and needed, and the messages count rows cut or left out.
 
     Sequences have `target` (L') tokens, under PoSE (`positions: pose`) `sequence_tokens`, by default `original` (L).
     Examples have at most `target` tokens. Raise DataError if a source cannot be read or holds too little text for the
@@ -81,8 +78,7 @@ def training_data(
     number = 0 if data.has_examples else training.steps * training.global_batch_size
     length = data.tokens_per_sequence(original, target)
     counts = Counter[str]()
-    notes: list[str] = []
-    tables = [selected(find_table(source), gains, notes, progress) for source in data.source]
+    tables = [find_table(source) for source in data.source]
     texts = [table for table in tables if table.source.has_text]
     streams = [
         Stream(table=table, data=data, tokenizer=tokenizer, length=length, counts=counts, texts=texts)
@@ -90,7 +86,7 @@ def training_data(
     ]
     made_from = {
         "format": FORMAT,
-        "sources": [table.source.model_dump(exclude={"select"}) | table.identity for table in tables],
+        "sources": [table.source.model_dump() | table.identity for table in tables],
         "data": data.model_dump(exclude={"source"}),
         "tokenizer": tokenizer_identity(tokenizer),
         "template": tokenizer.chat_template,
@@ -110,7 +106,6 @@ def training_data(
     longest = max(tokens)
     messages = [f"{len(rows):,} sequences of at most {longest:,} tokens"]
     messages += format_counts(counts)
-    messages += notes
     if tokenizer.chat_template is not None and "loss_mask" not in columns:
         messages.append(NO_CHATS_WARNING)
     return TrainingData(rows, tokens, messages, padding_id(tokenizer))

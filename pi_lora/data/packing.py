@@ -4,30 +4,24 @@ import itertools
 import random
 import textwrap
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any
 
-from pi_lora.data.aggregation import common_words_document, entities_document
 from pi_lora.data.chats import ChatTemplate
 from pi_lora.data.examples import Prompter
 from pi_lora.data.recall import recall_document
 from pi_lora.data.sources import Table, format_counts
 from pi_lora.data.tokens import Labelled, Tokens, added_prefix, in_batches, padding_id, tokenized
 from pi_lora.errors import DataError
-from pi_lora.recipe.data import COMMON_WORDS, ENTITIES, RECALL, SYNTHETIC, Data, Source
+from pi_lora.recipe.data import RECALL, Data, Source
 
 # Columns of lists: `input_ids`, `position_ids` of PoSE, `loss_mask`, `lengths` of sequences.
 Row = Mapping[str, Sequence[int]]
 # How many sequences of chats are filled at a time, and how many short texts are grouped by length.
 OPEN_SEQUENCES = 16
 GROUPED_TEXTS = 256
-WRITERS: dict[str, Callable[..., str]] = {
-    RECALL: recall_document,
-    COMMON_WORDS: common_words_document,
-    ENTITIES: entities_document,
-}
 # The width of lines in characters, and the most lines of a recipe between facts: a stream may have no end.
 LINE_WIDTH = 100
 MAX_LINES = 300_000
@@ -152,7 +146,7 @@ def columns(sequences: Sequence[Labelled]) -> dict[str, list[int]]:
 class Stream:
     """The rows of a source. A row is a packed sequence of `length` tokens (text, or whole chats), or an example of at
     most `length` tokens. With `short`, a row is a group of chats of at most `short` tokens, or of sequences of `short`
-    tokens of text. `counts` counts the texts cut or left out. Synthetic documents have lines of `texts`.
+    tokens of text. `counts` counts the texts cut or left out. Recall documents have lines of `texts`.
     """
 
     table: Table
@@ -174,15 +168,15 @@ class Stream:
         return added_prefix(self.tokenizer)
 
     def rows(self) -> Iterator[list[Labelled]]:
-        """Return the rows, until the source is used up; synthetic text has no end."""
+        """Return the rows, until the source is used up; recall documents have no end."""
         if self.data.has_examples:
             return self._examples()
         if self.short:
             return grouped(self._short_texts(), self.length, random.Random(self.data.seed))
         if self.source.has_chats:
             return self._packed_chats()
-        if self.source.name in SYNTHETIC:
-            return self._unmasked(self._synthetic())
+        if self.source.name == RECALL:
+            return self._unmasked(self._recall())
         return self._unmasked(wrapped(self._documents(), self.length, self.prefix))
 
     def encode(self, texts: Sequence[str]) -> list[Tokens]:
@@ -217,9 +211,8 @@ class Stream:
                     elif epoch == 0:
                         self.counts[f"documents of under {fewest_tokens} tokens left out"] += 1
 
-    def _synthetic(self) -> Iterator[list[int]]:
+    def _recall(self) -> Iterator[list[int]]:
         """Yield sequences that begin with a document, so that facts and their questions are in the same sequence."""
-        write = WRITERS[self.source.name]
 
         def encode(text: str) -> Tokens:
             return self.encode([text])[0]
@@ -234,13 +227,11 @@ class Stream:
         for table in texts:
             lines += itertools.islice(lines_of(table), MAX_LINES // len(texts))
         rng = random.Random(self.data.seed)
-        # Recall asks for facts at all distances; for the others a sequence is one document, two or four, in turn.
-        documents_by_turn = (1,) if self.source.name == RECALL else (1, 2, 1, 4)
-        for documents in itertools.cycle(documents_by_turn):
+        budget = self.length - frame
+        while True:
             ids: list[int] = []
-            budget = self.length // documents - frame
             while len(ids) < self.length:
-                text = write(rng, budget, count, lines)
+                text = recall_document(rng, budget, count, lines)
                 ids += encode(text)
             yield ids[: self.length]
 

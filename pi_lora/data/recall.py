@@ -43,12 +43,6 @@ def sentences(rng: random.Random, number: int) -> str:
     return " ".join(drawn)
 
 
-def text_lines(rng: random.Random, lines: Sequence[str]) -> Callable[[], str]:
-    """Return a function that gives the next line of `lines`, from a random one on."""
-    numbers = itertools.count(rng.randrange(len(lines)) + 1)
-    return lambda: lines[next(numbers) % len(lines)]
-
-
 def filler(rng: random.Random, lines: Sequence[str]) -> Callable[[], str]:
     """Draw the kind of filler text between facts, and return a function that gives the next line of filler. The
     kinds are one refrain, new sentences, and real text (`lines`).
@@ -60,7 +54,8 @@ def filler(rng: random.Random, lines: Sequence[str]) -> Callable[[], str]:
     refrain = sentences(rng, rng.randint(2, 6))
     fillers = {"refrain": lambda: refrain, "sentences": lambda: sentences(rng, 3)}
     if lines:
-        fillers["lines"] = text_lines(rng, lines)
+        numbers = itertools.count(rng.randrange(len(lines)) + 1)
+        fillers["lines"] = lambda: lines[next(numbers) % len(lines)]
     return fillers[kind]
 
 

@@ -9,7 +9,7 @@ import random
 import sysconfig
 import zipfile
 from collections import Counter
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -30,12 +30,12 @@ from pi_lora.data.documents import (
 )
 from pi_lora.errors import DataError
 from pi_lora.hub import commit_of, download_file, gated, hub_errors
-from pi_lora.recipe.data import CHAT_COLUMNS, SYNTHETIC, Source
+from pi_lora.recipe.data import CHAT_COLUMNS, RECALL, Source
 from pi_lora.recipe.evaluation import TextOptions
 from pi_lora.types import Json
 
 STDLIB = "builtin:stdlib"
-BUILTIN_TEXTS = (STDLIB, *SYNTHETIC)
+BUILTIN_TEXTS = (STDLIB, RECALL)
 # Tests and vendored packages are not in every installation; code page tables and the compiled help are hardly text.
 SKIPPED_FOLDERS = frozenset(
     {"site-packages", "dist-packages", "test", "tests", "idle_test", "encodings", "pydoc_data", "__pycache__"}
@@ -55,8 +55,7 @@ SCROLLS = "tau/scrolls"
 class Table:
     """The rows of a source. `read` yields the texts in some columns of every row lazily, in a fixed order or shuffled
     by a seed. `identity` is JSON that changes with the rows, so that a cache of other rows is not used. `size` is the
-    size of the local files in bytes. `texts` are the names of the files if every file is a text. `choose` returns the
-    digests of the documents that train, or None for all of them.
+    size of the local files in bytes. `texts` are the names of the files if every file is a text.
     """
 
     source: Source
@@ -64,19 +63,17 @@ class Table:
     identity: Json
     size: int = 0
     texts: Sequence[str] = ()
-    choose: Callable[[], Collection[str] | None] = lambda: None
 
     def documents(self, seed: int | None = None, held_out: bool = False) -> Iterator[Document]:
         """Yield the texts of the column that are not blank, in the order of `read`: the training part, or the part
         `held_out`. Raise DataError if there is none.
         """
         empty = True
-        chosen = self.choose()
         column = self.source.column
         for row_name, row in self.read([column], seed):
             part = self._part(row_name, row[column], held_out)
             document = Document(row_name, part)
-            if document.text.strip() and (chosen is None or document.digest in chosen):
+            if document.text.strip():
                 empty = False
                 yield document
         if empty:
@@ -268,7 +265,7 @@ def hub_file(source: Source, file: str, member: str = "") -> Table:
 
 
 def find_table(source: Source) -> Table:
-    """Return the rows of `source`; of a synthetic text, the standard library, whose lines it has in a recipe without
+    """Return the rows of `source`; of recall documents, the standard library, whose lines they have in a recipe without
     other text. Raise DataError if they cannot be found.
     """
     name = source.name
@@ -379,7 +376,7 @@ def evaluation_documents(options: TextOptions) -> Iterator[Document]:
     Raise DataError if there are none, or while reading.
     """
     name = options.data or STDLIB
-    if name in SYNTHETIC:
+    if name == RECALL:
         raise DataError(f"{name}: is for training; measure recall with `pi-lora eval passkey` or `pi-lora eval ruler`")
     if name in PINNED:
         source, file = PINNED[name]

@@ -1,6 +1,4 @@
-"""Chats: the perplexity of the assistant's turns; and against a base the KL divergence of the next-token distributions,
-and how often greedy answers begin with the same tokens.
-"""
+"""Chats: the perplexity of the assistant's turns, and the KL divergence from a base, of next-token distributions."""
 
 import math
 from collections import Counter
@@ -16,7 +14,6 @@ from pi_lora.data.sources import find_table, format_counts
 from pi_lora.data.tokens import Labelled
 from pi_lora.errors import DataError
 from pi_lora.evaluation.forward import check_numbers, logits_in_parts, pad_rows, split_positions
-from pi_lora.evaluation.generation import generate_ids
 from pi_lora.evaluation.measurement import (
     Measurement,
     Metric,
@@ -27,33 +24,26 @@ from pi_lora.evaluation.measurement import (
     average,
     header_of,
     identity_of,
-    proportion,
 )
 from pi_lora.models.loaded import LoadedModel, load_model
 from pi_lora.models.resolve import resolve_model
 from pi_lora.models.source import ModelSource
 from pi_lora.recipe.data import Source
-from pi_lora.recipe.evaluation import ChatOptions, Sampling
+from pi_lora.recipe.evaluation import ChatOptions
 from pi_lora.types import Json
-
-# Tokens of an answer that are compared.
-ANSWER_TOKENS = 32
 
 
 class ChatScore(Result):
-    """One chat: the perplexity over the `tokens` of the assistant's turns, and KL(base || model) in nats per token.
-    `equal_answers` is the share of turns where the greedy answers of both models begin with the same 32 tokens.
-    """
+    """One chat: the perplexity over the `tokens` of the assistant's turns, and KL(base || model) in nats per token."""
 
     name: str
     tokens: int
     perplexity: float
     divergence: float
-    equal_answers: float
 
 
 class ChatScores(Scores):
-    """Means over all tokens of the assistant's turns; `equal_answers` is the mean over the chats."""
+    """Means over all tokens of the assistant's turns."""
 
     measurement = "chat"
 
@@ -63,7 +53,6 @@ class ChatScores(Scores):
     tokens: int
     perplexity: float
     divergence: float | None = None
-    equal_answers: float | None = None
     per_chat: list[ChatScore]
 
 
@@ -74,9 +63,7 @@ class Chats(Measurement[ChatOptions, ChatScores]):
     scores = ChatScores
 
     def prepare(self, options: ChatOptions, models: Sequence[ModelSource]) -> ChatOptions:
-        """Fill in the shortest window of the models and the base. Raise DataError if the base has other tokens, or if
-        answers cannot be compared in the whole window.
-        """
+        """Fill in the shortest window of the models and the base. Raise DataError if the base has other tokens."""
         windows = [model.window for model in models]
         if options.base:
             base = resolve_model(options.base, permissions=models[0].permissions)
@@ -84,11 +71,6 @@ class Chats(Measurement[ChatOptions, ChatScores]):
             for model in models:
                 if vocabulary_of(model) != vocabulary_of(base):
                     raise DataError(f"--base: {base.name}: has another vocabulary than {model.name}; name its own base")
-            if options.window and options.window > min(windows):
-                raise DataError(
-                    f"--window: {options.window}: beyond the {min(windows)} tokens that the models and the base read; "
-                    f"name at most that, or leave out --base"
-                )
         return options.changed(window=options.window or min(windows))
 
     def measure(self, model: LoadedModel, options: ChatOptions, session: Session) -> ChatScores:
@@ -129,12 +111,11 @@ class Chats(Measurement[ChatOptions, ChatScores]):
             tokens=sum(tokens),
             perplexity=math.exp(loss),
             divergence=fmean([chat.divergence for chat in per_chat], tokens) if options.base else None,
-            equal_answers=fmean(chat.equal_answers for chat in per_chat) if options.base else None,
             per_chat=per_chat,
         )
 
     def metrics(self, scores: ChatScores) -> Iterator[Metric]:
-        """Yield the perplexity, the divergence with the interval over chats, and the share of equal answers."""
+        """Yield the perplexity and the divergence with the interval over chats."""
         yield Metric(
             label="chat perplexity",
             value=scores.perplexity,
@@ -145,7 +126,7 @@ class Chats(Measurement[ChatOptions, ChatScores]):
             dataset=scores.options.data,
             hub_name="perplexity",
         )
-        if scores.divergence is None or scores.equal_answers is None:
+        if scores.divergence is None:
             return
         yield average(
             label="chat KL divergence from the base",
@@ -155,14 +136,6 @@ class Chats(Measurement[ChatOptions, ChatScores]):
             higher_is_better=False,
             dataset=scores.options.data,
             hub_name="KL divergence",
-        )
-        yield proportion(
-            label=f"chat answers with the base's first {ANSWER_TOKENS} tokens",
-            mean=scores.equal_answers,
-            samples=scores.chats,
-            values=[Value(chat.name, chat.equal_answers) for chat in scores.per_chat],
-            dataset=scores.options.data,
-            hub_name="equal answers",
         )
 
 
@@ -186,28 +159,9 @@ def chat_score(name: str, chat: Labelled, model: LoadedModel, base: LoadedModel 
         loss -= of_model.gather(1, ids[0, part, None]).double().sum().item()
         divergences = kl_div(of_model, of_base, log_target=True, reduction="none").sum(dim=1)
         divergence += divergences.double().sum().item()
-    equal_answers = [True]
-    if base is not None:
-        turn_starts = [position for position in positions if not chat.loss_mask[position - 1]]
-        equal_answers = [equal_first_tokens(model, base, chat.ids[:start]) for start in turn_starts]
     return ChatScore(
         name=name,
         tokens=len(positions),
         perplexity=math.exp(loss / len(positions)),
         divergence=divergence / len(positions),
-        equal_answers=fmean(equal_answers),
     )
-
-
-def equal_first_tokens(model: LoadedModel, base: LoadedModel, prompt: list[int]) -> bool:
-    """Return whether the greedy answers of both models to a prompt begin with the same tokens.
-
-    The base generates them. One forward pass of the model shows whether every token is the first choice after the
-    tokens before it.
-    """
-    tokens = min(ANSWER_TOKENS, model.window - len(prompt), base.window - len(prompt))
-    [answer] = generate_ids(base, [prompt], Sampling(temperature=0.0, max_new_tokens=tokens))
-    ids = pad_rows(model.module, [[*prompt, *answer.tolist()]])
-    positions = torch.arange(len(prompt), ids.shape[1], device=ids.device)
-    [logits] = logits_in_parts(model.module, ids, [positions])
-    return bool((logits[0].argmax(dim=-1) == answer).all())

@@ -24,7 +24,7 @@ from pi_lora.models.tokenizer import has_chat_template
 from pi_lora.planning.advice import Changes, memory_saving_changes, plan_lines, replanned
 from pi_lora.planning.gpus import CPU, Gpu, device_here, find_gpu
 from pi_lora.planning.training_plan import TrainingPlan, plan_training
-from pi_lora.recipe.data import SYNTHETIC, Data, Source
+from pi_lora.recipe.data import RECALL, Data, Source
 from pi_lora.recipe.evaluation import default_windows
 from pi_lora.recipe.schema import Recipe
 from pi_lora.scaling.extension import methods_for
@@ -264,8 +264,8 @@ def _sequences_of_text(plan: TrainingPlan) -> float:
     sources = plan.recipe.data.source
     num_sequences = math.inf
     for source in sources:
-        # No size is known on the hub, and synthetic text has no end.
-        if looks_local(source.name) and source.name not in SYNTHETIC:
+        # No size is known on the hub, and recall documents have no end.
+        if looks_local(source.name) and source.name != RECALL:
             training_bytes = find_table(source).size * (1 - (source.hold_out or 0))
             # A mixture of equal shares ends when one of the sources is used up.
             mixture_tokens = training_bytes / BYTES_PER_TOKEN * len(sources)

@@ -9,11 +9,8 @@ from pi_lora.recipe.section import Section, Seed, Tokens
 
 # The column of chats in TRL and in ShareGPT.
 CHAT_COLUMNS = ("messages", "conversations")
-# Synthetic texts, made around lines of the other texts of a recipe.
+# Synthetic text, made around lines of the other texts of a recipe.
 RECALL = "builtin:recall"
-COMMON_WORDS = "builtin:common_words"
-ENTITIES = "builtin:entities"
-SYNTHETIC = (RECALL, COMMON_WORDS, ENTITIES)
 
 
 def _as_sources(value: object) -> object:
@@ -21,22 +18,11 @@ def _as_sources(value: object) -> object:
     return tuple({"name": entry} if isinstance(entry, str) else entry for entry in entries)
 
 
-class Selection(Section):
-    """Which documents of a source train, chosen by a score of each document."""
-
-    by: Literal["gain", "gzip"]
-    """gain: highest mean gain in nats from distant context (LongFilter). gzip: middle compression ratio (Olmo 3)."""
-    keep: Annotated[float, Field(gt=0, lt=1)]
-    """Share of the documents to train on, at least one document."""
-    windows: PositiveInt = 2
-    """Windows of L' tokens, from the start of a document, that are scored for the gain."""
-
-
 class Source(Section):
     """A source of training documents, or a list of several."""
 
     name: Annotated[str, Field(min_length=1)]
-    """Hub id, file, folder, glob, builtin:stdlib, builtin:recall, builtin:common_words or builtin:entities."""
+    """Hub id, file, folder, glob, builtin:stdlib or builtin:recall."""
     weight: PositiveFloat = 1.0
     """Share of the training sequences, relative to the other sources."""
     column: str = "text"
@@ -51,8 +37,6 @@ class Source(Section):
     """Stream a hub data set instead of downloading it completely."""
     hold_out: Annotated[float | None, Field(gt=0, lt=1)] = None
     """Share of the documents or examples, or of a single text, kept out of training to measure on."""
-    select: Selection | None = None
-    """Train on some of the documents, chosen by a score."""
 
     @property
     def has_chats(self) -> bool:
@@ -62,7 +46,7 @@ class Source(Section):
     @property
     def has_text(self) -> bool:
         """Whether the rows are text that is not synthetic."""
-        return not self.has_chats and self.name not in SYNTHETIC
+        return not self.has_chats and self.name != RECALL
 
 
 class Data(Section):
@@ -136,11 +120,7 @@ class Data(Section):
             yield "positions: pose: is for packed text; examples need contiguous"
         if any(source.hold_out and source.has_chats for source in self.source):
             yield "source: hold_out is for text and examples; hold chats out in a file of their own"
-        for source in self.source:
-            other = self.has_examples or source.has_chats or source.streaming or source.name.startswith("builtin:")
-            if source.select and other:
-                yield f"source: {source.name}: select is for packed text in files or downloaded data sets; leave it out"
-        is_synthetic = all(source.name in SYNTHETIC for source in self.source)
+        is_synthetic = all(source.name == RECALL for source in self.source)
         if self.keep_short and (self.has_examples or is_synthetic):
             yield "keep_short: takes its sequences from chats or text; add a source of text, or leave it out"
         if self.has_examples and any(source.weight != 1.0 for source in self.source):

@@ -1,13 +1,12 @@
 """The story of a training: a recipe, a model and data become a run."""
 
-import gc
 import os
 import shlex
 import shutil
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
-from functools import cached_property, partial
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -50,7 +49,6 @@ from pi_lora.training.callbacks import (
     redirect_library_logs,
     stop_after_step,
 )
-from pi_lora.training.selection import Gains
 from pi_lora.training.trainer import Trainer
 from pi_lora.types import Json, Progress, silent
 
@@ -208,22 +206,15 @@ class TrainingJob:
 
 
 def pack_data(recipe: Recipe, source: ModelSource, progress: Progress = silent) -> TrainingData:
-    """Return the packed sequences or the examples of `recipe` for a model; made once, then read from the cache. The
-    model is loaded only to score documents that the recipe selects by gain.
-    """
-    data = training_data(
+    """Return the packed sequences or the examples of `recipe` for a model; made once, then read from the cache."""
+    return training_data(
         data=recipe.data,
         training=recipe.training,
         tokenizer=source.tokenizer,
         original=source.original,
         target=recipe.context.target,
         progress=progress,
-        gains=partial(Gains, recipe, source),
     )
-    # A model that scored has references to itself, and the training needs its memory.
-    gc.collect()
-    torch.cuda.empty_cache()
-    return data
 
 
 def load_for_tuning(recipe: Recipe, source: ModelSource) -> Any:

@@ -27,7 +27,7 @@ from pi_lora.data.tokens import Labelled
 from pi_lora.errors import DataError
 from pi_lora.models.files import BUILTIN_FOLDER
 from pi_lora.models.tokenizer import load_tokenizer
-from pi_lora.recipe.data import RECALL, SYNTHETIC, Data, Source
+from pi_lora.recipe.data import RECALL, Data, Source
 from pi_lora.recipe.files import load_recipe
 from pi_lora.recipe.schema import Training
 from pi_lora.storage import cache_folder
@@ -138,16 +138,13 @@ def test_short_sequences_of_text_have_the_original_window_and_positions_from_0(t
     assert len(of_text) > 0.95 * len(short)
 
 
-@pytest.mark.parametrize("name", SYNTHETIC)
-def test_synthetic_documents_have_the_other_text_of_the_recipe(
-    tmp_path: Path, tokenizer: Any, books: Path, name: str
-) -> None:
+def test_recall_documents_have_the_other_text_of_the_recipe(tmp_path: Path, tokenizer: Any, books: Path) -> None:
     # A long line is wrapped.
     foxes = tmp_path / "foxes.jsonl"
     foxes.write_text(json.dumps({"text": "The quick brown fox jumps over the lazy dog. " * 400}) + "\n")
     patterns = {"library": r"= \d+  # ", str(books): r"word\d+ word\d+", str(foxes): "brown fox"}
     for others in ([], [str(books)], [str(books), str(foxes)]):
-        sources = [{"name": other, "weight": 0.001} for other in others] + [{"name": name, "weight": 1000}]
+        sources = [{"name": other, "weight": 0.001} for other in others] + [{"name": RECALL, "weight": 1000}]
         found = sequences(tokenizer, 1024, 40, source=sources)
         text = tokenizer.decode([token for ids in found for token in ids])
         assert {kind for kind in patterns if re.search(patterns[kind], text)} == set(others or ["library"])
@@ -166,7 +163,7 @@ def test_lines_are_those_of_textwrap(text: str) -> None:
     assert [*lines_of(table)] == expected
 
 
-def test_synthetic_documents_take_the_first_lines_of_texts_without_an_end(
+def test_recall_documents_take_the_first_lines_of_texts_without_an_end(
     tokenizer: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(packing, "MAX_LINES", 100)
@@ -190,12 +187,6 @@ def test_synthetic_documents_take_the_first_lines_of_texts_without_an_end(
     )
     next(stream.rows())
     assert read == {"a": 50, "b": 50}
-
-
-@pytest.mark.parametrize("name", SYNTHETIC)
-def test_synthetic_documents_fill_a_sequence_or_a_part_of_one(tokenizer: Any, name: str) -> None:
-    ends = [ids.count(tokenizer.eos_token_id) for ids in sequences(tokenizer, 2048, 20, source=name)]
-    assert (max(ends) >= 4) == (name != RECALL)
 
 
 def test_short_documents_are_left_out_and_counted(tokenizer: Any, books: Path) -> None:

@@ -16,8 +16,10 @@ def words(text: str) -> int:
 
 
 @given(st.integers(0, 10**6), st.integers(30, 400))
-def test_recall_documents_fit_their_budget(seed: int, budget: int) -> None:
-    assert words(recall_document(random.Random(seed), budget, words)) <= budget
+def test_recall_documents_fit_their_budget_and_follow_from_the_seed(seed: int, budget: int) -> None:
+    document = recall_document(random.Random(seed), budget, words)
+    assert words(document) <= budget
+    assert document == recall_document(random.Random(seed), budget, words)
 
 
 def test_recall_questions_are_answered_by_the_text_before() -> None:

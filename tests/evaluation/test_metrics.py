@@ -96,10 +96,9 @@ CHAT: dict[str, Any] = {
     "tokens": 40,
     "perplexity": 4.0,
     "divergence": 0.02,
-    "equal_answers": 0.5,
     "per_chat": [
-        {"name": "1", "tokens": 30, "perplexity": 4.5, "divergence": 0.01, "equal_answers": 1.0},
-        {"name": "2", "tokens": 10, "perplexity": 3.0, "divergence": 0.05, "equal_answers": 0.0},
+        {"name": "1", "tokens": 30, "perplexity": 4.5, "divergence": 0.01},
+        {"name": "2", "tokens": 10, "perplexity": 3.0, "divergence": 0.05},
     ],
 }
 SUMMARIZATION: dict[str, Any] = {
@@ -219,13 +218,6 @@ EXPECTED: dict[str, tuple[dict[str, Any], list[Row]]] = {
                 "chats.jsonl",
                 "KL divergence",
                 [("1", 0.01, 30, ""), ("2", 0.05, 10, "")],
-            ),
-            (
-                "chat answers with the base's first 32 tokens",
-                "50 % (9 to 91)",
-                "chats.jsonl",
-                "equal answers",
-                [("1", 1, 1, ""), ("2", 0, 1, "")],
             ),
         ],
     ),

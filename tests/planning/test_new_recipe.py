@@ -214,8 +214,8 @@ def test_the_amount_of_text_decides_the_steps(tmp_path: Path) -> None:
     assert size(500 * 16) == (500, 16)
     assert size(120 * 8) == (240, 4)
     assert size(0.1) == (20, 2)
-    # Half of the mixture is text, and synthetic text has no end.
-    assert size(250 * 16, "builtin:recall") == size(250 * 16, "builtin:entities") == (500, 16)
+    # Half of the mixture is text, and recall documents have no end.
+    assert size(250 * 16, "builtin:recall") == (500, 16)
 
 
 def test_the_chosen_recipe_trains(command: Command, tmp_path: Path) -> None:

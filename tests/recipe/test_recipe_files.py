@@ -314,18 +314,6 @@ def test_dump_then_load_is_the_same_recipe(
             "data.sequence_tokens: 1025 is more than context.target",
         ),
         *(
-            ([f"data.source={{name: {source}, select: {{by: gzip, keep: 0.5}}}}"], "select is for packed text in files")
-            for source in (
-                "builtin:stdlib",
-                "owner/books, streaming: true",
-                "chats.jsonl, column: messages",
-            )
-        ),
-        (
-            ["data.document=a", "data.summary=b", "data.source={name: books, select: {by: gain, keep: 0.5}}"],
-            "data: source: books: select is for packed text in files or downloaded data sets; leave it out",
-        ),
-        *(
             ([f"evaluation.{measured}.column=messages"], f"evaluation.{measured}.column: messages holds chats; name a")
             for measured in ("perplexity", "context")
         ),

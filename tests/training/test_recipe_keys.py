@@ -72,7 +72,6 @@ CHATS: Values = {
     "data.epochs": 3,
     "training.per_device_batch_size": 1,
 }
-SELECTED: Values = {"data.source.select": {"by": "gain", "keep": 0.1, "windows": 1}, "data.epochs": 20}
 DIVIDED: Values = {"scaling": "factors", "context.factors": {"factors": [1.0] * 7 + [9.0], "attention_factor": 1.5}}
 ON_HUB: Values = {"data.source.name": "owner/books", "data.source.subset": "a"}
 
@@ -118,9 +117,6 @@ KEYS = {
     "data.source.revision": Case("v2", {"text": ANY}, ON_HUB),
     "data.source.streaming": Case(True, {"text": ANY}, ON_HUB),
     "data.source.hold_out": Case(0.5, {"text": ANY}),
-    "data.source.select.by": Case("gzip", {"text": ANY}, SELECTED),
-    "data.source.select.keep": Case(0.5, {"text": ANY}, SELECTED),
-    "data.source.select.windows": Case(9, {"text": ANY}, SELECTED),
     "data.positions": Case("pose", {"shape": (2, 64), "text": ANY, "positions": ANY}),
     "data.sequence_tokens": Case(32, {"shape": (2, 32), "text": ANY, "positions": ANY}, POSE),
     "data.chunks": Case(5, {"positions": ANY}, POSE),
