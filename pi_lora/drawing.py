@@ -2,9 +2,7 @@
 
 import math
 from collections.abc import Callable, Mapping, Sequence
-from itertools import pairwise
 from pathlib import Path
-from statistics import fmean
 from textwrap import fill
 from typing import Any
 
@@ -30,28 +28,6 @@ TEXT_COLUMNS = 80
 # A function that draws on matplotlib axes.
 Panel = Callable[[Any], None]
 Curve = Sequence[tuple[float, float]]
-
-BARS = "▁▂▃▄▅▆▇█"
-BARS_OF_LINE = 10
-
-
-def sparkline(values: Sequence[float]) -> str:
-    """Return values as a line of at most ten block characters. A character is the mean of a group of values, scaled
-    between the lowest and the highest mean.
-
-    >>> sparkline([4, 2, 1, 1.5]), sparkline([])
-    ('█▃▁▂', '')
-    """
-    if not values:
-        return ""
-    groups = min(BARS_OF_LINE, len(values))
-    bounds = [len(values) * index // groups for index in range(groups + 1)]
-    means = [fmean(values[first:last]) for first, last in pairwise(bounds)]
-    bottom = min(means)
-    spread = max(means) - bottom or 1
-    scale = (len(BARS) - 1) / spread
-    heights = [round((mean - bottom) * scale) for mean in means]
-    return "".join(BARS[height] for height in heights)
 
 
 def new_figure(width: float, height: float) -> Any:

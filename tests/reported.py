@@ -26,13 +26,14 @@ FACTS = {
 def perplexity(at_64: float, at_128: float, data: str = "builtin:stdlib") -> dict[str, Any]:
     windows = [{"window": 64, "perplexity": at_64, "tokens": 100}, {"window": 128, "perplexity": at_128, "tokens": 100}]
     options = {"data": data, "documents": 3, "stride": 32, "windows": [64, 128]}
-    return {"model": "m", "scale": 2.0, **options, "windows": windows, "options": options}
+    return {"measurement": "perplexity", "model": "m", "scale": 2.0, **options, "windows": windows, "options": options}
 
 
 def passkey(k_max: int) -> dict[str, Any]:
     depths = [{"k": k, "distance": k, "success_rate": float(k <= k_max), "trials": 4} for k in (32, 64, 96, 128)]
     options = {"target": 128, "depths": 4, "trials": 4}
-    return {"model": "m", "scale": 2.0, "seed": 0, "target": 128, "k_max": k_max, "depths": depths, "options": options}
+    about = {"measurement": "passkey", "model": "m", "scale": 2.0, "seed": 0}
+    return {**about, "target": 128, "k_max": k_max, "depths": depths, "options": options}
 
 
 def passkey_map() -> dict[str, Any]:
@@ -44,7 +45,7 @@ def benchmarks(accuracy: float, stderr: float | None) -> dict[str, Any]:
     """As `pi-lora eval benchmarks` writes them: a single example has no standard error."""
     task = {"acc": accuracy, "stderr": stderr, "shots": 0, "examples": 100}
     about = {"model": "m", "scale": 2.0, "dtype": "float32", "options": {"tasks": ["boolq"]}}
-    return {**about, "lm_eval": "0.4.13", "tasks": {"boolq": task}}
+    return {"measurement": "benchmarks", **about, "lm_eval": "0.4.13", "tasks": {"boolq": task}}
 
 
 def ruler(windows: dict[int, dict[str, list[float]]]) -> dict[str, Any]:
@@ -66,7 +67,8 @@ def ruler(windows: dict[int, dict[str, list[float]]]) -> dict[str, Any]:
         }
         for window, tasks in windows.items()
     ]
-    return {"model": "m", "options": {}, "window": 64, "lengths": lengths, "effective_length": max(windows)}
+    about = {"measurement": "ruler", "model": "m", "options": {}, "window": 64}
+    return {**about, "lengths": lengths, "effective_length": max(windows)}
 
 
 def summarization(rouge1: float, rouge2: float, rouge_l: float) -> dict[str, Any]:
@@ -74,6 +76,7 @@ def summarization(rouge1: float, rouge2: float, rouge_l: float) -> dict[str, Any
     rouge = {"rouge1": rouge1, "rouge2": rouge2, "rougeL": rouge_l}
     per_example = {name: [value - 1, value, value + 1] for name, value in rouge.items()}
     return {
+        "measurement": "summarization",
         "model": "m",
         "scale": 2.0,
         "window": 128,

@@ -21,7 +21,6 @@ from pi_lora.types import LIBRARIES, NO_PERMISSIONS, UI, Permissions, Progress
 if TYPE_CHECKING:
     from pi_lora.evaluation.probe import Probe
     from pi_lora.evaluation.search import SearchResult
-    from pi_lora.models.source import ModelSource
 
 
 def probe(
@@ -62,20 +61,22 @@ def probe(
         join_launched_processes()
     file = optional_path(json)
     probed = probing.probe(source, section, json=file, dtype=dtype_of(dtype), ui=ui)
-    _show_probe(source, probed, file=file, ui=ui)
+    _show_probe(probed, file, ui)
     return probed
 
 
-def _show_probe(source: "ModelSource", probed: "Probe", *, file: Path | None, ui: UI) -> None:
+def _show_probe(probed: "Probe", file: Path | None, ui: UI) -> None:
     """Show the results of a probe that is kept in `file`, and what to do next."""
     from pi_lora.evaluation.probe import next_command, probe_table
-    from pi_lora.evaluation.traits import traits_line
 
-    if traits := traits_line(source):
-        ui.show(traits)
     for result in probed.targets:
         ui.show_table(probe_table(probed, result))
-        ui.show(f"{result.summary}; {'no tuning is needed' if result.enough else 'tuning can add to it'}:")
+        advice = "no tuning is needed"
+        if not result.enough:
+            advice = "tuning can add to it"
+            if file is None:
+                advice += "; --json FILE keeps this for pi-lora new --probe FILE"
+        ui.show(f"{result.summary}; {advice}:")
         ui.copy(next_command(probed, result, file))
 
 
@@ -128,5 +129,5 @@ def search(
     probed = probing.probe(source, options_of_test(source, result, file), dtype=dtype_of(dtype), ui=ui)
     tested = probed.as_json()
     write_json(file, {**result.model_dump(mode="json", exclude_none=True), **tested})
-    _show_probe(source, probed, file=file, ui=ui)
+    _show_probe(probed, file, ui)
     return result.model_copy(update={"targets": tested["targets"]})

@@ -98,7 +98,6 @@ def resolve_training(
     enable_expandable_segments()
     # Ctrl-C ends at once until all libraries are imported: some turn it into an error of their own.
     with ui.working(LIBRARIES):
-        from pi_lora.evaluation.probe import better_scaling
         from pi_lora.evaluation.suite import requested_measurements
         from pi_lora.evaluation.texts import training_notes
         from pi_lora.models.resolve import resolve_for_training
@@ -113,8 +112,6 @@ def resolve_training(
         source = check(resolved, output, resume=resume, permissions=permissions, ask_hub=ask_hub)
         job = TrainingJob(resolved, source, output, resume)
         lines = plan_or_refuse(job.source.base.name, job.plan, force=force or resume)
-        if not resume:
-            lines += better_scaling(source.base, resolved.context.target, resolved.scaling)
         for options in requested_measurements(resolved.evaluation).values():
             lines += training_notes(options, "the run", resolved.data.source)
     for line in dict.fromkeys(lines):
@@ -284,8 +281,7 @@ def new(
         gpu: A device as for `plan`; by default this machine's.
         data: Texts to tune on: a file, folder, glob or hub id, or several.
         column: Of rows, the column that holds the text or the chats.
-        probe: A file that `probe` wrote, which names the scaling. By default the last probe of these weights, text and
-            target.
+        probe: A file that `probe` wrote, which names the scaling.
         output: The recipe file; by default `MODEL_TARGET.yaml`.
         permissions: Whether code of the model may run.
         progress: A `UI` is shown the plan and notes.
@@ -300,8 +296,7 @@ def new(
     texts = [name_of(text) for text in given]
     target = tokens_of(target)
     with ui.working("reading model and text"):
-        from pi_lora.data.sources import STDLIB
-        from pi_lora.evaluation.probe import kept_probe, read_probe
+        from pi_lora.evaluation.probe import read_probe
         from pi_lora.models.quantized import check_quantization
         from pi_lora.models.resolve import resolve_model
         from pi_lora.planning.advice import plan_lines
@@ -317,11 +312,6 @@ def new(
             whole_probe.check_is_of(source.base)
             result = whole_probe.at(target)
             probed = result.to_tune()
-        else:
-            kept = kept_probe(source.base, target)
-            if kept and kept.text.data in (texts or [STDLIB]):
-                probed = kept.sections, kept.summary
-                ui.say(f"scaling: {kept.best}, which a probe of this model and text recommends; --probe names another")
         file, planned, notes = new_recipe(
             source,
             target,

@@ -15,7 +15,7 @@ from itertools import chain, pairwise
 from typing import Any
 
 import torch
-from pydantic import Field, model_validator
+from pydantic import Field
 
 from pi_lora.data.tokens import added_prefix
 from pi_lora.drawing import Panel, draw_curves, draw_perplexities
@@ -84,17 +84,6 @@ class PerplexityScores(Scores):
     windows: list[WindowPerplexity]
     per_document: list[DocumentPerplexity] | None = None
     by_position: LossByPosition | None = None
-
-    @model_validator(mode="before")
-    @classmethod
-    def _bos_in_older_versions(cls, content: Any) -> Any:
-        """Convert scores of versions that put BOS before documents alone, and wrote whether the tokenizer adds it."""
-        if not isinstance(content, dict) or not isinstance(content.get("bos"), bool):
-            return content
-        if not content["bos"]:
-            return {**content, "bos": "none"}
-        options = {**content["options"], "bos": "document"}
-        return {**content, "bos": "each document", "options": options}
 
 
 class Perplexity(Measurement[PerplexityOptions, PerplexityScores]):

@@ -11,7 +11,6 @@ from pydantic import BaseModel
 from rich.table import Table
 
 from pi_lora.distributed import is_main_process
-from pi_lora.drawing import sparkline
 from pi_lora.errors import ModelError
 from pi_lora.evaluation.changes import change_of, verdict
 from pi_lora.evaluation.measurement import Metric, Scores, Session
@@ -27,7 +26,7 @@ from pi_lora.recipe.section import Section
 from pi_lora.run import BASE, STEP_0
 from pi_lora.scaling.config import Method, window_of
 from pi_lora.scaling.extension import Extension, methods_for
-from pi_lora.storage import cache_folder, check_can_write, read_json, write_json
+from pi_lora.storage import check_can_write, read_json, write_json
 from pi_lora.types import SILENT, UI, Json
 
 # Scalings that no recipe tunes by default; a probe shows them for comparison.
@@ -103,16 +102,6 @@ class TargetResult(BaseModel):
         """The options that name the text, the same for all scalings."""
         return self.scalings[self.best].perplexity.options
 
-    @property
-    def trials(self) -> int:
-        """The number of passkeys that each promising scaling was asked."""
-        retrieved = self.scalings[self.best].retrieved
-        return len(retrieved.values) if retrieved else 0
-
-    def holds_more_than(self, other: "TargetResult") -> bool:
-        """Whether another result was measured on the same text with fewer passkeys."""
-        return self.text.data == other.text.data and self.trials > other.trials
-
     def to_tune(self) -> tuple[Json, str] | None:
         """Return the sections of a recipe and the summary; None if the best is for comparison only. Raise ModelError if
         that one needs no tuning.
@@ -177,9 +166,8 @@ def probe(
 ) -> Probe:
     """Measure a plain base without and with each scaling, untuned, at each target; all in the same dtype.
 
-    Results are journalled until the end, so that an interrupted probe continues. They stay in the cache, where
-    `kept_probe` reads them. Raise ScalingError if a scaling does not suit the model, ModelError if the model
-    is a run, DataError if no document is long enough.
+    Results are journalled until the end, so that an interrupted probe continues. Raise ScalingError if a scaling does
+    not suit the model, ModelError if the model is a run, DataError if no document is long enough.
     """
     if base.adapter:
         raise ModelError(f"{base.name}: is extended already; probe the base, {base.base.name}")
@@ -198,15 +186,8 @@ def probe(
             versions=versions(),
             targets=results,
         )
-        if is_main_process():
-            if json:
-                write_json(json, probed.as_json())
-            for result in results:
-                before = kept_probe(base.base, result.target)
-                if before is None or not before.holds_more_than(result):
-                    kept = probed.model_copy(update={"targets": [result]})
-                    with suppress(OSError):  # a cache that cannot be written loses no result
-                        write_json(_kept_file(base.name, result.target), kept.as_json())
+        if json and is_main_process():
+            write_json(json, probed.as_json())
     return probed
 
 
@@ -300,11 +281,11 @@ def read_probe(file: Path) -> Probe:
 
 def probe_table(probed: Probe, result: TargetResult) -> Table:
     """Return a row for each scaling: the perplexity in both windows with the verdict against the base in the original
-    window, the loss by position as a sparkline, and the passkeys.
+    window, and the passkeys.
     """
     base = result.scalings["direct"].windows[0]
     headings = [f"perplexity at {window:,}" for window in (probed.original, result.target)]
-    table = Table("scaling", *headings, "loss by position", "passkeys", caption_justify="left")
+    table = Table("scaling", *headings, "passkeys", caption_justify="left")
     table.title = f"{probed.model}, without tuning"
     for name, scaling in result.scalings.items():
         cells = []
@@ -312,10 +293,8 @@ def probe_table(probed: Probe, result: TargetResult) -> Table:
             row = change_of(base, metric)
             words = verdict(row.change, row.interval, row.unit, higher_is_better=False)
             cells.append(f"{row.run:.2f}, {words}")
-        positions = scaling.perplexity.by_position
-        losses = [part.loss for part in positions.bins] if positions else []
         passkeys = scaling.retrieved.text if scaling.retrieved else "not asked"
-        table.add_row(name, *cells, sparkline(losses), passkeys)
+        table.add_row(name, *cells, passkeys)
     best = result.scalings[result.best]
     settings = [setting_of(scores) for scores in best.scores]
     table.caption = "; ".join([*settings, str(best.perplexity.dtype), "95 % intervals"])
@@ -337,32 +316,3 @@ def next_command(probed: Probe, result: TargetResult, json: Path | None) -> str:
     if result.best == "factors" and not json:
         arguments += ["--factors", str(result.factors)]
     return shlex.join(["pi-lora", "extend", *arguments, "--scaling", result.best, "--output", folder])
-
-
-def kept_probe(base: Base, target: int) -> TargetResult | None:
-    """Return the last probe of these weights at a target, from the cache, or a larger one before it; None without one
-    that recommends a scaling to tune from.
-    """
-    with suppress(ModelError):  # there is no file, it is damaged, or the weights are not here
-        probed = read_probe(_kept_file(base.name, target))
-        result = probed.at(target)
-        if probed.weights == base.weights_digest and result.best not in FOR_COMPARISON:
-            return result
-    return None
-
-
-def better_scaling(base: Base, target: int, scaling: str) -> list[str]:
-    """Return a line if the last probe of these weights found another scaling better than the one of a recipe."""
-    result = kept_probe(base, target)
-    if result is None or result.best == scaling:
-        return []
-    keys = f"scaling={result.best}"
-    if result.best == "factors":
-        keys += f" context.factors={result.factors}"
-    return [f"scaling: {scaling}: in a probe, {result.summary}; {keys} tunes from there"]
-
-
-def _kept_file(model: str, target: int) -> Path:
-    """Return the file in the cache with the last probe of a model at a target."""
-    name = model.strip("/").replace("/", "--")
-    return cache_folder() / "probes" / f"{name}-{target}.json"

@@ -37,8 +37,6 @@ MEASUREMENTS: Mapping[str, Measurement[Any, Any]] = {
 }
 # Options that change the duration of a measurement, but no metric that is compared.
 SPEED_OPTIONS = {"batch_size"}
-# Options that say how much is measured; None is all.
-AMOUNTS = {"documents", "truncate", "depths", "trials", "limit", "samples", "windows", "targets", "tasks"}
 # Options by measurement.
 Requested = Mapping[str, Section]
 
@@ -117,39 +115,22 @@ def scores_of(
 ) -> dict[str, Scores]:
     """Return scores of a run, or of the base of a run, by the names of the score files.
 
-    Files are read if they were measured with the `requested` options, those of the run itself also if they hold more.
-    The others are measured, on the model that `resolve` returns; with `again`, all of them. They are written unless the
-    file holds more.
+    Files are read if they were measured with the `requested` options. The others are measured and written, on the model
+    that `resolve` returns; with `again`, all of them.
     """
     files = {name: run.scores_file(name, stage) for name in requested}
     scores_by_name: dict[str, Scores] = {}
     for name, section in requested.items():
-        scores = _scores_in(files[name], or_none=again)
-        if scores is None:
-            continue
+        scores = read_scores(files[name]) if files[name].is_file() and not again else None
         # Options that are not requested may differ in scores of the run itself.
-        differing = set(differences(section, scores, exclude_defaults=stage == TUNED))
-        smaller = smaller_amounts(section, scores)
-        if not again and (not differing or (stage == TUNED and differing <= smaller)):
+        if scores and not differences(section, scores, exclude_defaults=stage == TUNED):
             scores_by_name[name] = scores
-        elif smaller:
-            ui.say(f"{files.pop(name)}: holds a larger measurement and is kept; remove it to replace it")
     missing = {name: section for name, section in requested.items() if name not in scores_by_name}
     if missing:
         measured = evaluate([resolve()], missing, files, dtype=dtype, ui=ui)
         for name, [scores] in measured.items():
             scores_by_name[name] = scores
     return {name: scores_by_name[name] for name in requested}
-
-
-def _scores_in(file: Path, *, or_none: bool) -> Scores | None:
-    """Return the scores in a file, or None without a file; with `or_none` also for a broken file."""
-    try:
-        return read_scores(file) if file.is_file() else None
-    except ModelError:
-        if or_none:
-            return None
-        raise
 
 
 def measure(loaded: LoadedModel, evaluation: Evaluation, progress: Progress = silent) -> dict[str, Scores]:
@@ -222,32 +203,18 @@ def differences(requested: Section, scores: Scores, *, exclude_defaults: bool = 
     Options that change no number are ignored.
     """
     options = requested.model_dump(exclude=SPEED_OPTIONS, exclude_defaults=exclude_defaults)
-    if isinstance(requested, PerplexityOptions):
-        options["bos"] = requested.bos  # scores of older versions have another default
     return [key for key, value in options.items() if getattr(scores.options, key) != value]
-
-
-def smaller_amounts(requested: Section, scores: Scores) -> set[str]:
-    """Return the options that ask for fewer documents, trials, examples, windows or tasks than scores hold."""
-    held = _amounts(scores.options)
-    return {key for key, amount in _amounts(requested).items() if key not in held or amount < held[key]}
-
-
-def _amounts(options: Section) -> dict[str, Any]:
-    """Return numbers and sets; what is left out is all."""
-    amounts = options.model_dump(include=AMOUNTS, exclude_none=True).items()
-    return {key: amount if isinstance(amount, int) else set(amount) for key, amount in amounts}
 
 
 def read_scores(file: Path) -> Scores | None:
     """Return the scores in a file, or None if it holds something else; raise ModelError if it is no JSON or a field is
-    invalid. The measurement is the one in the file, or else in the file's name, such as `perplexity-base.json`.
+    invalid.
     """
     remedy = "measure again or remove it"
     content: Any = read_json(file, object, remedy)
     if not isinstance(content, dict):
         return None
-    name = content.pop("measurement", file.stem.partition("-")[0])
+    name = content.pop("measurement", None)
     if name not in MEASUREMENTS:
         return None
     try:

@@ -274,7 +274,7 @@ def test_an_eos_added_by_the_tokenizer_is_not_scored(loaded: LoadedModel, folder
 
 
 def test_perplexity_is_drawn_by_window_and_the_loss_by_position() -> None:
-    """The loss if all scores have it: those of older versions do not."""
+    """The loss if all scores have it."""
     about: dict[str, Any] = {"model": "m", "scale": 2.0, "dtype": "float32", "kernel": "sdpa", "window": 128}
     windows = [WindowPerplexity(window=window, perplexity=512 / window, tokens=9) for window in (64, 128)]
     bins = [PositionLoss(first=first, last=2 * first, loss=1 + 1 / first, tokens=9) for first in (32, 64)]

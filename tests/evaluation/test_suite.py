@@ -111,48 +111,31 @@ def test_scores_of_another_text_have_a_file_of_their_own(
     assert json.loads((own_run / "scores" / "perplexity.json").read_text())["stride"] == 64
 
 
-SMALLER = [
-    ({"perplexity": {**PERPLEXITY, "documents": 2}}, {"perplexity": {**PERPLEXITY, "documents": 1}}),
-    ({"perplexity": PERPLEXITY}, {"perplexity": {**PERPLEXITY, "documents": 1}}),
-    ({"perplexity": PERPLEXITY}, {"perplexity": {**PERPLEXITY, "windows": [256]}}),
-    ({"perplexity": PERPLEXITY}, {"perplexity": {**PERPLEXITY, "truncate": 300}}),
-    ({"passkey": PASSKEY}, {"passkey": {**PASSKEY, "trials": 1, "depths": 1}}),
-    ({"benchmarks": BENCHMARKS}, {"benchmarks": {**BENCHMARKS, "limit": 1}}),
+OTHER_OPTIONS = [
+    ({"perplexity": PERPLEXITY}, {"documents": 1}),
+    ({"perplexity": PERPLEXITY}, {"windows": [256]}),
+    ({"passkey": PASSKEY}, {"depths": 1}),
+    ({"benchmarks": BENCHMARKS}, {"limit": 1}),
 ]
 
 
-@pytest.mark.parametrize(("larger", "smaller"), SMALLER, ids=lambda asked: next(iter(asked)))
-def test_scores_are_not_replaced_by_smaller_ones(
-    larger: dict[str, Any],
-    smaller: dict[str, Any],
+@pytest.mark.parametrize(("asked", "other"), OTHER_OPTIONS, ids=str)
+def test_scores_of_other_options_are_measured_and_replaced(
+    asked: dict[str, Any],
+    other: dict[str, Any],
     capsys: pytest.CaptureFixture[str],
     monkeypatch: pytest.MonkeyPatch,
     own_run: Path,
 ) -> None:
-    """Those that are there are enough; with --again the new ones are shown and not kept."""
-    (own_run.parent / "text").mkdir()
-    for name in ("a.txt", "b.txt"):
-        shutil.copy(own_run.parent / "text.txt", own_run.parent / "text" / name)
-    larger, smaller = (json.loads(json.dumps(asked).replace("text.txt", "text")) for asked in (larger, smaller))
-    asks_for(own_run, larger)
+    """Also by a smaller measurement."""
+    asks_for(own_run, asked)
     assert run_captured(capsys, monkeypatch, "eval", "all", "run")[0] == 0
     [file] = (own_run / "scores").iterdir()
-    kept = file.read_text()
-    asks_for(own_run, smaller)
-    with monkeypatch.context() as patched:
-        patched.setattr("pi_lora.evaluation.suite.load_model", loaded)
-        assert run_captured(capsys, monkeypatch, "eval", "all", "run")[0] == 0
-    status, _, err = run_captured(capsys, monkeypatch, "eval", "all", "run", "--again")
-    assert status == 0
-    assert f"{file.relative_to(own_run.parent)}: holds a larger measurement and is kept; remove it to replace it" in err
-    assert file.read_text() == kept
-    # As many, or more, in another way replace them.
-    section = next(iter(larger))
-    if section != "benchmarks":
-        other = {"perplexity": {"stride": 64}, "passkey": {"seed": 4}}[section]
-        asks_for(own_run, {section: {**larger[section], **other}})
-        assert run_captured(capsys, monkeypatch, "eval", "all", "run")[0] == 0
-        assert file.read_text() != kept
+    [(section, options)] = asked.items()
+    asks_for(own_run, {section: {**options, **other}})
+    assert run_captured(capsys, monkeypatch, "eval", "all", "run")[0] == 0
+    [(key, value)] = other.items()
+    assert json.loads(file.read_text())["options"][key] == value
 
 
 def test_a_broken_score_is_measured_again(
@@ -168,24 +151,19 @@ def test_a_broken_score_is_measured_again(
     assert len(json.loads(file.read_text())["depths"]) == 2
 
 
-def test_compare_keeps_a_larger_measurement_of_the_base(
+def test_compare_measures_both_models_with_the_options_of_the_recipe(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, own_run: Path, small_model: Path
 ) -> None:
-    """And compares both models in as many trials."""
+    """Once: a second comparison reads the scores."""
     command = ("compare", str(small_model), "run", "--json", "compared.json")
-    asks_for(own_run, {"passkey": {**PASSKEY, "trials": 2}})
-    assert run_captured(capsys, monkeypatch, *command)[0] == 0
-    files = [own_run / "scores" / name for name in ("passkey.json", "passkey-base.json")]
-    larger = [file.read_text() for file in files]
-    asks_for(own_run, {"passkey": PASSKEY})
-    assert run_captured(capsys, monkeypatch, *command)[0] == 0
-    assert [file.read_text() for file in files] == larger
-    files[0].unlink()
-    status, _, err = run_captured(capsys, monkeypatch, *command)
-    assert (status, err.count("passkey-base.json: holds a larger measurement and is kept")) == (0, 1)
-    assert len(json.loads(Path("compared.json").read_text())["rows"]) >= 1
-    assert json.loads(files[0].read_text())["options"]["trials"] == 1
-    assert files[1].read_text() == larger[1]
+    files = [own_run / "scores" / name for name in ("passkey.json", "passkey-base.json", "passkey-step-0.json")]
+    for trials in (2, 1):
+        asks_for(own_run, {"passkey": {**PASSKEY, "trials": trials}})
+        assert run_captured(capsys, monkeypatch, *command)[0] == 0
+        assert [json.loads(file.read_text())["options"]["trials"] for file in files] == [trials] * 3
+    with monkeypatch.context() as patched:
+        patched.setattr("pi_lora.evaluation.suite.load_model", loaded)
+        assert run_captured(capsys, monkeypatch, *command)[0] == 0
 
 
 @pytest.mark.parametrize("name", ["base", "knowledge-base", "x-step-3"])

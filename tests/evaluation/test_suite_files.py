@@ -17,7 +17,7 @@ from pi_lora.evaluation.perplexity import (
     PositionLoss,
     WindowPerplexity,
 )
-from pi_lora.evaluation.suite import differences, metrics_of, read_scores, write_scores
+from pi_lora.evaluation.suite import metrics_of, read_scores, write_scores
 from pi_lora.recipe.evaluation import BenchmarksOptions, PasskeyOptions, PerplexityOptions
 from pi_lora.storage import write_json
 
@@ -91,48 +91,29 @@ def test_a_score_file_holds_only_fields_that_were_set(tmp_path: Path) -> None:
     assert content["measurement"] == "perplexity"
 
 
-def test_older_and_newer_score_files_are_read(tmp_path: Path) -> None:
-    """Older ones do not name their measurement; newer ones may hold more."""
-    file = tmp_path / "passkey-step-200.json"
-    options = {"target": 512}
-    write_json(file, {"model": "m", "target": 512, "k_max": 256, "seed": 0, "depths": [], "options": options})
-    older = read_scores(file)
-    assert isinstance(older, PasskeyScores)
-    assert older.options == PasskeyOptions(target=512)
+def test_newer_score_files_are_read_and_keep_what_they_hold(tmp_path: Path) -> None:
+    file = tmp_path / "scores.json"
     write_json(file, {"measurement": "perplexity", "model": "m", "options": {}, "windows": [], "of_tomorrow": 1})
     newer = read_scores(file)
     assert isinstance(newer, PerplexityScores)
     assert newer.options == PerplexityOptions()
     assert newer.model_dump(exclude_unset=True)["of_tomorrow"] == 1
+    write_json(file, {"options": {}, "windows": []})
+    assert read_scores(file) is None
 
 
-def test_older_scores_with_bos_before_documents_are_no_pairs_of_newer_ones(tmp_path: Path) -> None:
-    file = tmp_path / "perplexity.json"
-    documents = [{"name": "text.txt", "tokens": 150, "windows": [row.model_dump() for row in WINDOWS]}]
-    windows = [row.model_dump() for row in WINDOWS]
-    older = {"model": "m", "options": {}, "windows": windows, "per_document": documents}
-    write_json(file, {**older, "bos": True})
-    with_bos = read_scores(file)
-    assert isinstance(with_bos, PerplexityScores)
-    assert (with_bos.bos, with_bos.options.bos) == ("each document", "document")
-    assert differences(PerplexityOptions(), with_bos, exclude_defaults=True) == ["bos"]
-    assert not differences(PerplexityOptions(bos="document"), with_bos)
-    newer = with_bos.model_copy(update={"bos": "each window"})
-    assert not metrics_of(newer)[0].compares_with(metrics_of(with_bos)[0])
-
-    write_json(file, {**older, "bos": False})
-    without_bos = read_scores(file)
-    assert isinstance(without_bos, PerplexityScores)
-    assert without_bos.bos == "none"
-    assert not differences(PerplexityOptions(), without_bos)
-    assert metrics_of(without_bos)[0].compares_with(metrics_of(with_bos)[0])
+def test_perplexities_with_bos_in_each_window_and_in_each_document_are_no_pairs() -> None:
+    [scores, *_] = RESULTS
+    metrics = {bos: metrics_of(scores.model_copy(update={"bos": bos}))[0] for bos in ("each window", "each document")}
+    assert not metrics["each window"].compares_with(metrics["each document"])
+    assert metrics["each window"].compares_with(metrics["each window"])
 
 
 @pytest.mark.parametrize(
     ("text", "line"),
     [
         (
-            '{"model": "m", "options": {}, "windows": [{"window": 64, "tokens": 3}]}',
+            '{"measurement": "perplexity", "model": "m", "options": {}, "windows": [{"window": 64, "tokens": 3}]}',
             "windows.0.perplexity: field required",
         ),
         (

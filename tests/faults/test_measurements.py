@@ -78,21 +78,6 @@ def test_measurements_continue_without_a_usable_cache(cache: Path, measured: lis
     assert len(measured) == 2
 
 
-PROBE = ["probe", "builtin:tiny", "--target", "257", "--scalings", "pi", "--documents", "1", "--trials", "1"]
-
-
-def test_a_probe_is_not_lost_with_its_cache(cache: Path) -> None:
-    cache.write_text("a file")
-    assert run_command(*PROBE, "--json", "probe.json") == 0
-    assert Path("probe.json").is_file()
-    cache.unlink()
-    assert run_command(*PROBE) == 0
-    [kept] = cache.glob("probes/*")
-    kept.write_text("{")
-    assert run_command(*PROBE) == 0
-    assert json.loads(kept.read_text())
-
-
 LINES = {
     "of zeros": lambda line: bytes(len(line)),
     "cut off": lambda line: line[: len(line) // 2],

@@ -314,7 +314,12 @@ def test_the_page_escapes_html_and_loads_no_external_resource(tmp_path: Path) ->
 
 def test_names_in_scores_are_escaped_in_the_card(small_model: Path, tmp_path: Path) -> None:
     name = "![x](http://evil/x.png)<img src=//evil>|\n# Title"
-    scores = {"model": name, "options": {}, "tasks": {name: {"acc": 0.5, "stderr": None, "examples": 1}}}
+    scores = {
+        "measurement": "benchmarks",
+        "model": name,
+        "options": {},
+        "tasks": {name: {"acc": 0.5, "stderr": None, "examples": 1}},
+    }
     run = make_run(small_model, tmp_path / "run", {"benchmarks-base": scores, "benchmarks": scores})
     write_report(run, html=True)
     text = (run / "README.md").read_text().split("<!-- scores -->")[1]

@@ -1,21 +1,15 @@
 """The scalings before any tuning: what a probe measures, chooses, prints and keeps."""
 
-import itertools
 import json
-import shutil
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
 
 import pytest
 import yaml
-from safetensors.torch import load_file, save_file
-from transformers import Gemma3TextConfig, LlamaConfig, Olmo2Config, PreTrainedConfig
 
-import pi_lora
-from conftest import BUILTIN, run_captured, small_recipe
-from pi_lora.api import load, resolve_training
+from conftest import BUILTIN, run_captured
+from pi_lora.api import load
 from pi_lora.errors import DataError, Interrupted, ModelError, ScalingError
 from pi_lora.evaluation import perplexity
 from pi_lora.evaluation.measurement import Session
@@ -26,23 +20,16 @@ from pi_lora.evaluation.probe import (
     Probed,
     TargetResult,
     choose_best,
-    kept_probe,
     next_command,
     probe,
     read_probe,
 )
-from pi_lora.evaluation.traits import traits_line
 from pi_lora.models.resolve import resolve_model
 from pi_lora.recipe.evaluation import PasskeyOptions, PerplexityOptions, ProbeOptions
-from pi_lora.recipe.files import dump_recipe
 from pi_lora.scaling.extension import Extension
 from pi_lora.types import UI
 
 TARGET = 256
-TRAITS_MATTER = (
-    "One such trait costs an extended model little, three or more up to 47 % of its scores on long contexts "
-    "(OlmPool, arXiv 2608.10296)."
-)
 
 
 @pytest.fixture
@@ -68,7 +55,6 @@ def test_a_probe_equals_measurements_of_the_untuned_scalings(
     [reach] = read_probe(file).targets
     assert list(reach.scalings) == ["direct", "pi", "theta"]
     assert reach.summary in out.splitlines()[-2]
-    assert out.startswith("This model has short pre-training (a window of 64 tokens).")
     command = f"pi-lora new {small_model} --target {TARGET} --probe {file} --data {texts}"
     assert out.splitlines()[-1].endswith(command)
     losses_of = PerplexityOptions(data=str(texts), windows=(64, TARGET), stride=64, truncate=TARGET)
@@ -162,54 +148,6 @@ def test_new_names_the_scaling_and_the_reason(
     assert (status, err.strip()) == (2, "--probe: was not made for --target 512; probe again")
 
 
-def test_new_takes_the_kept_probe_of_these_weights_this_text_and_target(
-    small_model: Path, texts: Path, tmp_path: Path
-) -> None:
-    model = shutil.copytree(small_model, tmp_path / "model")
-    options = ProbeOptions(target=(TARGET,), data=str(texts), documents=1, trials=1, scalings=("theta",))
-    probed = probe(resolve_model(str(model)), options)
-    assert probed.targets[0].best == "theta"
-    recipes = (tmp_path / f"{number}.yaml" for number in itertools.count())
-
-    def scaling(target: int = TARGET, data: Path = texts) -> str:
-        file = pi_lora.new(str(model), target, data=[str(data)], gpu="cpu", output=next(recipes))
-        return str(yaml.safe_load(file.read_text())["scaling"])
-
-    other_text = tmp_path / "other.txt"
-    other_text.write_text("The door is open. " * 600)
-    assert (scaling(), scaling(target=512), scaling(data=other_text)) == ("theta", "yarn", "yarn")
-    weights = load_file(model / "model.safetensors")
-    save_file({name: weight + 1 for name, weight in weights.items()}, model / "model.safetensors", {"format": "pt"})
-    assert scaling() == "yarn"
-
-
-def test_a_smaller_probe_does_not_replace_a_larger_one(small_model: Path, texts: Path) -> None:
-    """Four passkeys overruled the eighty of a search."""
-    base = resolve_model(str(small_model))
-    options = ProbeOptions(target=(TARGET,), data=str(texts), documents=1, trials=2, scalings=("pi", "theta"))
-    probe(base, options)
-    kept = [kept_probe(base.base, TARGET)]
-    for changes in ({"trials": 1, "scalings": ("theta", "yarn")}, {"scalings": ("theta",)}):
-        probe(base, options.changed(**changes))
-        kept.append(kept_probe(base.base, TARGET))
-    assert [list(result.scalings) for result in kept if result] == [
-        ["direct", "pi", "theta"],
-        ["direct", "pi", "theta"],
-        ["direct", "theta"],
-    ]
-
-
-def test_new_takes_the_kept_probe_of_the_built_in_model_and_its_text(tmp_path: Path) -> None:
-    options = ProbeOptions(target=(512,), documents=1, trials=1, scalings=("theta",))
-    [result] = probe(resolve_model(BUILTIN), options).targets
-    assert next_command(Probe(model=BUILTIN, original=256, targets=[result]), result, None) == (
-        "pi-lora new builtin:tiny --target 512 --data builtin:stdlib"
-    )
-    for number, data in enumerate(([], ["builtin:stdlib"])):
-        file = pi_lora.new(BUILTIN, 512, data=data, gpu="cpu", output=tmp_path / f"{number}.yaml")
-        assert yaml.safe_load(file.read_text())["scaling"] == "theta"
-
-
 def test_the_next_command_of_a_probe_names_text_and_column() -> None:
     scores = {"model": "m", "options": {"data": "rows.jsonl", "column": "body"}, "windows": []}
     scalings = {"yarn": Probed.model_validate({"perplexity": scores})}
@@ -278,67 +216,16 @@ def test_the_best_finds_the_most_passkeys_and_then_has_the_lowest_perplexity(
     assert reach.summary.startswith(f"{best} keeps {scalings[best][1]:.2f} at 4,096 (8.00 at 1,024 before) and finds ")
 
 
-@pytest.mark.parametrize("best", ["pi", "factors", "direct"])
-def test_several_targets_are_probed_the_shortest_first_and_train_knows_the_best(
-    monkeypatch: pytest.MonkeyPatch, small_model: Path, texts: Path, tmp_path: Path, best: str
-) -> None:
-    """Nobody is told to tune with the scaling of the base, which changes nothing. Divisors of a file are probed."""
+def test_several_targets_are_probed_the_shortest_first(small_model: Path, texts: Path, tmp_path: Path) -> None:
+    """Divisors of a file are probed."""
     divisors = tmp_path / "found.json"
     divisors.write_text(json.dumps({"factors": [2.0] * 8}))
-
-    def found_best(target: int, scalings: dict[str, Probed]) -> TargetResult:
-        return TargetResult(target=target, best=best, enough=False, summary="kept", scalings=scalings)
-
-    monkeypatch.setattr("pi_lora.evaluation.probe.choose_best", found_best)
     options = ProbeOptions(target=(512, TARGET), data=str(texts), documents=1, trials=1, scalings=("pi",))
-    options = options.changed(factors=str(divisors))
-    found = probe(resolve_model(str(small_model)), options)
+    found = probe(resolve_model(str(small_model)), options.changed(factors=str(divisors)))
     assert [reach.target for reach in found.targets] == [TARGET, 512]
     assert list(found.targets[0].scalings) == ["direct", "pi", "factors"]
-    keys = f"factors context.factors={divisors}" if best == "factors" else best
-    for scaling in ("pi", "theta"):
-        recipe = small_recipe(small_model, context={"target": 512}, scaling=scaling)
-        file = tmp_path / "recipe.yaml"
-        file.write_text(dump_recipe(recipe))
-        lines: list[str] = []
-        resolve_training(file, output=tmp_path / "run", progress=UI(show=lines.append))
-        assert any(f"scaling={keys} tunes from there" in line for line in lines) is (best not in ("direct", scaling))
     with pytest.raises(ModelError, match="was not made for --target 1024; probe again"):
         found.at(1024)
-
-
-SMALL: dict[str, Any] = {"hidden_size": 64, "num_attention_heads": 4, "num_hidden_layers": 4, "vocab_size": 64}
-
-
-@pytest.mark.parametrize(
-    ("config", "traits"),
-    [
-        (LlamaConfig(**SMALL, max_position_embeddings=8192), ""),
-        (Olmo2Config(**SMALL, max_position_embeddings=8192), "normalized queries and keys"),
-        (
-            LlamaConfig(**SMALL, num_key_value_heads=1, max_position_embeddings=4096),
-            "fewer key heads than query heads (1 and 4), short pre-training (a window of 4,096 tokens)",
-        ),
-        (
-            Gemma3TextConfig(**SMALL, num_key_value_heads=2, head_dim=16, max_position_embeddings=32768),
-            "normalized queries and keys, fewer key heads than query heads (2 and 4), sliding windows in 4 of 4 layers",
-        ),
-        (
-            LlamaConfig(
-                **SMALL,
-                max_position_embeddings=2048,
-                rope_parameters={"rope_type": "linear", "factor": 8.0, "rope_theta": 1e4},
-            ),
-            "short pre-training (a window of 2,048 tokens before the model's own scaling)",
-        ),
-    ],
-)
-def test_a_probe_names_the_traits_that_make_an_extension_harder(
-    config: PreTrainedConfig, traits: str, tmp_path: Path
-) -> None:
-    config.save_pretrained(tmp_path)
-    line = traits_line(resolve_model(str(tmp_path)))
-    assert line == (f"This model has {traits}. {TRAITS_MATTER}" if traits else None)
 
 
 def test_models_and_targets_that_cannot_be_probed_are_refused(small_model: Path, texts: Path) -> None:
