@@ -22,6 +22,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
+import jinja2
 import pytest
 import torch
 from hypothesis import settings
@@ -78,6 +79,8 @@ def cache(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
         environment.setattr(
             sources, "standard_library", lambda source: library_in(sysconfig.get_path("stdlib"), source)
         )
+        # Templates of model cards, ours and PEFT's, each of which compiles for 0.05 s at every training and merge.
+        environment.setattr(jinja2.Environment, "compile", functools.cache(jinja2.Environment.compile))
         yield
 
 

@@ -1,13 +1,17 @@
-"""`check-server` against a small server that computes a model with transformers and answers as engines do."""
+"""`check-server` passes a server that computes the model, and none that cuts, drops the scaling or has another model.
+
+The server is small, computes with transformers, and answers as engines do.
+"""
 
 import io
 import json
+import shutil
 import threading
 from collections.abc import Callable, Iterator
 from functools import cache
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
-from math import inf
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -15,12 +19,14 @@ import torch
 from rich.console import Console
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
+from conftest import refused, run_captured
 from pi_lora import cli
-from pi_lora.api import load, merge
+from pi_lora.api import merge
 from pi_lora.errors import PiLoraError
 from pi_lora.models.files import BUILTIN_FOLDER
-from pi_lora.serving.check import Completion, Server, Verdict, _compare, _doubt, _judge, verdicts_table
-from pi_lora.serving.reference import CODES, DEPTHS, NAMES, Answer, Prompt, Reader, Reference
+from pi_lora.models.resolve import resolve_model
+from pi_lora.serving.check import Completion, Server, Verdict, check_server, verdicts_table
+from pi_lora.serving.reference import CODES, DEPTHS, NAMES, Answer, Prompt, Reference, compute_answers
 
 Json = dict[str, Any]
 Ids = list[int]
@@ -80,7 +86,8 @@ class Computer:
 class Engine:
     """A model as an engine serves it: `cut` changes the prompt, and a prompt beyond the window is refused. `count` is
     whether prompts are counted as they were `cut`, or `sent`, or not at all, `miscount` tokens too few. `models` are
-    those that it lists; None of an engine that has no list.
+    those that it lists, None of an engine that has no list, or another answer to the question for them. Log
+    probabilities are `off` by so many nats.
     """
 
     def __init__(
@@ -91,10 +98,11 @@ class Engine:
         form: str = "vllm",
         count: str | None = "cut",
         miscount: int = 0,
-        models: tuple[str, ...] | None = ("served",),
+        models: Any = ("served",),
+        off: float = 0.0,
     ):
         self.computer, self.window, self.cut, self.form = computer, window, cut, form
-        self.count, self.miscount, self.models = count, miscount, models
+        self.count, self.miscount, self.models, self.off = count, miscount, models, off
         self.asked: list[Json] = []
         self.keys: list[str | None] = []
 
@@ -111,7 +119,8 @@ class Engine:
         ids = self.cut(sent)
         # As engines that take a penalty from the model's generation config, under either name.
         penalty_key = "repeat_penalty" if self.form == "llama.cpp" else "repetition_penalty"
-        new, logprobs = self.computer.answers(tuple(ids), body["max_tokens"], body.get(penalty_key, 2.0))
+        new, exact = self.computer.answers(tuple(ids), body["max_tokens"], body.get(penalty_key, 2.0))
+        logprobs = [each + self.off for each in exact]
         text = tokenizer.decode(ids + new, skip_special_tokens=True)
         choice: Json = {"text": text[len(tokenizer.decode(ids, skip_special_tokens=True)) :], "index": 0}
         if self.form == "vllm" and asked:
@@ -128,37 +137,41 @@ class Engine:
 Serve = Callable[[Engine], str]
 
 
-@pytest.fixture
+@pytest.fixture(scope="module")
 def serve() -> Iterator[Serve]:
-    """Start a server with an engine; returns its address."""
-    servers = []
+    """Give an engine an address of its own on one server."""
+    engines: list[Engine] = []
+
+    class Handler(BaseHTTPRequestHandler):
+        @property
+        def engine(self) -> Engine:
+            return engines[int(self.path.split("/")[1])]
+
+        def do_GET(self) -> None:
+            models = self.engine.models
+            listed = {"data": [{"id": name} for name in models]} if isinstance(models, tuple) else models
+            self.say(404 if models is None else 200, listed)
+
+        def do_POST(self) -> None:
+            self.engine.keys.append(self.headers["Authorization"])
+            self.say(*self.engine.complete(json.loads(self.rfile.read(int(self.headers["Content-Length"])))))
+
+        def say(self, status: int, content: Json) -> None:
+            self.send_response(status)
+            self.end_headers()
+            self.wfile.write(json.dumps(content).encode())
+
+        def log_message(self, *_: Any) -> None:
+            pass
 
     def start(engine: Engine) -> str:
-        class Handler(BaseHTTPRequestHandler):
-            def do_GET(self) -> None:
-                listed = {"data": [{"id": name} for name in engine.models or ()]}
-                self.say(404 if engine.models is None else 200, listed)
+        engines.append(engine)
+        return f"http://127.0.0.1:{server.server_port}/{len(engines) - 1}"
 
-            def do_POST(self) -> None:
-                engine.keys.append(self.headers["Authorization"])
-                self.say(*engine.complete(json.loads(self.rfile.read(int(self.headers["Content-Length"])))))
-
-            def say(self, status: int, content: Json) -> None:
-                self.send_response(status)
-                self.end_headers()
-                self.wfile.write(json.dumps(content).encode())
-
-            def log_message(self, *_: Any) -> None:
-                pass
-
-        servers.append(ThreadingHTTPServer(("127.0.0.1", 0), Handler))
-        threading.Thread(target=servers[-1].serve_forever, daemon=True).start()
-        return f"http://127.0.0.1:{servers[-1].server_port}"
-
-    yield start
-    for server in servers:
+    with ThreadingHTTPServer(("127.0.0.1", 0), Handler) as server:
+        threading.Thread(target=server.serve_forever, args=(0.01,), daemon=True).start()
+        yield start
         server.shutdown()
-        server.server_close()
 
 
 @pytest.fixture(scope="module")
@@ -177,6 +190,11 @@ def computer(demo: Path) -> Computer:
 
 
 @pytest.fixture(scope="module")
+def unscaled(demo: Path) -> Computer:
+    return Computer(demo, scaled=False)
+
+
+@pytest.fixture(scope="module")
 def reference(demo: Path) -> Path:
     file = demo.parent / "reference.json"
     check("--write-reference", str(demo), "--reference", str(file))
@@ -185,8 +203,36 @@ def reference(demo: Path) -> Path:
 
 @pytest.fixture(scope="module")
 def untrained(lora_run: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """L = 64, L' = 128."""
-    return merge(lora_run, tmp_path_factory.mktemp("served") / "untrained").folder
+    """L = 64, L' = 128, with its reference."""
+    folder = tmp_path_factory.mktemp("served") / "untrained"
+    words = ["merge", str(lora_run), "--reference", "--output", str(folder)]
+    cli.app(words, exit_on_error=False, result_action="return_value")
+    return folder
+
+
+@pytest.fixture(scope="module")
+def untrained_computer(untrained: Path) -> Computer:
+    return Computer(untrained)
+
+
+def judged(
+    answer: Answer,
+    completion: Completion,
+    *,
+    codes: int = 4,
+    tokens: int = 900,
+    without_scaling: Answer | None = None,
+    tolerance: float = 0.1,
+) -> Verdict:
+    """How a server is judged that completes a prompt of a model, which gives the `answer`."""
+    answers = {"right": answer}
+    if without_scaling:
+        answers["unscaled"] = without_scaling
+    prompt = Prompt(characters=0, code_starts=[0] * codes, tokens=tokens, answers=answers)
+    reference = Reference(model="m", original=256, target=1024, own_text="", prompts=[prompt])
+    server: Any = SimpleNamespace(complete=lambda text: completion)
+    [verdict] = check_server(server, reference, compute=None, tolerance=tolerance)
+    return verdict
 
 
 def check(*words: str) -> int:
@@ -251,11 +297,11 @@ def test_a_model_is_named_where_one_is_given_or_a_single_one_is_listed(
 def test_a_server_of_several_models_that_is_not_right_says_that_none_was_named(
     computer: Computer, reference: Path, serve: Serve, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    for cut, served, is_said in ((last(50), (), True), (last(50), ("--served", "pi"), False), (whole, (), False)):
+    for cut, served, is_said in ((last(95), (), True), (last(95), ("--served", "pi"), False), (whole, (), False)):
         url = serve(Engine(computer, cut=cut, models=("base", "pi")))
         check(url, "--reference", str(reference), *served)
-        said = f"{url}: has several models, and chose one; name one with --served: base, pi"
-        assert (said in capsys.readouterr().err) == is_said
+        lines = [line for line in capsys.readouterr().err.splitlines() if line.startswith(f"{url}: ")]
+        assert [("--served" in line, "base, pi" in line) for line in lines] == [(True, True)] * is_said
 
 
 def test_codes_stand_at_the_depths_that_a_verdict_names(computer: Computer, reference: Path) -> None:
@@ -279,15 +325,29 @@ def test_codes_stand_at_the_depths_that_a_verdict_names(computer: Computer, refe
     assert made.text(short).count("The code of") == 2
 
 
-@pytest.mark.parametrize(("margin", "distance"), [(0.45, 0.0), (0.55, inf)])
-def test_rounding_decides_between_tokens_that_are_half_a_nat_apart(margin: float, distance: float) -> None:
+@pytest.mark.parametrize(("margin", "verdict"), [(0.45, "unclear"), (0.55, "different")])
+def test_rounding_decides_between_tokens_that_are_half_a_nat_apart(margin: float, verdict: str) -> None:
     computed = Answer(text="a b c", ends=[1, 3, 5], logprobs=[-1.0] * 3, margins=[9.0, 9.0, margin])
-    assert _compare(computed, Completion("a b d", None, [-1.0] * 3)) == (distance, 2)
+    found = judged(computed, Completion("a b d", None, [-1.0] * 3))
+    assert (found.verdict, found.agreed) == (verdict, 2)
 
 
-def test_the_difference_is_the_mean_over_equal_tokens(computer: Computer) -> None:
+def test_the_difference_is_the_mean_over_equal_tokens() -> None:
     computed = Answer(text="a b c", ends=[1, 3, 5], logprobs=[-1.0, -2.0, -3.0], margins=[9.0, 9.0, 0.1])
-    assert _compare(computed, Completion("a b d", None, [-1.5, -1.0, -9.0])) == (0.75, 2)
+    found = judged(computed, Completion("a b d", None, [-1.5, -1.0, -9.0]))
+    assert (found.difference, found.agreed) == (0.75, 2)
+
+
+@pytest.mark.parametrize(
+    ("off", "options", "verdict"),
+    [(0.09, (), "right"), (-0.11, (), "different"), (-0.11, ("--tolerance", "0.12"), "right")],
+)
+def test_log_probabilities_may_differ_by_the_tolerance(
+    off: float, options: tuple[str, ...], verdict: str, computer: Computer, reference: Path, serve: Serve
+) -> None:
+    status, rows = verdicts(serve(Engine(computer, off=off)), *options, "--reference", str(reference))
+    assert (status, {row["verdict"] for row in rows}) == (verdict != "right", {verdict})
+    assert rows[0]["difference"] == pytest.approx(abs(off), abs=1e-4)
 
 
 def test_verdicts_are_printed_in_a_row_for_each_prompt() -> None:
@@ -307,9 +367,7 @@ def test_verdicts_are_printed_in_a_row_for_each_prompt() -> None:
 def test_a_server_without_log_probabilities_is_unclear(computer: Computer, reference: Path, serve: Serve) -> None:
     status, rows = verdicts(serve(Engine(computer, form="text")), "--reference", str(reference))
     assert (status, [row["verdict"] for row in rows]) == (1, ["unclear"] * 5)
-    assert {row["detail"] for row in rows} == {
-        "the text is right, but log probabilities are missing; start the server so that it gives them"
-    }
+    assert all("log probabilities" in row["detail"] for row in rows)
 
 
 def test_a_server_in_bfloat16_is_right(demo: Path, reference: Path, serve: Serve) -> None:
@@ -351,31 +409,37 @@ def test_a_count_that_is_too_small_is_a_cut_whatever_the_answer(
         engine = Engine(computer, miscount=missing)
         status, rows = verdicts(serve(engine), "--reference", str(reference))
         assert (status, {row["verdict"] for row in rows}) == (verdict == "cut", {verdict})
-    assert rows[0]["detail"] == f"it saw only {rows[0]['tokens'] - 6} tokens; start it with a window of 512"
+    assert {str(rows[0]["tokens"] - 6), "512"} <= set(rows[0]["detail"].split())
 
 
-@pytest.mark.parametrize("cut", [whole, last(50), last(95), both_ends(50)])
-def test_an_untrained_model_is_unclear(cut: Callable[[Ids], Ids], untrained: Path, serve: Serve) -> None:
-    url = serve(Engine(Computer(untrained), cut=cut, count="sent"))
+@pytest.mark.parametrize("cut", [whole, last(50), last(95), both_ends(50)], ids=["whole", "50", "95", "ends"])
+def test_an_untrained_model_is_unclear(
+    cut: Callable[[Ids], Ids], untrained: Path, untrained_computer: Computer, serve: Serve
+) -> None:
+    url = serve(Engine(untrained_computer, cut=cut, count="sent"))
     status, rows = verdicts(url, str(untrained))
     found = [row["verdict"] for row in rows]
     assert status == 1
     assert "right" not in found
     if cut is whole:
         assert found == ["unclear"] * 5
-        assert "the model does not find the code" in rows[0]["detail"]
+        assert "code" in rows[0]["detail"]
 
 
-def test_a_run_is_checked_with_its_scaling(lora_run: Path, untrained: Path, serve: Serve, tmp_path: Path) -> None:
+def test_a_run_is_checked_with_its_scaling(
+    lora_run: Path, untrained_computer: Computer, serve: Serve, tmp_path: Path
+) -> None:
     file = tmp_path / "result.json"
-    check(serve(Engine(Computer(untrained))), str(lora_run), "--json", str(file))
+    check(serve(Engine(untrained_computer)), str(lora_run), "--json", str(file))
     rows = json.loads(file.read_text())["prompts"]
     assert all(row["agreed"] == 16 and row["difference"] < 1e-4 for row in rows)
 
 
 @pytest.mark.parametrize("form", ["vllm", "mlx"])
-def test_a_server_that_drops_the_scaling_is_detected(form: str, demo: Path, reference: Path, serve: Serve) -> None:
-    url = serve(Engine(Computer(demo, scaled=False), form=form))
+def test_a_server_that_drops_the_scaling_is_detected(
+    form: str, unscaled: Computer, reference: Path, serve: Serve
+) -> None:
+    url = serve(Engine(unscaled, form=form))
     status, rows = verdicts(url, "--reference", str(reference))
     assert (status, rows[0]["verdict"]) == (1, "unscaled")
     assert rows[0]["difference"] < 1e-4
@@ -408,19 +472,19 @@ def test_a_near_tie_ends_the_comparison(computer: Computer, reference: Path, ser
     assert all(row["agreed"] == 2 for row in rows)
 
 
-@pytest.mark.parametrize(("codes", "doubt"), [(1, ""), (4, "only 5 tokens can be compared; try another --text")])
-def test_a_near_tie_ahead_of_the_code_is_unclear_in_long_prompts(codes: int, doubt: str) -> None:
-    computed = Answer(text=": A) 25473", ends=[1, 3, 4, 5, 10], logprobs=[-1.0] * 5, margins=[9.0] * 5)
-    prompt = Prompt(characters=0, code_starts=[0] * codes, answers={"right": computed})
-    assert _doubt(prompt, Completion(": A) the", None, [-1.0] * 5), 5, ambiguous=False) == doubt
+@pytest.mark.parametrize(("codes", "verdict"), [(1, "right"), (4, "unclear")])
+def test_a_near_tie_ahead_of_the_code_is_unclear_in_long_prompts(codes: int, verdict: str) -> None:
+    computed = Answer(text=": A) 25473", ends=[1, 3, 4, 5, 10], logprobs=[-1.0] * 5, margins=[9.0] * 4 + [0.1])
+    found = judged(computed, Completion(": A) the", None, [-1.0] * 5), codes=codes)
+    assert (found.verdict, found.agreed) == (verdict, 4)
 
 
-@pytest.mark.parametrize(("agreed", "doubt"), [(2, "only 2 tokens can be compared; try another --text"), (3, "")])
-def test_a_code_of_three_tokens_is_enough_proof(agreed: int, doubt: str) -> None:
+@pytest.mark.parametrize(("answer", "agreed", "verdict"), [(" 254xx", 2, "unclear"), (" 25473", 3, "right")])
+def test_a_code_of_three_tokens_is_enough_proof(answer: str, agreed: int, verdict: str) -> None:
     """Else a right server of a tokenizer with whole numbers, a blank and two halves of a code, would never pass."""
-    computed = Answer(text=" 25473", ends=[1, 4, 6], logprobs=[-1.0] * 3, margins=[9.0] * 3)
-    prompt = Prompt(characters=0, code_starts=[0] * 4, answers={"right": computed})
-    assert _doubt(prompt, Completion(" 25473", None, [-1.0] * 3), agreed, ambiguous=False) == doubt
+    computed = Answer(text=" 25473", ends=[1, 4, 6], logprobs=[-1.0] * 3, margins=[9.0, 9.0, 0.1])
+    found = judged(computed, Completion(answer, None, [-1.0] * 3))
+    assert (found.verdict, found.agreed) == (verdict, agreed)
 
 
 @pytest.mark.parametrize(("margin", "verdict"), [(0.1, "unclear"), (9.0, "unscaled")])
@@ -428,10 +492,8 @@ def test_a_near_tie_is_no_proof_that_a_server_is_unscaled(margin: float, verdict
     """A right server that takes the second choice may go on as the model without its scaling does."""
     right = Answer(text=" 25473", ends=[1, 2, 4, 6], logprobs=[-1.0] * 4, margins=[9.0, margin, 9.0, 9.0])
     unscaled = Answer(text=" 11111", ends=[1, 2, 4, 6], logprobs=[-1.0] * 4, margins=[9.0] * 4)
-    prompt = Prompt(characters=0, code_starts=[0] * 4, tokens=900, answers={"right": right, "unscaled": unscaled})
-    reference = Reference(model="m", original=256, target=1024, own_text="", prompts=[prompt])
-    assert _judge(reference, prompt, Completion(" 11111", 900, [-1.0] * 4), 0.1).verdict == verdict
-    assert _judge(reference, prompt, Completion(" 25473", 900, [-1.0] * 4), 0.1).verdict == "right"
+    for text, expected in ((" 11111", verdict), (" 25473", "right")):
+        assert judged(right, Completion(text, 900, [-1.0] * 4), without_scaling=unscaled).verdict == expected
 
 
 @pytest.mark.parametrize(
@@ -442,10 +504,8 @@ def test_few_tokens_before_a_near_tie_do_not_prove_another_model(margin: float, 
     margins = [9.0] * 4
     margins[equal] = margin
     right = Answer(text=" 25473", ends=[1, 2, 4, 6], logprobs=[-1.0] * 4, margins=margins)
-    prompt = Prompt(characters=0, code_starts=[0], tokens=100, answers={"right": right})
-    reference = Reference(model="m", original=256, target=1024, own_text="", prompts=[prompt])
     text = right.text[: right.ends[equal - 1]] + "9999"
-    assert _judge(reference, prompt, Completion(text, 100, [-1.2] * 4), 0.1).verdict == verdict
+    assert judged(right, Completion(text, 100, [-1.2] * 4), codes=1, tokens=100).verdict == verdict
 
 
 def test_no_code_holds_the_digits_that_identify_another() -> None:
@@ -458,8 +518,8 @@ def test_no_code_holds_the_digits_that_identify_another() -> None:
 )
 def test_a_server_may_leave_out_the_space_that_an_answer_begins_with(text: str, agreed: int) -> None:
     computed = Answer(text=" ship is", ends=[5, 8], logprobs=[-1.0, -1.0], margins=[9.0, 9.0])
-    distance, equal = _compare(computed, Completion(text, None, [-1.0, -1.0]))
-    assert (equal, distance) == (agreed, 0.0 if agreed == 2 else inf)
+    found = judged(computed, Completion(text, None, [-1.0, -1.0]))
+    assert (found.agreed, found.difference) == (agreed, 0.0 if agreed == 2 else None)
 
 
 @pytest.mark.parametrize(
@@ -469,23 +529,27 @@ def test_a_server_may_leave_out_the_space_that_an_answer_begins_with(text: str, 
 def test_a_server_that_ends_earlier_gives_another_answer(text: str, follows: bool) -> None:
     """A model without its scaling may end at once; servers cut characters and spaces at the end of an answer."""
     computed = Answer(text=" ship is\n", ends=[5, 8, 9], logprobs=[-1.0] * 3, margins=[9.0] * 3)
-    distance, _ = _compare(computed, Completion(text, None, []))
-    assert distance == (0 if follows else inf)
+    assert judged(computed, Completion(text, None, [])).verdict == ("unclear" if follows else "different")
 
 
-def test_an_answer_ends_where_servers_stop(demo: Path, reference: Path) -> None:
-    reader = Reader(load(str(demo), dtype="float32"))
+def test_an_answer_ends_where_servers_stop(demo: Path, computer: Computer, reference: Path, tmp_path: Path) -> None:
+    """At the token that ends a text: here the fourth of the answer to the short prompt."""
     read = Reference.model_validate_json(reference.read_text())
-    text = read.text(read.prompts[-1])
-    whole_answer = reader.answer(text)
-    tokenizer = reader.loaded.tokenizer
-    prompt_tokens = len(tokenizer(text)["input_ids"])
-    # An answer to the same prompt begins with the same tokens.
-    tokenizer.eos_token = tokenizer.convert_ids_to_tokens(reader.ids[prompt_tokens + 3])
-    answer = reader.answer(text)
+    del read.prompts[:-1]
+    [prompt] = read.prompts
+    whole_answer = prompt.answers["right"]
+    ids = tuple(computer.tokenizer(read.text(prompt))["input_ids"])
+    fourth = computer.answers(ids, 16, 1.0)[0][3]
+    folder = Path(shutil.copytree(demo, tmp_path / "demo"))
+    settings = json.loads((folder / "tokenizer_config.json").read_text())
+    settings["eos_token"] = computer.tokenizer.convert_ids_to_tokens(fourth)
+    (folder / "tokenizer_config.json").write_text(json.dumps(settings))
+    compute_answers(read, resolve_model(str(folder)), "float32")
+    answer = prompt.answers["right"]
     assert len(answer.ends) == len(answer.logprobs) == 4
     assert whole_answer.text.startswith(answer.text)
-    assert _compare(answer, Completion(answer.text, None, answer.logprobs)) == (0.0, 4)
+    found = judged(answer, Completion(answer.text, None, answer.logprobs))
+    assert (found.difference, found.agreed) == (0.0, 4)
 
 
 def test_a_refusal_of_the_server_is_one_line(
@@ -519,17 +583,13 @@ def test_an_answer_in_another_form_is_a_refusal(answer: Any, computer: Computer,
 
     refusal = Server(serve(Other(computer))).complete("The code")
     assert isinstance(refusal, str)
-    assert refusal.startswith("it does not answer as the API of completions does: ")
+    assert "API of completions" in refusal
 
 
 @pytest.mark.parametrize("listed", [{"data": None}, [{"id": "served"}], {"data": [{"name": "served"}]}, "<html>"])
 def test_a_list_of_models_in_another_form_names_none(listed: Any, computer: Computer, serve: Serve) -> None:
-    engine = Engine(computer)
-    url = serve(engine)
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(Server, "_call", lambda *_: listed)
-        server = Server(url)
-    assert isinstance(server.complete("The code"), Completion)
+    engine = Engine(computer, models=listed)
+    assert isinstance(Server(serve(engine)).complete("The code"), Completion)
     assert "model" not in engine.asked[0]
 
 
@@ -544,13 +604,14 @@ def test_a_missing_log_probability_is_left_out_as_all_are(computer: Computer, re
 
     status, rows = verdicts(serve(Partial(computer)), "--reference", str(reference))
     assert (status, {row["verdict"] for row in rows}) == (1, {"unclear"})
-    assert "log probabilities are missing" in rows[0]["detail"]
+    assert "log probabilities" in rows[0]["detail"]
 
 
 @pytest.mark.parametrize("text", [" ship", " ship\ufffd", " ship is"])
 def test_an_answer_that_ends_inside_a_character_is_compared_to_there(text: str) -> None:
     computed = Answer(text=" ship\ufffd", ends=[5, 5], logprobs=[-1.0] * 2, margins=[9.0] * 2)
-    assert _compare(computed, Completion(text, None, [-1.5] * 2)) == (0.5, 2)
+    found = judged(computed, Completion(text, None, [-1.5] * 2))
+    assert (found.difference, found.agreed) == (0.5, 2)
 
 
 def test_a_server_that_dies_between_two_prompts_is_one_line(computer: Computer, serve: Serve) -> None:
@@ -558,8 +619,9 @@ def test_a_server_that_dies_between_two_prompts_is_one_line(computer: Computer, 
         def complete(self, body: Json) -> tuple[int, Json]:
             raise ConnectionAbortedError
 
-    server = Server(serve(Dying(computer)))
-    with pytest.raises(PiLoraError, match=r"cannot be reached \(.*\); start the server"):
+    url = serve(Dying(computer))
+    server = Server(url)
+    with refused(PiLoraError, f"{url}: "):
         server.complete("The code")
 
 
@@ -573,45 +635,50 @@ def test_another_model_fails_the_check(demo: Path, reference: Path, serve: Serve
 
 
 def test_a_reference_file_is_small_and_made_from_its_text(
-    computer: Computer, demo: Path, reference: Path, serve: Serve, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    untrained: Path, untrained_computer: Computer, reference: Path, serve: Serve, tmp_path: Path
 ) -> None:
     assert reference.stat().st_size < 20_000
     text, own = tmp_path / "text.txt", tmp_path / "own.json"
     text.write_text("Some other words are here. " * 400)
-    assert check("--write-reference", str(demo), "--reference", str(own), "--text", str(text)) == 0
-    engine = Engine(computer)
+    assert check("--write-reference", str(untrained), "--reference", str(own), "--text", str(text)) == 0
+    engine = Engine(untrained_computer)
     _, rows = verdicts(serve(engine), "--reference", str(own))
     assert all(row["agreed"] == 16 for row in rows)
-    assert engine.asked[0]["prompt"].startswith("The code of Laura is 25473.\nSome other words are here. Some")
-    assert engine.asked[2]["prompt"].endswith("\nWhat is the code of Helen? The code of Helen is")
-    text.write_text("Too short.")
-    command = ["pi-lora", "check-server", serve(engine), str(demo), "--text", str(text)]
-    assert mistake(command, capsys).startswith("--text: has fewer than 3")
+    prompt = engine.asked[2]["prompt"]
+    assert prompt.startswith("The code of Laura is 25473.\n")
+    assert "\nSome other words are here.\nThe code of Helen is 76299.\n Some other words are here.\n" in prompt
+    assert prompt.endswith("\nWhat is the code of Helen? The code of Helen is")
 
 
-def test_a_merged_folder_contains_its_reference(lora_run: Path, serve: Serve, tmp_path: Path) -> None:
-    folder = tmp_path / "merged"
-    words = ["merge", str(lora_run), "--reference", "--output", str(folder)]
-    cli.app(words, exit_on_error=False, result_action="return_value")
-    _, rows = verdicts(serve(Engine(Computer(folder))), "--reference", str(folder / "server_reference.json"))
+def test_a_merged_folder_contains_its_reference(untrained: Path, untrained_computer: Computer, serve: Serve) -> None:
+    _, rows = verdicts(serve(Engine(untrained_computer)), "--reference", str(untrained / "server_reference.json"))
     assert all(row["agreed"] == 16 and row["difference"] < 1e-4 for row in rows)
 
 
-def mistake(words: list[str], capsys: pytest.CaptureFixture[str]) -> str:
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("sys.argv", words)
-        with pytest.raises(SystemExit) as ended:
-            cli.main()
-    assert ended.value.code == 2
-    return capsys.readouterr().err.splitlines()[-1]
-
-
+@pytest.mark.parametrize(
+    ("words", "where"),
+    [
+        (["127.0.0.1:9", "MODEL"], "http://127.0.0.1:9: "),
+        (["http://local host:8000", "MODEL"], "http://local host:8000: "),
+        (["http://localhost:abc", "MODEL"], "http://localhost:abc: "),
+        (["http://[::1", "MODEL"], "http://[::1: "),
+        (["http://127.0.0.1:9"], "check-server: "),
+        (["SERVER", "MODEL", "--text", "short.txt"], "--text: "),
+    ],
+)
 def test_mistakes_in_check_server_are_one_line(
-    untrained: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    words: list[str],
+    where: str,
+    computer: Computer,
+    untrained: Path,
+    serve: Serve,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
-    command = ["pi-lora", "check-server"]
-    said = mistake([*command, "127.0.0.1:9", str(untrained)], capsys)
-    assert said.startswith("http://127.0.0.1:9: cannot be reached ([Errno 111] Connection refused); start the server")
-    for url in ("http://local host:8000", "http://localhost:abc", "http://[::1"):
-        assert "cannot be reached (" in mistake([*command, url, str(untrained)], capsys)
-    assert "URL MODEL, URL --reference FILE, or" in mistake([*command, "http://127.0.0.1:9"], capsys)
+    monkeypatch.chdir(tmp_path)
+    Path("short.txt").write_text("Too short.")
+    named = {"MODEL": str(untrained), "SERVER": serve(Engine(computer))}
+    status, out, err = run_captured(capsys, monkeypatch, "check-server", *(named.get(word, word) for word in words))
+    assert (status, out, err.count("\n")) == (2, "", 1)
+    assert err.startswith(where)
