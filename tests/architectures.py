@@ -499,7 +499,7 @@ one model before its weights are read. [Families](families.md) has plans for six
 | SmolLM3 | plain; every fourth layer has no rope | `max_position_embeddings` | all | transformers, vLLM |
 | Llama 4, Cohere 2 and Aya Vision, EXAONE 4 | only local layers are rotary | | none | |
 
-*All scalings* are `pi`, `yarn`, `theta`, `llama3` and the lists of divisors `factors`, `cope` and `drop`; `dynamic` and `direct` are for comparison.
+*All scalings* are `pi`, `yarn`, `theta`, `llama3` and the list of divisors `factors`; `dynamic` and `direct` are for comparison.
 If the base is already extended, the extension multiplies its factor. The column *engines* names programs that can read such a config;
 [engines](engines.md) has the checks of running servers. `tests/scaling/test_config_families.py` compares the frequencies of every family in
 transformers with the papers' formulas, and the window with vLLM's rule.

@@ -41,13 +41,14 @@ from pi_lora.models.weights import finite
 from pi_lora.recipe.evaluation import ProbeOptions, SearchOptions, TextOptions
 from pi_lora.scaling.config import Method, rotary_frequencies_of
 from pi_lora.scaling.extension import Extension, extend_config, methods_for
-from pi_lora.scaling.factors import DROPPED
 from pi_lora.scaling.verify import build_on_meta, rotary_frequencies
 from pi_lora.types import SILENT, UI
 
 # The untuned scalings that the result is measured beside, as far as they suit the model. The search begins with the
 # first one.
-COMPARED: tuple[Method, ...] = ("yarn", "theta", "llama3", "cope")
+COMPARED: tuple[Method, ...] = ("yarn", "theta", "llama3")
+# The largest divisor: a frequency turns by at most a thousandth of a radian in a million tokens.
+LARGEST = 1e9
 # A nat that the text loses costs as much as this many nats of a needle.
 PENALTY = 4.0
 # Adam's learning rate for the logarithms of the divisors, the steps after which it has fallen by a half, and its decay
@@ -228,7 +229,7 @@ def start_of(base: ModelSource, target: int) -> torch.Tensor:
 
 def allowed(logarithms: torch.Tensor) -> torch.Tensor:
     """Return the nearest logarithms of divisors with which no frequency is divided by less than a higher one, by less
-    than 1, or by more than `DROPPED`.
+    than 1, or by more than `LARGEST`.
     """
     # Isotonic regression: neighbors in the wrong order become their mean.
     blocks: list[list[float]] = []
@@ -238,7 +239,7 @@ def allowed(logarithms: torch.Tensor) -> torch.Tensor:
             last = blocks.pop()
             blocks[-1] += last
     rising = [fmean(block) for block in blocks for _ in block]
-    return torch.tensor(rising).clamp(0, math.log(DROPPED))
+    return torch.tensor(rising).clamp(0, math.log(LARGEST))
 
 
 def descent(start: torch.Tensor, gradient_of: Callable[[torch.Tensor], torch.Tensor]) -> Iterator[torch.Tensor]:

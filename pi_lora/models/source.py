@@ -158,9 +158,7 @@ class ModelSource:
 
     @property
     def scaling(self) -> Method | None:
-        """The scaling of the rotary frequencies; None for an unextended model. A config says `factors` for `cope` and
-        `drop` too, and nothing of `direct`.
-        """
+        """The scaling of the rotary frequencies; None for an unextended model. A config says nothing of `direct`."""
         return self.extension.scaling if self.extension else method_of(self.config)
 
     @property

@@ -12,7 +12,7 @@ from pi_lora.recipe.factors import FactorsOrFile
 from pi_lora.recipe.section import LIST, Section, Seed, Texts, Tokens
 
 Dtype = Literal["float32", "bfloat16", "float16"]
-Scaling = Literal["pi", "yarn", "theta", "llama3", "dynamic", "direct", "factors", "cope", "drop", "keep"]
+Scaling = Literal["pi", "yarn", "theta", "llama3", "dynamic", "direct", "factors", "keep"]
 
 
 class Model(Section):

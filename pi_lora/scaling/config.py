@@ -9,7 +9,7 @@ A model trained on positions `[0, L)` reads `L' > L` tokens when position `m` is
 - `theta`: a larger base of the frequencies (NTK-aware; bloc97 2023, Roziere et al. 2023);
 - `dynamic`: NTK by the length of the input, for comparison;
 - `factors`: a divisor of its own for each frequency, as `pi-lora search` finds them (LongRoPE2, Shang et al. 2025);
-- `cope` (Li et al. 2026): the lowest frequencies are clipped softly; `drop`: those of wavelengths above L are stopped;
+  in configs a `longrope` with equal short and long lists;
 - `direct`: nothing changes (the paper's FT).
 
 Configs come in two dialects: transformers 5 nests everything in `rope_parameters`; transformers 4, vLLM and SGLang read
@@ -24,7 +24,7 @@ from typing import Any, Literal
 from pi_lora.errors import ScalingError
 
 Config = Mapping[str, Any]
-Method = Literal["pi", "yarn", "theta", "llama3", "dynamic", "direct", "factors", "cope", "drop"]
+Method = Literal["pi", "yarn", "theta", "llama3", "dynamic", "direct", "factors"]
 # Those that a rope type stands for.
 METHOD_OF_TYPE: Mapping[str, Method] = {
     "linear": "pi",
@@ -32,8 +32,6 @@ METHOD_OF_TYPE: Mapping[str, Method] = {
     "yarn": "yarn",
     "llama3": "llama3",
 }
-# The scalings that are a list of divisors, in configs a `longrope` with equal short and long lists.
-LISTS: tuple[Method, ...] = ("factors", "cope", "drop")
 
 # The config key of the original window in tokens, if the model was extended by `theta`, or by `pi` under a `longrope`.
 # Ropes do not record these extensions.
@@ -192,8 +190,8 @@ def depends_on_length(config: Config) -> bool:
 
 
 def method_of(config: Config) -> Method | None:
-    """Return the method by which a model was extended, according to its config; `factors` also for `cope` and `drop`.
-    Return None for an unextended model, for `direct`, and for a `longrope` that the model was trained with.
+    """Return the method by which a model was extended, according to its config. Return None for an unextended model,
+    for `direct`, and for a `longrope` that the model was trained with.
 
     >>> method_of({"rope_theta": 1e4, "rope_scaling": {"type": "linear", "factor": 8.0}})
     'pi'

@@ -7,7 +7,6 @@ from typing import Any, get_args
 
 from pi_lora.errors import ScalingError
 from pi_lora.scaling.config import (
-    LISTS,
     LOCAL_ROPE_ONLY,
     LONGROPE_ONLY,
     ORIGINAL_WINDOW,
@@ -26,7 +25,6 @@ from pi_lora.scaling.config import (
     with_full_rope,
     with_legacy_rope_keys,
 )
-from pi_lora.scaling.factors import clipped, dropped
 
 # The scalings of each rope type. The frequencies of an extended model are extended further: a `linear` or `yarn` factor
 # is multiplied. `yarn` allows no larger theta, because vLLM would read the old window.
@@ -91,9 +89,9 @@ def extend_config(config: Config, extension: Extension) -> dict[str, Any]:
     extended.pop(ORIGINAL_WINDOW, None)
     is_constant = constant_longrope(rope) is not None
     has_lists = rope["rope_type"] == "longrope" and not is_constant
-    if has_lists or extension.scaling in ("theta", *LISTS):
+    if has_lists or extension.scaling in ("theta", "factors"):
         extended[ORIGINAL_WINDOW] = extension.original_of(config)
-    if is_constant or extension.scaling in LISTS:
+    if is_constant or extension.scaling == "factors":
         extended["original_max_position_embeddings"] = declared
     return with_legacy_rope_keys(extended)
 
@@ -158,7 +156,7 @@ def methods_for(config: Config) -> tuple[Method, ...]:
     rope = full_attention_rope(config)
     kind = rope["rope_type"]
     if kind == "default" and config.get("model_type") in LONGROPE_ONLY:
-        return (*METHODS_OF["linear"], *LISTS)
+        return (*METHODS_OF["linear"], "factors")
     if config.get(ORIGINAL_WINDOW) and fixed_longrope(rope):
         return ()
     if constant_longrope(rope) is not None:
@@ -204,8 +202,8 @@ def _extended_rope(config: Config, extension: Extension) -> dict[str, Any]:
             "rope_type": "dynamic",
             "factor": scale,
         }
-    if method in LISTS:
-        return _divided(config, rope, extension)
+    if method == "factors":
+        return _divided(rope, extension)
     if method in ("yarn", "llama3"):
         return _extended_bands(rope, method, scale, extension.original_of(config))
     return _interpolated(config, rope, scale, extension.target)
@@ -257,17 +255,11 @@ def _without_default_attention(rope: dict[str, Any], factor_before: float) -> di
     return rope
 
 
-def _divided(config: Config, rope: Config, extension: Extension) -> dict[str, Any]:
-    """Return a `longrope` of the divisors of `factors`, `cope` or `drop`; raise ScalingError if they change nothing."""
-    frequencies = rotary_frequencies_of(config)
-    if extension.scaling == "cope":
-        divisors = clipped(frequencies)
-    elif extension.scaling == "drop":
-        divisors = dropped(frequencies, extension.original_of(config))
-    else:
-        divisors = extension.factors or ()
+def _divided(rope: Config, extension: Extension) -> dict[str, Any]:
+    """Return a `longrope` of the divisors of `factors`; raise ScalingError if they change nothing."""
+    divisors = extension.factors or ()
     if set(divisors) == {1.0}:
-        raise ScalingError(f"scaling: {extension.scaling}: divides no frequency of this model; choose another scaling")
+        raise ScalingError("scaling: factors: divides no frequency of this model; choose another scaling")
     return _longrope(
         rope,
         divisors,

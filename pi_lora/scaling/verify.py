@@ -13,7 +13,6 @@ from transformers import AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
 from pi_lora.errors import ScalingError, last_line
 from pi_lora.scaling.config import (
     FULL_ATTENTION,
-    LISTS,
     SLIDING_ATTENTION,
     Config,
     Method,
@@ -57,7 +56,7 @@ def check_scaling(plain: PreTrainedModel, config: Config, extension: Extension) 
     extended_model = build_on_meta(kind, extended_config)
     extended_frequencies = rotary_frequencies(extended_model)
     divisor: Any = checked.scale_of(config)
-    if checked.scaling in LISTS:
+    if checked.scaling == "factors":
         divisor = torch.tensor(full_attention_rope(extended_config)["long_factor"])
     if not plain_frequencies:
         raise ScalingError(f"model of type {kind.model_type}: is built without rotary embeddings; choose another")
@@ -67,7 +66,7 @@ def check_scaling(plain: PreTrainedModel, config: Config, extension: Extension) 
         method=checked.scaling,
         divisor=divisor,
     )
-    if follows and checked.scaling in LISTS:
+    if follows and checked.scaling == "factors":
         expected_factor = checked.attention_factor
         factors = attention_factors(extended_model)
         follows = all(isclose(factor, expected_factor, rel_tol=1e-5) for factor in factors)
@@ -149,7 +148,7 @@ def _follows(plain: dict[str, torch.Tensor], scaled: dict[str, torch.Tensor], me
         highest = before
         if method == "theta":
             lowest = torch.zeros_like(before)
-        if method in ("pi", *LISTS):
+        if method in ("pi", "factors"):
             highest = lowest
         within = (after * slack >= lowest) & (after <= highest * slack)
         if SLIDING_ATTENTION in name or not within.all():

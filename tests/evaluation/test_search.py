@@ -22,6 +22,7 @@ from pi_lora.evaluation import search as searching
 from pi_lora.evaluation.probe import read_probe
 from pi_lora.evaluation.search import (
     COMPARED,
+    LARGEST,
     PENALTY,
     Searched,
     SearchResult,
@@ -37,7 +38,6 @@ from pi_lora.recipe.factors import read_factors
 from pi_lora.recipe.files import load_recipe
 from pi_lora.scaling.config import full_attention_rope
 from pi_lora.scaling.extension import Extension
-from pi_lora.scaling.factors import DROPPED
 from pi_lora.scaling.verify import build_on_meta, rotary_frequencies
 from pi_lora.storage import read_json
 from random_runs import save_base
@@ -70,7 +70,7 @@ def test_no_frequency_is_divided_by_less_than_a_higher_one(values: list[float]) 
     found = allowed(torch.tensor(values)).tolist()
     assert all(lower >= higher for higher, lower in itertools.pairwise(found))
     assert found[0] >= 0
-    assert found[-1] <= math.log(DROPPED) + 1e-5
+    assert found[-1] <= math.log(LARGEST) + 1e-5
     assert allowed(torch.tensor(found)).tolist() == pytest.approx(found, abs=1e-6)
 
 

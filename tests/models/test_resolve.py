@@ -80,7 +80,7 @@ def test_dynamic_changes_theta_beyond_the_original_window(small_model: Path, tok
 
 
 @torch.no_grad()
-@pytest.mark.parametrize("method", ["pi", "dynamic", "yarn", "drop", "factors"])
+@pytest.mark.parametrize("method", ["pi", "dynamic", "yarn", "factors"])
 def test_every_reader_of_a_saved_config_gets_the_same_model(small_model: Path, tmp_path: Path, method: Method) -> None:
     """Plain transformers reads the file as it is, with the top level alone, and with `rope_parameters` alone."""
     base = resolve_model(str(small_model))

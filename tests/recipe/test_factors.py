@@ -166,17 +166,13 @@ def test_an_extended_model_has_the_divisors_of_the_file_and_is_extended_no_furth
         pi_lora.extend(folder, tmp_path / "further", target=512, scaling="pi")
 
 
-@pytest.mark.parametrize("scaling", ["factors", "cope", "drop"])
-def test_a_model_is_tuned_measured_and_merged_with_its_divisors(
-    scaling: str, small_model: Path, tmp_path: Path
-) -> None:
-    factors = {"factors": DIVISORS, "attention_factor": 1.25}
-    context = {"target": 128} | ({"factors": factors} if scaling == "factors" else {})
+def test_a_model_is_tuned_measured_and_merged_with_its_divisors(small_model: Path, tmp_path: Path) -> None:
+    context = {"target": 128, "factors": {"factors": DIVISORS, "attention_factor": 1.25}}
     steps = {"steps": 2, "global_batch_size": 1, "activation_checkpointing": False}
-    run = train(small_recipe(small_model, context=context, scaling=scaling, training=steps), tmp_path / "run")
+    run = train(small_recipe(small_model, context=context, scaling="factors", training=steps), tmp_path / "run")
     tuned = pi_lora.load(run, dtype="float32")
     rope = full_attention_rope(tuned.source.config)
-    assert rope["long_factor"] != [1.0] * 8
+    assert rope["long_factor"] == DIVISORS
     assert (tuned.source.window, tuned.source.scale) == (128, 2)
     merged = pi_lora.merge(run, tmp_path / "merged", check="logits", dtype="float32").folder
     assert "`factors`: every rotary frequency is divided" in (merged / "README.md").read_text()

@@ -113,7 +113,8 @@ def test_the_card_begins_with_the_verdict(small_model: Path, tmp_path: Path) -> 
 
 def test_the_card_says_that_frequencies_have_divisors_of_their_own(small_model: Path, tmp_path: Path) -> None:
     run = make_run(small_model, tmp_path / "run", SCORES)
-    save_config(resolve_model(str(small_model), Extension(128, scaling="cope")).config, run)
+    extension = Extension(128, scaling="factors", factors=(1.0,) * 7 + (4.0,))
+    save_config(resolve_model(str(small_model), extension).config, run)
     assert "every rotary frequency is divided by a number of its own" in card_of(MeasuredRun(run))
 
 

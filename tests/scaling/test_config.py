@@ -5,6 +5,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from conftest import refused
 from pi_lora.errors import ScalingError
 from pi_lora.scaling.config import (
     Method,
@@ -175,12 +176,13 @@ def test_phi3_is_interpolated_as_longrope() -> None:
     assert (scale_of(twice), window_of(twice), method_of(twice)) == (8, 16384, "pi")
 
 
-@pytest.mark.parametrize("method", ["pi", "yarn", "theta", "cope"])
+@pytest.mark.parametrize("method", ["pi", "yarn", "theta", "factors"])
 def test_sections_for_time_height_and_width_stay_for_every_reader(method: Method) -> None:
     """vLLM reads positions of images by them; transformers 5 prefers `rope_scaling`."""
     rope = {"rope_type": "default", "rope_theta": 1e6, "mrope_section": [4, 2, 2]}
     base = {**LLAMA_5, "hidden_size": 64, "num_attention_heads": 4, "rope_parameters": rope}
-    extended = extend_config(base, Extension(8192, 2048, method))
+    factors = (1.0,) * 7 + (4.0,) if method == "factors" else None
+    extended = extend_config(base, Extension(8192, 2048, method, factors=factors))
     assert extended["rope_scaling"]["mrope_section"] == extended["rope_parameters"]["mrope_section"] == [4, 2, 2]
 
 
@@ -197,9 +199,8 @@ def test_the_name_of_a_rope_in_transformers_4_changes_with_it(base: dict[str, An
 
 
 def test_divisors_that_divide_nothing_are_refused_as_such() -> None:
-    base = {**LLAMA_5, "hidden_size": 64, "num_attention_heads": 4, "max_position_embeddings": 131072}
-    with pytest.raises(ScalingError, match="scaling: drop: divides no frequency of this model; choose another"):
-        extend_config(base, Extension(262144, scaling="drop"))
+    with refused(ScalingError, "scaling: factors: divides no frequency"):
+        extend_config({**LLAMA_5, "head_dim": 16}, Extension(4096, scaling="factors", factors=(1.0,) * 8))
 
 
 def test_zamba_rotates_the_heads_of_its_attention() -> None:

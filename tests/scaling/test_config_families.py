@@ -28,7 +28,14 @@ from transformers import (
 from conftest import extend
 from pi_lora.errors import ScalingError
 from pi_lora.models.resolve import resolve_model
-from pi_lora.scaling.config import LISTS, Method, full_attention_rope, method_of, scale_of, window_of
+from pi_lora.scaling.config import (
+    Method,
+    full_attention_rope,
+    method_of,
+    rotary_frequencies_of,
+    scale_of,
+    window_of,
+)
 from pi_lora.scaling.extension import Extension, extend_config, methods_for
 from pi_lora.scaling.verify import build_on_meta, check_scaling, rotary_frequencies
 
@@ -114,7 +121,7 @@ FAMILIES: dict[str, PreTrainedConfig] = {
         rope_parameters=ROPES["deepseek"],
     ),
 }
-SCALED = ("pi", "yarn", "theta", "llama3", "cope", "drop")
+SCALED = ("pi", "yarn", "theta", "llama3", "factors")
 SUITABLE = [
     (family, method)
     for family, config in FAMILIES.items()
@@ -123,10 +130,18 @@ SUITABLE = [
 ]
 
 
-def extended(family: str, method: Method, factor: float = 4) -> tuple[dict[str, Any], dict[str, Any]]:
-    config = FAMILIES[family].to_dict()
+def fourfold(config: dict[str, Any], method: Method) -> Extension:
+    """To four times the window; under `factors` with a divisor of its own for each frequency, the last one huge."""
     window = window_of(config)
-    return config, extend_config(config, Extension(round(factor * window), window, method))
+    factors = None
+    if method == "factors":
+        factors = (*(1 + 0.5 * index for index in range(len(rotary_frequencies_of(config)) - 1)), 1e9)
+    return Extension(4 * window, window, method, factors=factors)
+
+
+def extended(family: str, method: Method) -> tuple[dict[str, Any], dict[str, Any]]:
+    config = FAMILIES[family].to_dict()
+    return config, extend_config(config, fourfold(config, method))
 
 
 def frequencies(family: str, config: Mapping[str, Any]) -> NDArray[np.float64]:
@@ -192,11 +207,11 @@ def test_frequencies_in_transformers_equal_the_formula_of_every_suitable_scaling
     config, after = extended(family, method)
     window = window_of(config)
     kind = type(FAMILIES[family])
-    check_scaling(build_on_meta(kind, config), config, Extension(4 * window, window, method))
+    check_scaling(build_on_meta(kind, config), config, fourfold(config, method))
     assert frequencies(family, after) == pytest.approx(formula(family, after), rel=1e-5)
     assert not np.array_equal(frequencies(family, after), frequencies(family, config))
     assert window_of(after) == window_in_vllm(after) == 4 * window
-    assert method_of(after) == ("factors" if method in LISTS else method)
+    assert method_of(after) == method
     assert scale_of(after) / (scale_of(config) if method in ("pi", "yarn", "llama3") else 1) == pytest.approx(4)
 
 
@@ -206,7 +221,7 @@ def extended_folder(family: str, folder: Path, method: Method | None = None) -> 
     torch.manual_seed(0)
     AutoModelForCausalLM.from_config(type(FAMILIES[family]).from_dict(config)).save_pretrained(folder / "base")
     method = method or ("yarn" if "yarn" in methods_for(config) else methods_for(config)[0])
-    extend(resolve_model(str(folder / "base"), Extension(4 * window_of(config), scaling=method)), folder / "extended")
+    extend(resolve_model(str(folder / "base"), fourfold(config, method)), folder / "extended")
     return folder / "extended"
 
 
@@ -243,7 +258,7 @@ def test_transformers_4_reads_each_family_with_its_scaling(
     in_transformers_4: Callable[..., str], tmp_path: Path
 ) -> None:
     extensions: list[tuple[str, Method | None]] = [(family, None) for family in IN_4]
-    extensions += [(family, "cope") for family in IN_4 if "cope" in methods_for(FAMILIES[family].to_dict())]
+    extensions += [(family, "factors") for family in IN_4 if "factors" in methods_for(FAMILIES[family].to_dict())]
     folders = [
         extended_folder(family, tmp_path / str(number), method) for number, (family, method) in enumerate(extensions)
     ]

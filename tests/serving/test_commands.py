@@ -84,10 +84,10 @@ def test_vllm_drops_the_divisors_of_the_latent_attention_of_deepseek(kind: str, 
     [
         ("llama", "yarn", True),
         ("llama", "llama3", True),
-        ("llama", "cope", True),
+        ("llama", "factors", True),
         ("qwen3", "yarn", True),
         ("qwen3", "llama3", False),
-        ("qwen3", "cope", False),
+        ("qwen3", "factors", False),
     ],
 )
 def test_llama_cpp_is_named_where_its_converter_keeps_the_scaling(
@@ -96,7 +96,9 @@ def test_llama_cpp_is_named_where_its_converter_keeps_the_scaling(
     folder = shutil.copytree(small_model, tmp_path / "model")
     config = json.loads((folder / "config.json").read_text())
     (folder / "config.json").write_text(json.dumps({**config, "model_type": model_type}))
-    lines = serving_lines(resolve_model(str(folder), Extension(128, scaling=scaling)).typed_config)
+    factors = (1.0,) * 7 + (4.0,) if scaling == "factors" else None
+    extension = Extension(128, scaling=scaling, factors=factors)
+    lines = serving_lines(resolve_model(str(folder), extension).typed_config)
     assert any("llama-server" in line for line in lines) == exported
     assert lines[0].startswith("vllm serve")
 
