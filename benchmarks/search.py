@@ -162,7 +162,7 @@ def tables() -> Iterator[str]:
             rows.append([row, *(texts.get(heading, "not measured") for heading in headings)])
         yield from table((setting.model, *headings), rows)
         cost = f"{found['steps']} steps, {found['options']['minutes']:.0f} minutes"
-        yield f"\nPasskeys in %; changes beside untuned YaRN, paired, 95 %. The search: {cost}.\n"
+        yield f"\nPasskeys in %; changes vs. untuned YaRN, paired, 95 %. The search: {cost}.\n"
         yield from machines_of(record.read(f"search/{name}/machines"))
         yield ""
 

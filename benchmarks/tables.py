@@ -23,6 +23,7 @@ from record import parser_of
 
 DOCS = record.ROOT / "docs"
 FIGURES = record.ROOT / "benchmarks" / "README.md"
+RELEASED = record.ROOT / "adapters" / "smollm2_135m_16k" / "README.md"
 
 Result = Mapping[str, Any]
 Lines = Iterator[str]
@@ -104,7 +105,7 @@ def planned_beside_measured() -> Lines:
     """How far the planned peaks of the trainings that were measured are off, and where they were measured."""
     rows = record.read("plan_memory")["rows"]
     off = [row["ratio"] - 1 for row in rows.values()]
-    yield f"{len(off)} trainings: {min(off):+.0%} to {max(off):+.0%} beside the measured memory."
+    yield f"{len(off)} trainings: {min(off):+.0%} to {max(off):+.0%} vs. the measured memory."
     yield from machines_of(rows)
 
 
@@ -191,7 +192,7 @@ def chats() -> Lines:
     for row in metric_rows(list(columns.values())):
         rows.append([cell or "not asked" for cell in row])
     yield from table(("", *columns), rows)
-    yield "\nWith chats beside without, paired, 95 %:\n"
+    yield "\nWith chats vs. without, paired, 95 %:\n"
     for measurement in ("chat", "perplexity"):
         for change in compare(*record.read_scores(f"chats/{measurement}-tuned")):
             if change.interval:
@@ -249,6 +250,7 @@ BLOCKS: list[tuple[Path, str, Callable[[], Iterable[str]]]] = [
     (DOCS / "performance.md", "attention", attention),
     (DOCS / "performance.md", "plan_memory", plan_memory),
     (DOCS / "results.md", "smollm2", tables_smollm2.tables),
+    (RELEASED, "control", tables_smollm2.card),
     (DOCS / "experiments.md", "validation", tables_smollm2.validation),
     (DOCS / "results.md", "probe_builtin", partial(probe, "probe_builtin")),
     (DOCS / "results.md", "probe_smollm2", partial(probe, "probe_smollm2")),

@@ -63,7 +63,7 @@ def speed(row: Row) -> str:
     return f"{tokens_per_second(row) or 0:,.0f}"
 
 
-def beside(row: Row) -> str:
+def compared(row: Row) -> str:
     """Tokens a second as a share of the first row's."""
     mine = tokens_per_second(row)
     first = tokens_per_second(row["first"])
@@ -134,7 +134,7 @@ METHOD: dict[str, Callable[[Row], object]] = {
 OWN = ("forward", "backward")
 COSTS: dict[str, Callable[[Row], object]] = {
     "MFU": share(OWN, lambda row: DATA_SHEET),
-    "of the measured product": share(OWN, lambda row: row["product"]),
+    "% of measured GEMM peak": share(OWN, lambda row: row["product"]),
     "with recomputation": share((*OWN, "recomputation"), lambda row: DATA_SHEET),
     "peak": peak,
     "planned": planned,
@@ -166,15 +166,15 @@ PARTS: dict[str, tuple[str, dict[str, Callable[[Row], object]]]] = {
         },
     ),
     "neighbours": (
-        "The neighbours",
-        {"": lambda row: row["contender"], **METHOD, "beside pi-lora": beside, "peak": peak},
+        "Other tools",
+        {"": lambda row: row["contender"], **METHOD, "vs. pi-lora": compared, "peak": peak},
     ),
     "levers": (
         "The effect of each key of the recipe",
         {
             "change": change,
             "tokens/s": speed,
-            "beside none": beside,
+            "vs. none": compared,
             **COSTS,
         },
     ),
