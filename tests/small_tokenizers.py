@@ -1,5 +1,7 @@
 """Small tokenizers of the kinds that families of models have."""
 
+import functools
+
 from tokenizers import Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers, processors, trainers
 
 from pi_lora.data.sources import STDLIB, find_table
@@ -11,10 +13,17 @@ CL100K = (
     r"\s+(?!\S)|\s+"
 )
 SPECIAL = ["<unk>", "<s>", "</s>"]
+CHARACTERS = 50_000
 
 
 def made(kind: str) -> Tokenizer:
-    """A small tokenizer of the kind of a family's, trained on some of the standard library."""
+    """A small tokenizer of the kind of a family's: a new one, which a test may change."""
+    return Tokenizer.from_str(trained(kind))
+
+
+@functools.cache
+def trained(kind: str) -> str:
+    """A tokenizer in JSON, trained on some of the standard library, once."""
     trainer: trainers.Trainer = trainers.BpeTrainer(vocab_size=600, special_tokens=SPECIAL, show_progress=False)
     if kind == "llama":  # SentencePiece's BPE: over the whole text, bytes for what is not known
         bytes_ = [f"<0x{byte:02X}>" for byte in range(256)]
@@ -37,11 +46,12 @@ def made(kind: str) -> Tokenizer:
         trainer = trainers.BpeTrainer(
             vocab_size=600, special_tokens=SPECIAL, initial_alphabet=alphabet, show_progress=False
         )
-    texts = [document.text for document, _ in zip(find_table(Source(name=STDLIB)).documents(), range(12), strict=False)]
-    tokenizer.train_from_iterator(texts, trainer)
+    documents = find_table(Source(name=STDLIB)).documents()
+    text = "".join(document.text for document, _ in zip(documents, range(12), strict=False))
+    tokenizer.train_from_iterator([text[:CHARACTERS]], trainer)
     if kind == "llama":
         tokenizer.pre_tokenizer = None
         tokenizer.normalizer = normalizers.Sequence([normalizers.Prepend("▁"), normalizers.Replace(" ", "▁")])
     frame = ("<s> $A </s>", [("<s>", 1), ("</s>", 2)])
     tokenizer.post_processor = processors.TemplateProcessing(single=frame[0], special_tokens=frame[1])
-    return tokenizer
+    return tokenizer.to_str()

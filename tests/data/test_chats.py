@@ -15,6 +15,7 @@ from tokenizers import AddedToken
 from tokenizers.processors import TemplateProcessing
 from transformers import PreTrainedTokenizerFast
 
+from conftest import refused
 from pi_lora.data.batches import collate, training_data
 from pi_lora.data.chats import NO_CHATS_WARNING, ChatTemplate, messages_of
 from pi_lora.data.examples import data_problems
@@ -273,29 +274,28 @@ def test_labels_equal_a_plain_reference(name: str) -> None:
 @pytest.mark.parametrize(
     ("template", "messages", "reason"),
     [
-        ("chatml", question(1, words=400), "chats of over 100 tokens"),
-        ("chatml", QUESTIONS[:1], "chats without a turn of the assistant"),
-        ("chatml", [{"role": "user", "content": "<|im_end|>"}, QUESTIONS[1]], "special tokens in a message"),
-        ("chatml", [{"role": "user", "content": 3}, QUESTIONS[1]], r"refuses \('int' object has no"),
-        ("gemma", [SYSTEM, *QUESTIONS], r"refuses \(no turns of the system\)"),
+        ("chatml", question(1, words=400), "over 100 tokens"),
+        ("chatml", QUESTIONS[:1], "without a turn of the assistant"),
+        ("chatml", [{"role": "user", "content": "<|im_end|>"}, QUESTIONS[1]], "special tokens"),
+        ("chatml", [{"role": "user", "content": 3}, QUESTIONS[1]], "'int' object"),
+        ("gemma", [SYSTEM, *QUESTIONS], "no turns of the system"),
         # This template puts the system message into the last turn of the user, if that is the last turn of all.
-        ("mistral", [SYSTEM, *QUESTIONS], "with turns of the system, unknown to the chat template,"),
+        ("mistral", [SYSTEM, *QUESTIONS], "turns of the system, unknown"),
         ("chatml", [], "refuses"),
     ],
 )
 def test_an_unusable_chat_is_left_out_with_the_reason(
     template: str, messages: list[dict[str, Any]], reason: str
 ) -> None:
-    left_out = encoded(ChatTemplate(make_tokenizer(template)), messages, 100, {})
-    assert isinstance(left_out, str)
-    assert re.search(reason, left_out)
+    chat = encoded(ChatTemplate(make_tokenizer(template)), messages, 100, {})
+    assert isinstance(chat, str)
+    assert reason in chat
 
 
 def test_a_template_that_rewrites_earlier_turns_is_named_as_the_reason() -> None:
     """Where a turn begins cannot be told from a chat that ends with it."""
     template = "{% for m in messages %}[{{ m.role }} of {{ messages | length }}]{{ m.content }}{% endfor %}"
-    reason, _ = learned(QUESTIONS, {}, template)
-    assert reason == "chats that the chat template refuses (earlier turns change with later ones)"
+    assert "refuses (earlier turns change" in left_out(QUESTIONS, {}, template)
 
 
 def test_a_turn_is_learned_if_the_last_turn_alone_ends_with_a_line_break() -> None:
@@ -332,15 +332,26 @@ CALLING = [
 ]
 
 
-def learned(messages: list[Any], row: dict[str, Any], template: str = KNOWS_TOOLS) -> tuple[str, str]:
-    """The rendered chat and its learned part, each `|` before a turn; or the reason why the chat is left out."""
+def under(template: str) -> Any:
+    """A tokenizer with a chat template, and a special token that no setting names, as most of Llama 3."""
     tokenizer = make_tokenizer(None)
-    # A special token that no setting names, as most of Llama 3.
     tokenizer.add_tokens([AddedToken("<|unnamed|>", special=True)])
     tokenizer.chat_template = template
+    return tokenizer
+
+
+def left_out(messages: list[Any], row: dict[str, Any], template: str) -> str:
+    """The reason why a chat is left out."""
+    reason = encoded(ChatTemplate(under(template)), messages, 1000, row)
+    assert isinstance(reason, str)
+    return reason
+
+
+def learned(messages: list[Any], row: dict[str, Any], template: str = KNOWS_TOOLS) -> tuple[str, str]:
+    """The rendered chat and its learned part, each `|` before a turn."""
+    tokenizer = under(template)
     chat = encoded(ChatTemplate(tokenizer), messages, 1000, row)
-    if isinstance(chat, str):
-        return chat, ""
+    assert isinstance(chat, Labelled), chat
     own = "".join(tokenizer.decode([i]) if mask else "|" for i, mask in zip(chat.ids, chat.loss_mask, strict=True))
     return tokenizer.decode(chat.ids), re.sub(r"\|+", "|", own).strip("|")
 
@@ -396,7 +407,7 @@ def test_turns_of_llama_factory_that_are_calls_are_learned(many: bool) -> None:
     text, own = learned(theirs, {"tools": json.dumps([TOOL])}, template)
     assert "[tool]5 feet[end]" in text
     assert own == '<tide {"port": "P1"}>' * (1 + many) + "[end]\n|It is 5.[end]\n"
-    assert learned(theirs, {}, PLAIN)[0] == "chats with tool_calls, unknown to the chat template,"
+    assert "tool_calls, unknown" in left_out(theirs, {}, PLAIN)
 
 
 @pytest.mark.parametrize("tools", [None, [], "[]", " ", "null"])
@@ -438,39 +449,34 @@ IMAGE = {"type": "image_url", "image_url": {"url": "lamp.png"}}
 @pytest.mark.parametrize(
     ("messages", "row", "template", "reason"),
     [
-        (CALLING, {}, PLAIN, "chats with tool_calls, unknown to the chat template,"),
-        (QUESTIONS, {"tools": [TOOL]}, PLAIN, "chats with tools, unknown to the chat template,"),
-        ([CALLING[0], *CALLING[2:]], {}, TWO_ROLES, "chats with turns of the tool, unknown to the chat template,"),
-        ([*QUESTIONS[:3], THINKS], {}, PLAIN, "chats with reasoning_content, unknown to the chat template,"),
-        ([*QUESTIONS[:3], THINKS_INLINE], {}, DROPS_THOUGHTS, "chats with <think> in an answer, unknown to the chat"),
-        ([THINKS_INLINE, *QUESTIONS[2:]], {}, DROPS_THOUGHTS, "chats with <think> in an answer, unknown to the chat"),
-        ([THINKS_INLINE, ABOUT_THOUGHTS], {}, DROPS_THOUGHTS, "chats with <think> in an answer, unknown to the chat"),
-        ([QUESTIONS[0], OLD_CALL], {}, PLAIN, "chats with function_call, unknown to the chat template,"),
-        (CALLING, {}, KNOWS_TOOLS.replace(" | tojson", ""), "chats with calls or tools that .* as Python text"),
-        ([*QUESTIONS[:3], {"role": "assistant", "content": None}], {}, PLAIN, "chats with an empty turn"),
-        ([*QUESTIONS[:3], {"role": "assistant", "content": " "}], {}, PLAIN, "chats with an empty turn"),
-        ([*QUESTIONS[:3], {"role": "assistant", "content": "", "tool_calls": []}], {}, PLAIN, "chats with an empty"),
-        ([*QUESTIONS[:3], {"from": "gpt", "value": None}], {}, PLAIN, "chats with an empty turn of the assistant"),
-        ([{"role": "user", "content": [IMAGE]}, QUESTIONS[1]], {}, PLAIN, "chats with parts of type image_url"),
-        (QUESTIONS, {"images": ["lamp.png"]}, PLAIN, "chats with images"),
-        (
-            [*QUESTIONS[:3], {"role": "Assistant", "content": "4"}],
-            {},
-            PLAIN,
-            "chats with turns of the Assistant, which",
-        ),
-        (CALLING, {"tools": [{**TOOL, "name": "<|im_end|>"}]}, KNOWS_TOOLS, "chats with special tokens"),
-        ([QUESTIONS[0], {"role": "user", "content": "<|unnamed|>"}], {}, PLAIN, "chats with special tokens"),
+        (CALLING, {}, PLAIN, "tool_calls, unknown"),
+        (QUESTIONS, {"tools": [TOOL]}, PLAIN, "tools, unknown"),
+        ([CALLING[0], *CALLING[2:]], {}, TWO_ROLES, "turns of the tool, unknown"),
+        ([*QUESTIONS[:3], THINKS], {}, PLAIN, "reasoning_content, unknown"),
+        ([*QUESTIONS[:3], THINKS_INLINE], {}, DROPS_THOUGHTS, "<think> in an answer, unknown"),
+        ([THINKS_INLINE, *QUESTIONS[2:]], {}, DROPS_THOUGHTS, "<think> in an answer, unknown"),
+        ([THINKS_INLINE, ABOUT_THOUGHTS], {}, DROPS_THOUGHTS, "<think> in an answer, unknown"),
+        ([QUESTIONS[0], OLD_CALL], {}, PLAIN, "function_call, unknown"),
+        (CALLING, {}, KNOWS_TOOLS.replace(" | tojson", ""), "Python text"),
+        ([*QUESTIONS[:3], {"role": "assistant", "content": None}], {}, PLAIN, "empty turn"),
+        ([*QUESTIONS[:3], {"role": "assistant", "content": " "}], {}, PLAIN, "empty turn"),
+        ([*QUESTIONS[:3], {"role": "assistant", "content": "", "tool_calls": []}], {}, PLAIN, "empty turn"),
+        ([*QUESTIONS[:3], {"from": "gpt", "value": None}], {}, PLAIN, "empty turn"),
+        ([{"role": "user", "content": [IMAGE]}, QUESTIONS[1]], {}, PLAIN, "image_url"),
+        (QUESTIONS, {"images": ["lamp.png"]}, PLAIN, "images"),
+        ([*QUESTIONS[:3], {"role": "Assistant", "content": "4"}], {}, PLAIN, "Assistant"),
+        (CALLING, {"tools": [{**TOOL, "name": "<|im_end|>"}]}, KNOWS_TOOLS, "special tokens"),
+        ([QUESTIONS[0], {"role": "user", "content": "<|unnamed|>"}], {}, PLAIN, "special tokens"),
         # The template has the word for another purpose.
-        ([QUESTIONS[0], {**QUESTIONS[1], "thinking": "2 + 2"}], {}, OPTION + PLAIN, "chats with thinking, unknown"),
-        ([QUESTIONS[0], {**QUESTIONS[1], "reasoning": "2 + 2"}], {}, PLAIN, "chats with reasoning, unknown"),
-        ([QUESTIONS[0], {**QUESTIONS[1], "train": False}], {}, PLAIN, "chats without a turn of the assistant to learn"),
+        ([QUESTIONS[0], {**QUESTIONS[1], "thinking": "2 + 2"}], {}, OPTION + PLAIN, "thinking, unknown"),
+        ([QUESTIONS[0], {**QUESTIONS[1], "reasoning": "2 + 2"}], {}, PLAIN, "reasoning, unknown"),
+        ([QUESTIONS[0], {**QUESTIONS[1], "train": False}], {}, PLAIN, "without a turn of the assistant"),
     ],
 )
 def test_what_the_template_would_lose_is_left_out_with_the_reason(
     messages: list[Any], row: dict[str, Any], template: str, reason: str
 ) -> None:
-    assert re.match(reason, learned(messages, row, template)[0])
+    assert reason in left_out(messages, row, template)
 
 
 def test_parts_of_text_are_joined(tmp_path: Path) -> None:
@@ -494,7 +500,7 @@ def test_a_turn_that_is_marked_is_not_learned(mark: dict[str, Any]) -> None:
     tokenizer = make_tokenizer(None)
     tokenizer.chat_template = KNOWS_TOOLS
     under_all = encoded(ChatTemplate(tokenizer, train_on_all=True), [{**QUESTIONS[1], **mark}], 100, {})
-    assert under_all == "chats with turns that are not to be learned, under loss: all"
+    assert "loss: all" in under_all
 
 
 @pytest.mark.parametrize(
@@ -513,7 +519,7 @@ def test_sharegpt_turns_become_messages() -> None:
     # As Arrow gives messages, if some of them are of ShareGPT.
     [message] = messages_of("x:1", [{"from": None, "value": None, "role": "user", "content": "a"}])
     assert (message["role"], message["content"]) == ("user", "a")
-    with pytest.raises(DataError, match=r"^x:1: holds a message without role and content; write \{role"):
+    with refused(DataError, "x:1: ", "role", "content"):
         messages_of("x:1", [{"text": "a"}])
 
 
@@ -614,25 +620,23 @@ def test_a_chat_model_tuned_without_chats_gets_a_warning(tmp_path: Path, tokeniz
     data = data_of(str(tmp_path / "book.txt"))
     assert NO_CHATS_WARNING in training_data(data, training, tokenizer, 64, 128).messages
     assert NO_CHATS_WARNING not in training_data(data, training, make_tokenizer(None), 64, 128).messages
-    with pytest.raises(DataError, match=r"^data.source: the tokenizer of the model has no chat template"):
+    with refused(DataError, "data.source: ", "chat template"):
         training_data(data_of(write_chats(tmp_path / "x.jsonl", [])), training, make_tokenizer(None), 64, 128)
 
 
 @pytest.mark.parametrize(
-    ("row", "column", "message"),
+    ("row", "column", "names"),
     [
-        (
-            {"chat": QUESTIONS},
-            "chat",
-            "has no text in column chat; name the column of texts, or of chats \\(messages or conversations\\)",
-        ),
-        ({"messages": "Hello"}, "messages", "has no list of messages in column messages"),
-        ({"text": "Hello"}, "messages", "in column messages; .* its columns: text"),
+        ({"chat": QUESTIONS}, "chat", ["no text", "column chat", "messages or conversations", "columns: chat"]),
+        ({"messages": "Hello"}, "messages", ["no list of messages", "column messages"]),
+        ({"text": "Hello"}, "messages", ["column messages", "columns: text"]),
     ],
 )
 def test_a_wrong_column_is_refused_with_a_suggestion(
-    tmp_path: Path, row: dict[str, Any], column: str, message: str
+    tmp_path: Path, row: dict[str, Any], column: str, names: list[str]
 ) -> None:
-    (tmp_path / "rows.jsonl").write_text(json.dumps(row) + "\n")
-    [problem] = data_problems(data_of({"name": str(tmp_path / "rows.jsonl"), "column": column}))
-    assert re.search(message, problem)
+    file = tmp_path / "rows.jsonl"
+    file.write_text(json.dumps(row) + "\n")
+    [problem] = data_problems(data_of({"name": str(file), "column": column}))
+    assert problem.startswith(f"data.source: {file}:1: ")
+    assert all(name in problem for name in names)

@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 from tokenizers.processors import TemplateProcessing
 from transformers import PreTrainedTokenizerFast
 
+from conftest import refused
 from pi_lora.data import tokens
 from pi_lora.data.batches import training_data
 from pi_lora.data.examples import Prompter
@@ -43,13 +44,19 @@ def test_pieces_join_to_the_text_and_end_with_a_line(text: str) -> None:
     assert all(piece.endswith("\n") for piece in found[:-1] if "\n" in piece)
 
 
+@pytest.fixture
+def small_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A long text is one of more than 2,000 characters."""
+    monkeypatch.setattr(tokens, "PIECE", 1000)
+
+
 def test_a_long_text_is_tokenized_in_pieces(tokenizer: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     """With the frame of a whole text, its characters, and other tokens only where it was cut."""
     text = "".join(
-        document.text for document, _ in zip(find_table(Source(name=STDLIB)).documents(), range(8), strict=False)
+        document.text for document, _ in zip(find_table(Source(name=STDLIB)).documents(), range(5), strict=False)
     )
     [whole] = tokenized(tokenizer, [text])
-    monkeypatch.setattr(tokens, "PIECE", 10_000)
+    monkeypatch.setattr(tokens, "PIECE", 1000)
     cuts = len(list(pieces(text)))
     short, long = tokenized(tokenizer, ["short", text])
     assert list(short) == tokenizer("short")["input_ids"]
@@ -109,7 +116,7 @@ def test_a_saved_tokenizer_parses_special_tokens_for_other_loaders(tokenizer: An
 def test_a_template_with_special_tokens_is_refused_with_the_alternative() -> None:
     tokenizer = load_tokenizer(BUILTIN_FOLDER / "tiny", 1024)
     data = Data.model_validate({"source": "x.jsonl", "template": "<s>Q: {q}</s>A:", "completion": "a"})
-    with pytest.raises(DataError, match=r"data.template: <s> is a special token.*set data.special_tokens: true"):
+    with refused(DataError, "data.template: <s>", "data.special_tokens: true"):
         Prompter(data, tokenizer, 1024)
     row = {"q": "</s>", "a": "x </s> y"}
     for keys, ends in (({"special_tokens": True}, 2), ({"template": "Q: {q} A:"}, 0)):
@@ -118,10 +125,11 @@ def test_a_template_with_special_tokens_is_refused_with_the_alternative() -> Non
     assert prompter.completions([row])[0].count(1) == 1  # EOS at the end
 
 
+@pytest.mark.usefixtures("small_pieces")
 def test_a_text_with_bos_and_eos_gets_no_second_ones(tokenizer: Any) -> None:
     """Texts in the format of a chat model begin with BOS, and the tokenizer adds one."""
     begin, end = tokenizer.bos_token_id, tokenizer.eos_token_id
-    texts = ["<s>The lamp burns.", "<s>" + "The lamp burns low.\n" * 60_000]
+    texts = ["<s>The lamp burns.", "<s>" + "The lamp burns low.\n" * 200]
     short, long = tokenized(tokenizer, texts, special_tokens=True)
     assert short[0] == long[0] == begin
     assert short.count(begin) == long.count(begin) == 1
@@ -135,7 +143,8 @@ def test_a_text_with_bos_and_eos_gets_no_second_ones(tokenizer: Any) -> None:
     assert prompter.completions([row])[0].count(end) == 1
 
 
-@pytest.mark.parametrize("text", ["The lamp burns.", "The lamp burns low.\n" * 60_000], ids=["short", "long"])
+@pytest.mark.parametrize("text", ["The lamp burns.", "The lamp burns low.\n" * 200], ids=["short", "long"])
+@pytest.mark.usefixtures("small_pieces")
 def test_a_text_with_the_two_tokens_that_a_tokenizer_adds_gets_them_once(text: str) -> None:
     """As that of GLM-4 adds [gMASK] and <sop>, which chats in text begin with."""
     tokenizer = load_tokenizer(BUILTIN_FOLDER / "tiny", 1024)
