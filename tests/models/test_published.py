@@ -1,0 +1,128 @@
+"""Published models in their own numbers: the window that pi-lora reads, every scaling that extends them as transformers
+computes it, the makers' own extension, and refusals that name a way.
+"""
+
+import json
+from functools import cache
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Any
+
+import pytest
+import yaml
+
+from conftest import refused
+from pi_lora.errors import PiLoraError
+from pi_lora.models.resolve import resolve_model
+from pi_lora.models.source import ModelSource
+from pi_lora.planning.gpus import find_gpu
+from pi_lora.planning.training_plan import plan_training
+from pi_lora.recipe.schema import Recipe
+from pi_lora.scaling.config import full_attention_rope, rotary_frequencies_of
+from pi_lora.scaling.extension import Extension
+from pi_lora.scaling.verify import rotary_frequencies
+
+FILE = Path(__file__).with_name("published.yaml")
+Row = dict[str, Any]
+ROWS: dict[str, Row] = {row["model"]: row for row in yaml.safe_load(FILE.read_text(encoding="utf-8"))["models"]}
+EXTENDED = [name for name, row in ROWS.items() if "extends" in row]
+REFUSED = [name for name, row in ROWS.items() if "refused" in row]
+BY_MAKERS = [name for name, row in ROWS.items() if row.get("recommended", {}).get("scaling") == "yarn"]
+LISTS = ("layer_types", "hybrid_layer_pattern", "no_rope_layers", "compress_ratios", "attn_type_list")
+WAYS = {"original", "keep", "other checkpoint", "its own code", None}
+OWN_CODE = {"auto_map": {"AutoConfig": "configuration_own.OwnConfig"}}
+
+
+def few_layers(entries: Row) -> Row:
+    """The entries for a model of two layers, or of one period of layers that differ."""
+    periods = [len(entries[key]) for key in (*LISTS, "hybrid_override_pattern") if key in entries]
+    periods += [
+        value for key in ("full_attention_interval", "sliding_window_pattern") if type(value := entries.get(key)) is int
+    ]
+    layers = max(2, *periods) if periods else 2
+    lists = {key: (entries[key] * layers)[:layers] for key in LISTS if key in entries}
+    return {**entries, **lists, "num_hidden_layers": layers}
+
+
+def write(row: Row, folder: Path) -> None:
+    """The files of a model without weights, whose numbers are those that were published, but for fewer layers."""
+    config = few_layers(row["entries"])
+    if "text_config" in config:
+        config = {**row["entries"], "text_config": few_layers(config["text_config"])}
+    if row.get("code"):
+        config |= OWN_CODE
+    (folder / "config.json").write_text(json.dumps(config))
+    if "tokenizer" in row:
+        (folder / "tokenizer_config.json").write_text(json.dumps(row["tokenizer"]))
+
+
+@cache
+def published(name: str) -> ModelSource:
+    """A model as `resolve_model` reads it, which needs no files afterwards."""
+    with TemporaryDirectory() as folder:
+        write(ROWS[name], Path(folder))
+        return resolve_model(folder)
+
+
+def test_every_row_says_where_and_when_it_was_seen() -> None:
+    assert len(ROWS) >= 50
+    for name, row in ROWS.items():
+        assert row["seen"], name
+        assert row["date"].year >= 2026, name
+        assert ("extends" in row) != ("refused" in row), name
+        assert row.get("refused", {"way": None})["way"] in WAYS, name
+        assert all(claim["said"] for key in ("trained", "recommended") if (claim := row.get(key))), name
+
+
+@pytest.mark.parametrize("name", [name for name in ROWS if "window" in ROWS[name]])
+def test_the_window_and_the_frequencies_are_read(name: str) -> None:
+    row, source = ROWS[name], published(name)
+    read = {"window": source.window, "original": source.original}
+    expected = {key: row[key] for key in ("window", "original") if key in row} | row.get("reads", {})
+    assert {key: read[key] for key in expected} == expected
+    assert all(row[key] != wrong for key, wrong in row.get("reads", {}).items()), "mended: `reads` can go"
+    if full_attention_rope(source.config)["rope_type"] == "default" and "extends" in row:
+        built = rotary_frequencies(source.base.meta_model)
+        [of_full] = [each for name, each in built.items() if "original" not in name and "sliding" not in name]
+        assert of_full.tolist() == pytest.approx(rotary_frequencies_of(source.config), rel=1e-5)
+
+
+@pytest.mark.parametrize("name", EXTENDED)
+def test_every_scaling_extends_it(name: str) -> None:
+    source = published(name)
+    target = 2 * source.window
+    verified = []
+    for method in ("pi", "yarn", "theta", "llama3"):
+        try:
+            extended = source.extended(Extension(target, scaling=method))
+        except PiLoraError:
+            continue
+        assert extended.window == target
+        verified.append(method)
+    assert verified == ROWS[name]["extends"]
+    tree = {"model": {"name": name}, "context": {"target": target}, "data": {"source": "text"}, "scaling": verified[0]}
+    plan = plan_training(Recipe.model_validate(tree), extended, find_gpu("H200"))
+    assert plan.flops.forward > 0
+
+
+@pytest.mark.parametrize("name", BY_MAKERS)
+def test_the_extension_of_the_makers_is_that_from_the_trained_window(name: str) -> None:
+    row, source = ROWS[name], published(name)
+    makers = row["recommended"]
+    trained = row.get("trained", {"tokens": row["window"]})["tokens"]
+    target = round(makers["factor"] * trained)
+    # Some declare a round number of tokens.
+    assert makers["window"] == pytest.approx(target, rel=0.05)
+    rope = full_attention_rope(source.extended(Extension(target, trained, "yarn")).config)
+    assert rope["factor"] == makers["factor"]
+    assert rope["original_max_position_embeddings"] == trained
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_a_refusal_names_what_it_is_about(name: str, tmp_path: Path) -> None:
+    row = ROWS[name]
+    line = row["refused"]
+    write(row, tmp_path)
+    with refused(PiLoraError, line["where"] or str(tmp_path), *line["names"]):
+        source = resolve_model(str(tmp_path))
+        source.extended(Extension(2 * source.window))
