@@ -5,6 +5,7 @@ import os
 import shutil
 import sys
 from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 from errno import ENOSPC
 from pathlib import Path
 from typing import Any
@@ -15,12 +16,11 @@ from safetensors.torch import load_file
 from torch import equal
 from transformers.integrations import TensorBoardCallback
 
-from conftest import small_recipe, train
+from conftest import refused, small_recipe, train
 from pi_lora.errors import ModelError, RunExistsError
 from pi_lora.recipe.schema import Recipe
 from pi_lora.run import Run
 from pi_lora.staging import check_finished, staging_path
-from pi_lora.training.callbacks import TrainingLog
 
 STEPS = 2
 
@@ -30,50 +30,53 @@ def never(number: int) -> bool:
 
 
 class Disk:
-    """Fails writes below a folder: `writes` counts them since it was watched, and `is_full` says of which."""
+    """Fails writes below a folder: `written` has those since it was watched, and `is_full` says which fail."""
 
     def __init__(self) -> None:
         self.folder = "\0"
-        self.writes = 0
+        self.written = list[str]()
         self.is_full = never
         sys.addaudithook(self.audit)
 
+    @contextlib.contextmanager
+    def watched(self, folder: Path, is_full: Callable[[int], bool] = never) -> Iterator[None]:
+        self.watch(folder, is_full)
+        try:
+            yield
+        finally:
+            self.folder = "\0"
+
     def watch(self, folder: Path, is_full: Callable[[int], bool] = never) -> None:
-        self.folder, self.writes, self.is_full = str(folder), 0, is_full
+        self.folder, self.written, self.is_full = str(folder), [], is_full
 
     def audit(self, event: str, arguments: tuple[Any, ...]) -> None:
         if event not in ("open", "os.mkdir") or not str(arguments[0]).startswith(self.folder):
             return
         if event == "open" and not arguments[2] & (os.O_WRONLY | os.O_RDWR | os.O_CREAT):
             return
-        self.writes += 1
-        if self.is_full(self.writes):
+        self.written.append(str(arguments[0]))
+        if self.is_full(len(self.written)):
             raise OSError(ENOSPC, os.strerror(ENOSPC), str(arguments[0]))
 
 
 @pytest.fixture(scope="module")
-def only_disk() -> Disk:
-    """Audit hooks stay until the process ends."""
-    return Disk()
-
-
-@pytest.fixture
-def disk(only_disk: Disk, monkeypatch: pytest.MonkeyPatch) -> Iterator[Disk]:
+def disk() -> Iterator[Disk]:
     """It fails the writes of weights as well, which safetensors does outside of Python."""
     import safetensors.torch
 
+    disk = Disk()  # audit hooks stay until the process ends
     serialize = safetensors.torch.serialize_file
 
     def watched(tensors: Any, file: Any, **options: Any) -> None:
         try:
-            only_disk.audit("open", (file, "w", os.O_WRONLY))
+            disk.audit("open", (file, "w", os.O_WRONLY))
         except OSError as error:
             raise SafetensorError(f"Error while serializing: I/O error: {error.strerror} (os error 28)") from None
         serialize(tensors, file, **options)
 
-    monkeypatch.setattr(safetensors.torch, "serialize_file", watched)
-    yield only_disk
-    only_disk.folder = "\0"
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(safetensors.torch, "serialize_file", watched)
+        yield disk
 
 
 def recipe_for(model: Path, method: str) -> Recipe:
@@ -99,85 +102,88 @@ def check_same(run: Path, undisturbed: dict[str, Any]) -> None:
     assert Run(run).metadata.model_dump()["step"] == STEPS
 
 
-@pytest.fixture(params=["lora", "full"])
-def recipe(request: pytest.FixtureRequest, small_model: Path) -> Recipe:
-    return recipe_for(small_model, request.param)
+@dataclass
+class Trained:
+    """A recipe, what its training makes, and the number of writes after the last step until the weights are kept."""
+
+    recipe: Recipe
+    content: dict[str, Any]
+    writes: int
 
 
-@pytest.fixture
-def undisturbed(recipe: Recipe, tmp_path: Path, disk: Disk, monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
-    """What the training makes, with the number of `writes` until its weights are kept."""
-    save_last = Run.save_last
+@pytest.fixture(scope="module", params=["lora", "full"])
+def trained(
+    request: pytest.FixtureRequest, small_model: Path, disk: Disk, tmp_path_factory: pytest.TempPathFactory
+) -> Trained:
+    recipe = recipe_for(small_model, request.param)
+    folder = tmp_path_factory.mktemp("undisturbed")
+    with disk.watched(folder):
+        train(recipe, folder / "run", progress=lambda done, *_: disk.watch(folder) if done == STEPS else None)
+    files = [Path(file) for file in disk.written]
+    [marked] = [file for file in files if file.parent.name == f"checkpoint-{STEPS}" and "complete" in file.name]
+    return Trained(recipe, content(folder / "run"), files.index(marked) + 1)
 
-    def counted(self: Run, *arguments: Any) -> None:
-        save_last(self, *arguments)
-        writes.append(disk.writes)
 
-    writes: list[int] = []
-    output = tmp_path / "undisturbed"
-    with monkeypatch.context() as patch:
-        patch.setattr(Run, "save_last", counted)
-        train(recipe, output, progress=lambda done, *_: disk.watch(tmp_path) if done == STEPS else None)
-    undisturbed = content(output)
-    shutil.rmtree(output)
-    [disk.writes] = writes
-    return undisturbed
+def no_step(done: int, total: int, note: str = "") -> None:
+    pytest.fail("a step is done again")
 
 
 def test_a_write_of_the_weights_that_fails_is_done_again(
-    recipe: Recipe, undisturbed: dict[str, Any], disk: Disk, tmp_path: Path
+    trained: Trained, disk: Disk, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The line of the last step, the folder, the log, the weights, and what libraries write with them."""
-    number = disk.writes
-    assert number > 3
-    for failing in range(1, number + 1):
+    """The folder, the log, the weights, and what libraries write with them: each fails once, in one training."""
+    save_last = Run.save_last
+    failed = []
 
-        def fill(done: int, total: int, note: str = "", failing: int = failing) -> None:
-            if done == STEPS:
-                disk.watch(tmp_path, lambda write: write == failing)
+    def saved_over_failures(self: Run, *arguments: Any) -> None:
+        for failing in range(1, trained.writes + 1):
+            shutil.rmtree(self.final_checkpoint, ignore_errors=True)
+            with disk.watched(tmp_path, lambda write, failing=failing: write == failing):
+                save_last(self, *arguments)
+            failed.append(disk.written[failing - 1])
+            assert self.is_trained
+            found, expected = load_file(next(self.final_checkpoint.glob("*.safetensors"))), trained.content["tensors"]
+            assert found.keys() == expected.keys()
+            assert all(equal(found[name], tensor) for name, tensor in expected.items())
 
-        run = train(recipe, tmp_path / f"run-{failing}", progress=fill)
-        disk.folder = "\0"
-        check_same(run, undisturbed)
+    monkeypatch.setattr(Run, "save_last", saved_over_failures)
+    check_same(train(trained.recipe, tmp_path / "run"), trained.content)
+    assert len(failed) > 3
 
 
+@pytest.mark.parametrize("every", [1, 5])
 def test_resume_completes_a_trained_run_without_a_step_whatever_write_failed(
-    recipe: Recipe, undisturbed: dict[str, Any], disk: Disk, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    trained: Trained, every: int, disk: Disk, tmp_path: Path
 ) -> None:
-    output, before = tmp_path / "run", disk.writes
+    """Each resumption writes more files than the one before, by `every`, until the disk is full again."""
+    recipe, output, before = trained.recipe, tmp_path / "run", trained.writes
+    resume = f"pi-lora train {output} --resume"
 
     def fill(done: int, total: int, note: str = "") -> None:
         if done == STEPS:
             disk.watch(tmp_path, lambda write: write > before)
 
-    resume = f"make room, then pi-lora train {output} --resume$"
-    with pytest.raises(ModelError, match=rf"run: a disk is full \(.*No space left.*\); {resume}"):
+    with refused(ModelError, f"{output}: ", "No space left", resume), disk.watched(tmp_path):
         train(recipe, output, progress=fill)
-    disk.folder = "\0"
-    with pytest.raises(
-        ModelError, match=f"run: interrupted at step 2 of 2; resume it with pi-lora train {output} --resume"
-    ):
+    with refused(ModelError, f"{output}: ", f"step {STEPS} of {STEPS}", resume):
         check_finished(output)
-    with pytest.raises(RunExistsError, match=f"; resume it with pi-lora train {output} --resume"):
+    with refused(RunExistsError, f"{output}: ", staging_path(output), resume):
         train(recipe, output)
-    monkeypatch.setattr(TrainingLog, "on_step_end", lambda *_, **__: pytest.fail("a step is done again"))
     failures = 0
     while not output.exists():
         assert Run(staging_path(output)).is_trained
-        allowed = failures
-        disk.watch(tmp_path, lambda write, allowed=allowed: write > allowed)
+        allowed = failures * every
         # Of the last writes some are not needed.
-        with contextlib.suppress(OSError, ModelError):
-            train(recipe, output, resume=True)
-        disk.folder = "\0"
+        with contextlib.suppress(OSError, ModelError), disk.watched(tmp_path, lambda write, most=allowed: write > most):
+            train(recipe, output, resume=True, progress=no_step)
         failures += 1
-        if failures % 4 == 0 and not output.exists():
+        if failures % 4 == 2 and not output.exists():
             # A disk that has room after this failure.
             copy = tmp_path / f"copy-{failures}"
             shutil.copytree(staging_path(output), staging_path(copy))
-            train(recipe, copy, resume=True)
-            check_same(copy, undisturbed)
-    assert failures > 8
+            check_same(train(recipe, copy, resume=True, progress=no_step), trained.content)
+    assert failures * every > 8
+    assert not staging_path(output).exists()
 
 
 def test_a_tracker_that_fails_in_the_last_step_loses_nothing(
@@ -192,8 +198,7 @@ def test_a_tracker_that_fails_in_the_last_step_loses_nothing(
     output = tmp_path / "run"
     with monkeypatch.context() as patch:
         patch.setattr(TensorBoardCallback, "on_log", full)
-        with pytest.raises(ModelError, match="No space left"):
+        with refused(ModelError, f"{output}: ", "No space left"):
             train(recipe, output)
     assert Run(staging_path(output)).is_trained
-    monkeypatch.setattr(TrainingLog, "on_step_end", lambda *_, **__: pytest.fail("a step is done again"))
-    assert Run(train(recipe, output, resume=True)).metadata.model_dump()["step"] == STEPS
+    assert Run(train(recipe, output, resume=True, progress=no_step)).metadata.model_dump()["step"] == STEPS
