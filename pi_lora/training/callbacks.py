@@ -60,6 +60,10 @@ class CheckpointMarker(TrainerCallback):
 
     run: Run
 
+    def on_train_begin(self, args: Any, state: TrainerState, control: TrainerControl, **_: Any) -> None:
+        """Save and log as often as the recipe says: transformers (5.23) takes the intervals from the checkpoint."""
+        state.compute_steps(args, state.max_steps)
+
     def on_save(self, args: Any, state: TrainerState, control: TrainerControl, **_: Any) -> None:
         """Mark the newest checkpoint."""
         wait_for_all_processes()
