@@ -10,7 +10,7 @@ import subprocess
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cache, cached_property
 from operator import attrgetter
 from pathlib import Path
 from typing import Any
@@ -338,8 +338,9 @@ def _damage(checkpoint: Path) -> str | None:
     return f"{', '.join(differing)} changed since they were written"
 
 
+@cache
 def _commit() -> str | None:
-    """Return the commit of this source tree if it is a git checkout."""
+    """Return the commit of this source tree, when it is first asked for, if it is a git checkout."""
     source_tree = Path(__file__).parent.parent
     if not (source_tree / ".git").exists() or not shutil.which("git"):
         return None

@@ -32,6 +32,10 @@ KEPT: dict[str, tuple[str, ...]] = {
 }
 # File: patterns of the cases that the first lane leaves out.
 LEFT_OUT: dict[str, tuple[str, ...]] = {
+    # Kept: every fifth write of a resumption fails, of all weights.
+    "faults/test_full_disk.py": ("*whatever_write_failed*-1?", "*whatever_write_failed?lora*"),
+    # Kept: what a launch asks for and answers. Two processes of their own take 30 seconds.
+    "test_distributed.py": ("test_two_processes_train_like_one",),
     # Kept: the last 95 % of a prompt, and both ends of it; an untrained model that is served whole.
     "serving/test_serving_check.py": (
         "test_a_server_in_bfloat16_is_right",
