@@ -38,7 +38,6 @@ from pi_lora.scaling.config import (
     Method,
     constant_longrope,
     full_attention_rope,
-    language_config,
     local_window,
     read_rope,
 )
@@ -228,17 +227,36 @@ def fit_sections(config: Any) -> None:
     rope["mrope_section"] = [half - 2 * (half // 3), half // 3, half // 3]
 
 
-def stretched(config: PreTrainedConfig, method: Method = "pi") -> tuple[ModelSource, dict[str, Any]]:
-    """What pi-lora makes of a folder that holds this `config.json`: the base, and its config times `SCALE`.
+def resolved(config: PreTrainedConfig) -> ModelSource:
+    """What pi-lora makes of a folder that holds this `config.json`.
 
     Raises:
         ScalingError: it refuses.
     """
     with tempfile.TemporaryDirectory() as folder:
         config.save_pretrained(folder)
-        base = resolve_model(folder)
-        own_window = base.window
-        return base, dict(base.extended(Extension(SCALE * own_window, scaling=method)).config)
+        return resolve_model(folder)
+
+
+@cache
+def base_of(model_type: str) -> ModelSource:
+    """An architecture, small if its default config is valid and has a rope."""
+    return resolved(small_config(model_type) if has_rope(model_type) else CONFIG_MAPPING[model_type]())
+
+
+def times_scale(base: ModelSource, method: Method = "pi") -> dict[str, Any]:
+    """The config of a base for `SCALE` times its window.
+
+    Raises:
+        ScalingError: pi-lora refuses.
+    """
+    return dict(base.extended(Extension(SCALE * base.window, scaling=method)).config)
+
+
+def stretched(config: PreTrainedConfig) -> tuple[ModelSource, dict[str, Any]]:
+    """The base of a config, and its config for `SCALE` times its window."""
+    base = resolved(config)
+    return base, times_scale(base)
 
 
 def small_model(kind: Any, config: Mapping[str, Any]) -> PreTrainedModel:
@@ -320,10 +338,8 @@ def examine(model_type: str) -> Verdict:
     """
     if model_type in NOT_SMALL:
         return Verdict(model_type, "not tried", NOT_SMALL[model_type])
-    if not has_rope(model_type):
-        return examined(model_type, CONFIG_MAPPING[model_type](), rope_layout, ("pi",))
-    config = small_config(model_type)
-    return examined(model_type, config, rope_layout)
+    methods: tuple[Method, ...] | None = None if has_rope(model_type) else ("pi",)
+    return examined(model_type, lambda: base_of(model_type), rope_layout, methods)
 
 
 @cache
@@ -331,7 +347,7 @@ def examine_composite(name: str) -> Verdict:
     """The same for the language model of a composite, which is also compared with the whole."""
     model_type, _, language_type = name.partition(" around ")
     config = small_composite(model_type, lambda default: small_config(language_type or default))
-    verdict = examined(name, config, lambda _: f"`{config.get_text_config().model_type}`")
+    verdict = examined(name, lambda: resolved(config), lambda _: f"`{config.get_text_config().model_type}`")
     if verdict.outcome == "verified":
         assert_is_the_language_model(config)
     return verdict
@@ -356,15 +372,12 @@ def assert_is_the_language_model(config: PreTrainedConfig) -> None:
         assert same([logits[:, -2:], logits[:, kept]], of_kept)
 
 
-def first_extension(
-    config: PreTrainedConfig, methods: tuple[Method, ...] | None
-) -> tuple[Method, ModelSource, dict[str, Any]]:
-    """The first scaling that a model can be built with, the base, and the extended config."""
-    suitable = methods or methods_for(language_config(config.to_dict()))
+def first_extension(base: ModelSource, suitable: tuple[Method, ...]) -> tuple[Method, dict[str, Any]]:
+    """The first scaling that a model can be built with, and the extended config."""
     extending: list[Method] = [method for method in suitable if method not in FOR_COMPARISON] or ["pi"]
     for method in extending:
         try:
-            return method, *stretched(config, method)
+            return method, times_scale(base, method)
         except ScalingError as refusal:
             if "cannot be built with this scaling" not in str(refusal) or method == extending[-1]:
                 raise
@@ -373,20 +386,22 @@ def first_extension(
 
 def examined(
     model_type: str,
-    config: PreTrainedConfig,
+    find: Callable[[], ModelSource],
     note: Callable[[str], str],
     methods: tuple[Method, ...] | None = None,
 ) -> Verdict:
-    """What pi-lora makes of a small config, with the `note` of what is verified."""
+    """What pi-lora makes of a base, with the `note` of what is verified."""
     try:
-        method, base, extended = first_extension(config, methods)
+        base = find()
+        suitable = methods or methods_for(base.config)
+        method, extended = first_extension(base, suitable)
     except ScalingError as refusal:
         return Verdict(model_type, "refused", re.sub(r"^model of type \S+: ", "", str(refusal)))
     rope = full_attention_rope(extended)
     # Not a longrope from a search: it divides each frequency by another number.
     if method == "pi" and (rope["rope_type"] != "longrope" or constant_longrope(rope) is not None):
         verify(base, extended)
-    rejects_first = method != (methods or methods_for(language_config(config.to_dict())))[0]
+    rejects_first = method != suitable[0]
     return Verdict(model_type, "verified", note(model_type) + f", under `{method}`" * rejects_first)
 
 

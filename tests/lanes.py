@@ -12,8 +12,34 @@ from fnmatch import fnmatchcase
 
 import pytest
 
+
+def cases(test: str, names: str) -> tuple[str, ...]:
+    """Patterns of the cases of a test, from their names between brackets."""
+    return tuple(f"{test}?{name}]" for name in names.split())
+
+
 # File: patterns of the cases that the first lane keeps, by what they cover.
 KEPT: dict[str, tuple[str, ...]] = {
+    # What is promised; sinks, experts, latent attention, shared keys, state space, linear attention, a scaling that the
+    # first choice is not, rotary local layers alone, no rope. Composites with MRoPE, and one that cannot read text.
+    "models/test_architectures.py": (
+        "test_a_config*",
+        "test_mixed*",
+        "test_promised*",
+        "test_the_page*",
+        *cases("test_position*", "llama mistral qwen2 qwen3 gemma2 gemma3_text phi3 olmo2 granite gpt_neox stablelm"),
+        *cases("test_position*", "cohere smollm3 gpt_oss qwen3_moe deepseek_v3 gemma4_text falcon_h1 qwen3_5_text"),
+        *cases("test_position*", "phimoe cohere2 gpt2"),
+        *cases("test_the_language*", "gemma3 mistral3 llava qwen3_vl qwen3_5 qwen2_audio"),
+    ),
+    # Plain; windows in all layers and in some, soft caps, sinks, shared keys, latent attention, experts, state space,
+    # MRoPE, chunks; a kernel of the model's own, and no choice of it.
+    "models/test_attention_types.py": (
+        *cases("test_logits*", "llama mistral gemma2 gemma3_text gpt_oss gemma4_text deepseek_v3 qwen3_moe falcon_h1"),
+        *cases("test_logits*", "qwen2_5_vl llama4"),
+        "test_models_that_make_masks*?doge]",
+        "test_models_without_a_choice*?falcon]",
+    ),
     # One model of each kind: plain, trained on less than it declares, llama3, linear with a tokenizer that says L',
     # yarn in a composite, a rope for each layer type, longrope, a window beside the declared one, and refused ones.
     "models/test_published.py": (
@@ -29,49 +55,20 @@ KEPT: dict[str, tuple[str, ...]] = {
         "*?internlm/*",
         "*?mistralai/Mistral-7B-v0.1]",
     ),
-    # NF4, some recomputation, sliding windows where every weight trains, experts, the gated delta rule, a CPU.
-    "planning/test_plan_simulated.py": (
-        "test_planned_steps_are*?llama-qlora-{}?",
-        "test_planned_steps_are*?llama-lora-{'activation_checkpointing'*",
-        "test_planned_steps_are*?mistral*",
-        "test_planned_steps_are*?mixtral*",
-        "test_planned_steps_without*?qwen3_5*",
-        "test_planned_steps_on_a_cpu*?False-llama-float32?",
-    ),
 }
 # File: patterns of the cases that the first lane leaves out.
 LEFT_OUT: dict[str, tuple[str, ...]] = {
     # Kept: every fifth write of a resumption fails, of all weights.
     "faults/test_full_disk.py": ("*whatever_write_failed*-1?", "*whatever_write_failed?lora*"),
-    # Kept: a model for which some cards are too small, and a small one.
-    "planning/test_new_recipe.py": (
-        "test_a_plan_fits_the_card_or_is_refused?[Hm]*",
-        "test_a_plan_fits_the_card_or_is_refused?huggyllama/llama-[17]*",
-        "test_a_plan_fits_the_card_or_is_refused?Qwen/Qwen3-8B*",
+    # Kept: windows in some layers, soft caps, sinks; padded and not.
+    "models/test_attention.py": (
+        "test_time_and_memory*?mistral]",
+        *cases("test_generation*", "llama-* mistral-True gemma2-True gpt_oss-False"),
     ),
-    # Kept: dense models, experts, sliding windows, linear attention, the built-in one.
-    "planning/test_plan.py": (
-        "test_shipped_shapes_equal_counted_ones?[am]*",
-        "test_shipped_shapes_equal_counted_ones?*-Base?",
-        "test_shipped_shapes_equal_counted_ones?huggyllama--llama-[136]*",
-    ),
-    # Kept: every arithmetic of a LLaMA, LoRA in bfloat16 on each kind of layer, one length of everything else.
-    "planning/test_plan_memory.py": (
-        "test_adapted_experts_take_the_planned_memory?qwen3_moe?",
-        "test_trained_parameters_equal_pefts?[qns]*",
-        "test_trained_parameters_equal_pefts?phi3*",
-        "test_trained_parameters_equal_pefts?g[el]*",
-        "test_a_layer_keeps_the_planned_activations?full-*-[GQ]*",
-        "test_a_layer_keeps_the_planned_activations?lora-[acf]*-[GQ]*",
-        "test_a_layer_keeps_the_planned_activations?lora on attention-*-[GQ]*",
-        "test_a_sliding_layer_keeps_the_planned_masks_and_copies?G*",
-        "test_a_sliding_layer_keeps_the_planned_blocks_of_a_gpu?1[25]*",
-        "test_measuring_takes_the_planned_activations*-Gemma3*",
-        "test_measuring_takes_the_planned_activations*-Qwen3Config*",
-        "test_measuring_takes_the_planned_activations*-torch.float32?",
-        "test_planned_memory_of_chunked_mlps_is_an_upper_bound?lora-[acf]*",
-        "test_planned_memory_of_chunked_mlps_is_an_upper_bound?lora on*",
-        "test_planned_memory_of_chunked_mlps_is_an_upper_bound?full*",
+    # Kept: Gemma 3 (local and global layers) and Qwen 3.5 (linear attention, MRoPE, heads of several tokens).
+    "models/test_composite.py": (
+        "test_interrupted*",
+        *cases("test_*", "mistral3 qwen3_vl"),
     ),
     # Kept: the last 95 % of a prompt, and both ends of it; an untrained model that is served whole.
     "serving/test_serving_check.py": (
