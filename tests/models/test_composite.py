@@ -1,10 +1,12 @@
 """Vision-language checkpoints: the language model is tuned and measured, and the whole checkpoint is written."""
 
+import functools
 import json
 import re
 import shutil
 import signal
 import warnings
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -18,11 +20,12 @@ import pi_lora
 from architectures import small_composite, small_config, small_model
 from pi_lora.errors import Interrupted
 from pi_lora.evaluation.generation import generate_ids
-from pi_lora.models.adapter import without_known_warnings
+from pi_lora.models.adapter import prepare_for_tuning, save_adapter, without_known_warnings
 from pi_lora.models.files import BUILTIN_FOLDER, PROCESSOR_FILES, save_config
-from pi_lora.models.loaded import load_model
+from pi_lora.models.loaded import load_base, load_model
 from pi_lora.models.resolve import resolve_model
 from pi_lora.recipe.evaluation import Sampling
+from pi_lora.recipe.schema import Tuning
 from pi_lora.scaling.config import language_config, whole_config
 from pi_lora.scaling.extension import Extension
 from random_runs import TOKENIZER, stored
@@ -30,15 +33,16 @@ from random_runs import TOKENIZER, stored
 FAMILIES = ["gemma3", "mistral3", "qwen3_vl", "qwen3_5"]
 WINDOW = 64
 STEPS = 3
+# Heads that predict several tokens, which transformers does not load, by the type of the model that has them.
+EXTRA = {"qwen3_5": "mtp.fc.weight", "deepseek_v3": "model.layers.61.eh_proj.weight"}
 
 
-def save_composite(model_type: str, folder: Path, config: Any = None) -> Path:
+def save_composite(model_type: str, folder: Path) -> Path:
     """A small random composite whose language model reads the vocabulary of the built-in tokenizer."""
-    config = config or small_composite(model_type)
+    config: Any = small_composite(model_type)
     config.text_config.vocab_size = 1024
-    config.text_config.sliding_window = (
-        None if model_type == "mistral3" else config.text_config.to_dict().get("sliding_window")
-    )
+    if model_type == "mistral3":
+        config.text_config.sliding_window = None
     torch.manual_seed(0)
     model = AutoModelForImageTextToText.from_config(config)
     with torch.no_grad():
@@ -49,31 +53,67 @@ def save_composite(model_type: str, folder: Path, config: Any = None) -> Path:
         shutil.copyfile(BUILTIN_FOLDER / "tiny" / name, folder / name)
     for name in PROCESSOR_FILES:
         (folder / name).write_text(f'{{"made for": "{name}"}}')
+    add_extra(model_type, folder)
     return folder
 
 
-@pytest.fixture(params=FAMILIES)
-def composite(request: pytest.FixtureRequest, tmp_path: Path) -> Path:
-    return save_composite(request.param, tmp_path / "composite")
+def add_extra(model_type: str, folder: Path) -> None:
+    """Add a tensor of a head that predicts several tokens, where published models have one."""
+    if name := EXTRA.get(model_type):
+        tensors = {**stored(folder), name: torch.randn(4, 4)}
+        save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
 
 
-def tuned(
-    base: Path, output: Path, method: str = "lora", *, target_modules: str = "all-linear", **options: Any
-) -> Path:
-    """The run of a few steps on a composite."""
-    tuning: dict[str, Any] = {"method": method}
-    if method == "lora":
-        tuning |= {"rank": 2, "target_modules": target_modules}
+@pytest.fixture(scope="module")
+def saved(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
+    """A small composite of a type, made once; no test changes it."""
+    return functools.cache(lambda model_type: save_composite(model_type, tmp_path_factory.mktemp("base") / model_type))
+
+
+@pytest.fixture(scope="module", params=FAMILIES)
+def composite(request: pytest.FixtureRequest, saved: Callable[[str], Path]) -> Path:
+    return saved(request.param)
+
+
+@pytest.fixture(scope="module")
+def adapter(composite: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A LoRA run of a composite."""
+    return tuned(composite, tmp_path_factory.mktemp("adapter") / "run")
+
+
+@pytest.fixture(scope="module")
+def full(composite: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A run of all weights of a composite."""
+    return tuned(composite, tmp_path_factory.mktemp("full") / "run", "full")
+
+
+def tuned(base: Path, output: Path, method: str = "lora", **options: Any) -> Path:
+    """The run of a few steps on a model."""
     recipe = {
         "model": {"name": str(base)},
         "context": {"target": 2 * WINDOW},
-        "tuning": tuning,
+        "tuning": {"method": method} | ({"rank": 2} if method == "lora" else {}),
         "data": {"source": {"name": "builtin:stdlib"}},
         "training": {"steps": STEPS, "global_batch_size": 1, "warmup_steps": 1, "learning_rate": 0.01},
     }
     file = output.with_suffix(".yaml")
     file.write_text(json.dumps(recipe))
     return Path(pi_lora.train(file, output=output, **options))
+
+
+def random_adapter(base: Path, folder: Path, **tuning: Any) -> Path:
+    """What a run leaves, with random numbers in the weights that would train."""
+    source = resolve_model(str(base)).extended(Extension(2 * WINDOW))
+    model = prepare_for_tuning(load_base(source, torch.float32), Tuning(rank=2, **tuning), str(base))
+    torch.manual_seed(1)
+    with torch.no_grad():
+        for weight in model.parameters():
+            if weight.requires_grad:
+                weight.add_(torch.randn_like(weight) * 0.05)
+    folder.mkdir()
+    save_adapter(model, folder)
+    save_config(source.config, folder)
+    return folder
 
 
 def text_logits(model: Any) -> torch.Tensor:
@@ -86,7 +126,7 @@ def other_tensors(folder: Path) -> dict[str, torch.Tensor]:
     return {
         name: tensor
         for name, tensor in stored(folder).items()
-        if "visual" in name or "vision" in name or "multi_modal" in name
+        if "visual" in name or "vision" in name or "multi_modal" in name or name in EXTRA.values()
     }
 
 
@@ -140,65 +180,68 @@ def run_card_code(folder: Path, base: Path, monkeypatch: pytest.MonkeyPatch) -> 
 
 
 def test_an_adapter_merges_into_the_whole_checkpoint(
-    composite: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    composite: Path, adapter: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    run = tuned(composite, tmp_path / "run")
-    assert other_tensors(Path(run)) == {}
-    merged = pi_lora.merge(str(run), output=tmp_path / "merged", check="logits")
-    assert_others_as_they_were(Path(merged), composite)
-    for folder in (Path(run), Path(merged)):
+    assert other_tensors(adapter) == {}
+    merged = Path(pi_lora.merge(str(adapter), output=tmp_path / "merged", check="logits"))
+    assert_others_as_they_were(merged, composite)
+    for folder in (adapter, merged):
         assert "image-text-to-text" in run_card_code(folder, composite, monkeypatch)
-    whole = AutoModelForImageTextToText.from_pretrained(Path(merged), dtype=torch.float32)
-    language = load_model(resolve_model(str(run))).module
+    whole = AutoModelForImageTextToText.from_pretrained(merged, dtype=torch.float32)
+    language = load_model(resolve_model(str(adapter))).module
     torch.testing.assert_close(text_logits(whole), text_logits(language), rtol=1e-4, atol=1e-4)
     untuned = load_model(resolve_model(str(composite))).module
     assert (text_logits(whole) - text_logits(untuned)).abs().max() > 0.01
 
 
-def test_peft_finds_the_weights_of_an_adapter_in_the_whole_model(composite: Path, tmp_path: Path) -> None:
-    run = tuned(composite, tmp_path / "run")
-    config = resolve_model(str(run)).typed_config
+def test_peft_finds_the_weights_of_an_adapter_in_the_whole_model(composite: Path, adapter: Path) -> None:
+    config = resolve_model(str(adapter)).typed_config
     whole_class = type(AutoModelForImageTextToText.from_pretrained(composite))
     whole = whole_class.from_pretrained(composite, config=config, dtype=torch.float32)
     with without_known_warnings():
-        adapted = PeftModel.from_pretrained(whole, run)
+        adapted = PeftModel.from_pretrained(whole, adapter)
     towers = [name for name, _ in adapted.named_parameters() if "lora" in name and ("vis" in name or "modal" in name)]
     assert not towers
-    language = load_model(resolve_model(str(run))).module
+    language = load_model(resolve_model(str(adapter))).module
     torch.testing.assert_close(text_logits(adapted), text_logits(language), rtol=1e-4, atol=1e-4)
 
 
-def test_interrupted_full_tuning_goes_on_to_the_same_weights(composite: Path, tmp_path: Path) -> None:
+def test_interrupted_full_tuning_goes_on_to_the_same_weights(composite: Path, full: Path, tmp_path: Path) -> None:
     def interrupt(done: int, total: int, note: str) -> None:
         if (done, total) == (1, STEPS):
             signal.raise_signal(signal.SIGINT)
 
-    whole = tuned(composite, tmp_path / "whole", "full")
-    with pytest.raises(Interrupted, match="a checkpoint is kept"):
+    with pytest.raises(Interrupted):
         tuned(composite, tmp_path / "run", "full", progress=interrupt)
-    resumed = tuned(composite, tmp_path / "run", "full", resume=True)
-    weights = stored(resumed)
-    for name, tensor in stored(whole).items():
+    weights = stored(tuned(composite, tmp_path / "run", "full", resume=True))
+    for name, tensor in stored(full).items():
         assert torch.equal(tensor, weights[name]), name
 
 
-def test_experts_are_merged_as_the_checkpoint_stores_them(tmp_path: Path) -> None:
+def test_full_tuning_writes_the_whole_checkpoint(composite: Path, full: Path) -> None:
+    assert_others_as_they_were(full, composite)
+    whole = AutoModelForImageTextToText.from_pretrained(full, dtype=torch.float32)
+    language = load_model(resolve_model(str(full))).module
+    torch.testing.assert_close(text_logits(whole), text_logits(language), rtol=1e-4, atol=1e-4)
+
+
+def test_experts_are_merged_as_the_checkpoint_stores_them(saved: Callable[[str], Path], tmp_path: Path) -> None:
     """Published ones of Qwen 3 have the inputs of experts in rows."""
-    base = save_composite("qwen3_vl_moe", tmp_path / "base")
+    base = Path(shutil.copytree(saved("qwen3_vl_moe"), tmp_path / "base"))
     weights = {name: weight.mT.contiguous() if "experts" in name else weight for name, weight in stored(base).items()}
     save_file(weights, base / "model.safetensors", {"format": "pt"})
-    merged = Path(pi_lora.merge(tuned(base, tmp_path / "run"), output=tmp_path / "merged", check="logits"))
-    after = stored(merged)
+    run = random_adapter(base, tmp_path / "run")
+    after = stored(Path(pi_lora.merge(run, output=tmp_path / "merged", check="logits")))
     for name, weight in weights.items():
         assert weight.shape == after[name].shape
         assert "experts" not in name or not torch.equal(weight, after[name])
 
 
-def test_experts_whose_projections_are_stacked_apart_are_merged(tmp_path: Path) -> None:
-    base = save_composite("step3p7", tmp_path / "base")
-    merged = Path(pi_lora.merge(tuned(base, tmp_path / "run"), output=tmp_path / "merged", check="logits"))
+def test_experts_whose_projections_are_stacked_apart_are_merged(saved: Callable[[str], Path], tmp_path: Path) -> None:
+    base = saved("step3p7")
+    run = random_adapter(base, tmp_path / "run")
+    after = stored(Path(pi_lora.merge(run, output=tmp_path / "merged", check="logits")))
     before = stored(base)
-    after = stored(merged)
     projections = [name for name in before if ".moe." in name and name.endswith("_proj.weight")]
     assert len(projections) == 3
     for name in projections:
@@ -206,29 +249,32 @@ def test_experts_whose_projections_are_stacked_apart_are_merged(tmp_path: Path) 
         assert not torch.equal(before[name], after[name])
 
 
-def test_full_tuning_writes_the_whole_checkpoint(composite: Path, tmp_path: Path) -> None:
-    run = tuned(composite, tmp_path / "run", "full")
-    assert_others_as_they_were(run, composite)
-    whole = AutoModelForImageTextToText.from_pretrained(run, dtype=torch.float32)
-    language = load_model(resolve_model(str(run))).module
-    torch.testing.assert_close(text_logits(whole), text_logits(language), rtol=1e-4, atol=1e-4)
-
-
 def test_an_extension_writes_the_whole_checkpoint_and_keeps_short_positions(composite: Path, tmp_path: Path) -> None:
     written = Path(pi_lora.extend(str(composite), target=2 * WINDOW, scaling="direct", output=tmp_path / "extended"))
     assert_others_as_they_were(written, composite)
+    assert stored(written).keys() == stored(composite).keys()
     before = AutoModelForImageTextToText.from_pretrained(composite, dtype=torch.float32)
     after = AutoModelForImageTextToText.from_pretrained(written, dtype=torch.float32)
     assert torch.equal(text_logits(before), text_logits(after))
     assert resolve_model(str(written)).window == 2 * WINDOW
 
 
+def test_towers_take_no_memory_and_are_not_counted(composite: Path) -> None:
+    source = resolve_model(str(composite))
+    language = load_model(source).module
+    assert source.shape.parameters == language.num_parameters()
+    whole = AutoModelForImageTextToText.from_pretrained(composite)
+    assert language.num_parameters() < whole.num_parameters()
+
+
 @pytest.mark.parametrize("twice", [False, True])
-def test_entries_of_the_language_model_beside_the_towers_move_into_its_config(twice: bool, tmp_path: Path) -> None:
+def test_entries_of_the_language_model_beside_the_towers_move_into_its_config(
+    twice: bool, saved: Callable[[str], Path], tmp_path: Path
+) -> None:
     """As Qwen2.5-VL was published, and as transformers 4.52 wrote it, twice. Outside, the old window would contradict
     the extended one.
     """
-    base = save_composite("qwen2_5_vl", tmp_path / "composite")
+    base = Path(shutil.copytree(saved("qwen2_5_vl"), tmp_path / "composite"))
     config = json.loads((base / "config.json").read_text())
     text = config.pop("text_config")
     inner = {"text_config": dict(text)} if twice else {}
@@ -246,9 +292,11 @@ def test_entries_of_the_language_model_beside_the_towers_move_into_its_config(tw
     AutoModelForImageTextToText.from_pretrained(tmp_path / "longer")
 
 
-def test_an_adapter_of_the_language_model_alone_is_loaded_and_merged(tmp_path: Path) -> None:
+def test_an_adapter_of_the_language_model_alone_is_loaded_and_merged(
+    saved: Callable[[str], Path], tmp_path: Path
+) -> None:
     """As made with a text class, which leaves the names of the composite out."""
-    base = save_composite("mistral3", tmp_path / "base")
+    base = saved("mistral3")
     source = resolve_model(str(base)).extended(Extension(2 * WINDOW))
     alone = AutoModelForCausalLM.from_config(source.typed_config.get_text_config())
     with without_known_warnings():
@@ -268,51 +316,35 @@ def test_an_adapter_of_the_language_model_alone_is_loaded_and_merged(tmp_path: P
     assert (adapted_logits - text_logits(load_model(source).module)).abs().max() > 0.001
 
 
-def test_towers_take_no_memory_and_are_not_counted(tmp_path: Path) -> None:
-    base = save_composite("gemma3", tmp_path / "base")
-    source = resolve_model(str(base))
-    language = load_model(source).module
-    assert source.shape.parameters == language.num_parameters()
-    whole = AutoModelForImageTextToText.from_pretrained(base)
-    assert language.num_parameters() < whole.num_parameters()
-
-
-EXTRA = {"qwen3_5": "mtp.fc.weight", "deepseek_v3": "model.layers.61.eh_proj.weight"}
-
-
-@pytest.mark.parametrize("model_type", EXTRA)
-def test_heads_that_predict_several_tokens_are_kept(model_type: str, tmp_path: Path) -> None:
-    """transformers loads none of them, and engines do. Experts, which are stored one by one, are trained."""
+def test_heads_that_predict_several_tokens_are_kept(tmp_path: Path) -> None:
+    """transformers loads none of them, and engines do. Experts, which are stored one by one, are trained. Composites
+    above.
+    """
     base = tmp_path / "base"
-    if model_type == "qwen3_5":
-        save_composite(model_type, base)
-    else:
-        config = small_config(model_type)
-        config.update({"vocab_size": 1024})
-        small_model(type(config), config.to_dict()).save_pretrained(base)
-        for name in TOKENIZER:
-            shutil.copyfile(BUILTIN_FOLDER / "tiny" / name, base / name)
-    name = EXTRA[model_type]
-    tensors = {**stored(base), name: torch.randn(4, 4)}
-    save_file(tensors, base / "model.safetensors", metadata={"format": "pt"})
+    config = small_config("deepseek_v3")
+    config.update({"vocab_size": 1024})
+    small_model(type(config), config.to_dict()).save_pretrained(base)
+    for name in TOKENIZER:
+        shutil.copyfile(BUILTIN_FOLDER / "tiny" / name, base / name)
+    add_extra("deepseek_v3", base)
+    before = stored(base)
     full = tuned(base, tmp_path / "full", "full")
     extended = pi_lora.extend(str(base), target=2 * WINDOW, scaling="pi", output=tmp_path / "extended")
-    run = tuned(base, tmp_path / "run", target_modules="attention")
+    run = random_adapter(base, tmp_path / "run", target_modules="attention")
     merged = pi_lora.merge(str(run), output=tmp_path / "merged")
-    before = stored(base)
     experts = [name for name in before if ".experts." in name]
     assert all(not torch.equal(before[name], stored(full)[name]) for name in experts)
     for folder in (full, extended, merged):
         written = stored(Path(folder))
-        assert torch.equal(written[name], tensors[name])
-        assert written.keys() == tensors.keys()
+        assert torch.equal(written[EXTRA["deepseek_v3"]], before[EXTRA["deepseek_v3"]])
+        assert written.keys() == before.keys()
 
 
 @torch.no_grad()
 @pytest.mark.parametrize("model_type", ["qwen2_5_vl", "qwen3_vl", "qwen3_5", "glm4v"])
-def test_texts_are_read_with_a_cache_after_a_batch_was_generated(model_type: str, tmp_path: Path) -> None:
+def test_texts_are_read_with_a_cache_after_a_batch_was_generated(model_type: str, saved: Callable[[str], Path]) -> None:
     """Such models keep offsets of positions of the last batch that they generated."""
-    loaded = load_model(resolve_model(str(save_composite(model_type, tmp_path / "composite"))))
+    loaded = load_model(resolve_model(str(saved(model_type))))
     sampling = Sampling(temperature=0.0, max_new_tokens=3)
     ids = torch.randint(2, 60, (1, 40), generator=torch.Generator().manual_seed(1))
     [row] = ids.tolist()

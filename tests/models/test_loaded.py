@@ -39,8 +39,8 @@ READERS: dict[str, Callable[[LoadedModel, list[int]], Any]] = {
 def test_dynamic_frequencies_do_not_depend_on_earlier_inputs(read: Callable[[LoadedModel, list[int]], Any]) -> None:
     """transformers keeps the frequencies of the longest input until one shorter than L comes."""
     generator = torch.Generator().manual_seed(0)
-    longer = torch.randint(2, 1024, (900,), generator=generator).tolist()
-    shorter = torch.randint(2, 1024, (500,), generator=generator).tolist()
+    longer = torch.randint(2, 1024, (600,), generator=generator).tolist()
+    shorter = torch.randint(2, 1024, (300,), generator=generator).tolist()
     model = load("builtin:tiny", Extension(1024, scaling="dynamic"))
     before = read(model, shorter)
     read(model, longer)
