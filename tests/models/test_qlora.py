@@ -11,7 +11,7 @@ import torch
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, BitsAndBytesConfig, LlamaConfig
 
-from conftest import small_recipe, train
+from conftest import refused, small_recipe, train
 from pi_lora.api import load
 from pi_lora.errors import ModelError
 from pi_lora.models.adapter import prepare_for_tuning
@@ -121,7 +121,7 @@ def test_a_base_that_bitsandbytes_quantized_is_tuned_and_measured(options: dict[
         del config["quantization_config"]["quant_method"]
         (base / "config.json").write_text(json.dumps(config))
     assert load(str(base)).window == 64
-    with pytest.raises(ModelError, match="has weights quantized by bitsandbytes, which"):
+    with refused(ModelError, str(base), "bitsandbytes", "tuning.method: full"):
         check(small_recipe(base, tuning={"method": "full"}), tmp_path / "run")
     assert load(str(train(small_recipe(base), tmp_path / "run"))).window == 128
 
@@ -145,5 +145,5 @@ def test_infinite_scales_of_single_quantization_are_refused(tmp_path: Path) -> N
     model = AutoModelForCausalLM.from_pretrained(plain, quantization_config=single)
     check_finite("base", model.named_parameters())
     model.model.layers[1].self_attn.q_proj.weight.quant_state.absmax[3] = torch.inf
-    with pytest.raises(ModelError, match=r"base: model\.layers\.1\..*q_proj\.weight has infinite or NaN"):
+    with refused(ModelError, "base: model.layers.1.", "q_proj.weight"):
         check_finite("base", model.named_parameters())

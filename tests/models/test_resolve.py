@@ -1,3 +1,5 @@
+"""Models are found by name, folder or hub id, loaded with the scaling that their config says, or refused."""
+
 import json
 import math
 import shutil
@@ -10,6 +12,7 @@ from safetensors.torch import load_file, save_file
 from transformers import CONFIG_MAPPING, AutoModelForCausalLM
 
 from architectures import small_config
+from conftest import refused
 from pi_lora.api import load, merge
 from pi_lora.errors import ModelError, PiLoraError, ScalingError
 from pi_lora.models.files import read_adapter_settings, read_config, save_config
@@ -67,16 +70,16 @@ def test_yarn_frequencies_are_the_papers(small_model: Path) -> None:
 
 
 @torch.no_grad()
-@pytest.mark.parametrize("tokens", [32, 64, 65, 200, 256])
-def test_dynamic_changes_theta_beyond_the_original_window(small_model: Path, tokens: int) -> None:
+def test_dynamic_changes_theta_beyond_the_original_window(small_model: Path) -> None:
     """NTK by length: theta grows by (s n / L - (s - 1)) ^ (d / (d - 2)) for n > L tokens, and not up to there."""
     loaded = load(str(small_model), Extension(target=256, scaling="dynamic"))
     assert (loaded.window, loaded.scale) == (256, 4)
-    loaded.module(torch.full((1, tokens), 5))
     dim = 16
-    theta = 500.0 * max(4 * tokens / 64 - 3, 1) ** (dim / (dim - 2))
-    expected = [theta ** (-2 * index / dim) for index in range(dim // 2)]
-    assert loaded.module.model.rotary_emb.inv_freq.tolist() == pytest.approx(expected, rel=1e-5)
+    for tokens in (32, 64, 65, 200, 256):
+        loaded.module(torch.full((1, tokens), 5))
+        theta = 500.0 * max(4 * tokens / 64 - 3, 1) ** (dim / (dim - 2))
+        expected = [theta ** (-2 * index / dim) for index in range(dim // 2)]
+        assert loaded.module.model.rotary_emb.inv_freq.tolist() == pytest.approx(expected, rel=1e-5)
 
 
 @torch.no_grad()
@@ -121,7 +124,7 @@ def test_a_run_whose_scaling_contradicts_its_base_is_refused(lora_run: Path, tmp
     base = resolve_model(str(read_adapter_settings(run).base_model_name_or_path))
     shutil.copytree(base.base.path, base_folder)
     save_config(base.extended(Extension(192, 64)).config, base_folder)
-    with pytest.raises(ModelError, match="its own scale 3 does not lead to 2"):
+    with refused(ModelError, str(run), "own scale 3", "2"):
         resolve_model(str(run), base=str(base_folder))
 
 
@@ -144,29 +147,29 @@ def test_theta_and_partial_rotary_factor_survive_saving(tmp_path: Path, model_ty
 
 
 def test_a_name_without_a_model_is_refused(tmp_path: Path) -> None:
-    for name, message in {
-        "builtin:huge": "no such model; .* or builtin:tiny",
+    for name, remedy in {
+        "builtin:huge": "builtin:tiny",
         "./nowhere": "no such model",
         str(tmp_path / "nowhere"): "no such model",
-        str(tmp_path): "give a hub id, a model folder or builtin:tiny",
-        "some-user/not-cached": "some-user/not-cached: no such folder, and HF_HUB_OFFLINE=1 .* cache: nothing of it",
+        str(tmp_path): "builtin:tiny",
+        "some-user/not-cached": "HF_HUB_OFFLINE=1",
     }.items():
-        with pytest.raises(ModelError, match=message):
+        with refused(ModelError, name, remedy):
             load(name)
 
 
 @pytest.mark.parametrize(
-    ("changes", "line"),
+    ("changes", "names"),
     [
         (
             {"rope_scaling": {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 64}},
-            r"config\.json: transformers takes rope_theta 10000, not the 500 in rope_parameters, beside rope_scaling;",
+            ("config.json", "rope_theta 10000", 500, "rope_parameters", "rope_scaling"),
         ),
-        ({"max_position_embeddings": "64"}, r"\(Validation error .*: TypeError: .* expected int, got str .*\); give"),
+        ({"max_position_embeddings": "64"}, ("max_position_embeddings", "expected int, got str")),
     ],
 )
 def test_a_config_that_was_edited_wrongly_is_one_line(
-    changes: dict[str, Any], line: str, small_model: Path, tmp_path: Path
+    changes: dict[str, Any], names: tuple[object, ...], small_model: Path, tmp_path: Path
 ) -> None:
     """To a file of transformers 5 the `rope_scaling` of a model card was added: transformers loses the theta."""
     folder = Path(shutil.copytree(small_model, tmp_path / "edited"))
@@ -174,7 +177,7 @@ def test_a_config_that_was_edited_wrongly_is_one_line(
     for key in ("rope_theta", "rope_scaling"):
         config.pop(key, None)
     (folder / "config.json").write_text(json.dumps({**config, **changes}))
-    with pytest.raises(PiLoraError, match=line):
+    with refused(PiLoraError, str(folder), *names):
         resolve_model(str(folder))
 
 
@@ -182,7 +185,7 @@ def test_a_config_that_was_edited_wrongly_is_one_line(
 def test_a_model_that_predicts_no_next_token_is_refused(tmp_path: Path, model_type: str) -> None:
     """Encoders, and decoders whose tokens see later ones."""
     CONFIG_MAPPING[model_type]().save_pretrained(tmp_path)
-    with pytest.raises(ModelError, match=f"no model of type {model_type} that predicts the next token of a text"):
+    with refused(ModelError, str(tmp_path), model_type):
         resolve_model(str(tmp_path))
 
 
@@ -190,7 +193,7 @@ def test_a_config_that_builds_no_model_is_not_blamed_on_the_scaling(small_model:
     for name in ("config.json", "tokenizer.json", "tokenizer_config.json"):
         shutil.copyfile(small_model / name, tmp_path / name)
     save_config({**read_config(tmp_path), "pad_token_id": 1024}, tmp_path)
-    with pytest.raises(ScalingError, match=r"cannot be built with this config.json \(Padding_idx must be within"):
+    with refused(ScalingError, "model of type llama", "config.json", "Padding_idx"):
         resolve_model(str(tmp_path)).extended(Extension(target=128))
 
 
@@ -199,7 +202,7 @@ def test_pickled_weights_are_refused(small_model: Path, tmp_path: Path) -> None:
     shutil.copytree(small_model, folder)
     torch.save({}, folder / "pytorch_model.bin")
     (folder / "model.safetensors").unlink()
-    with pytest.raises(ModelError, match="its weights cannot be loaded"):
+    with refused(ModelError, str(folder), "weights"):
         load(str(folder))
 
 
@@ -226,11 +229,11 @@ def test_a_missing_base_is_named(lora_run: Path, small_model: Path, tmp_path: Pa
     run, gone = shutil.copytree(lora_run, tmp_path / "run"), str(tmp_path / "gone")
     for name, before in (("run.json", str(small_model.resolve())), ("adapter_config.json", str(small_model))):
         (run / name).write_text((run / name).read_text().replace(before, gone))
-    with pytest.raises(ModelError, match=f"its base is no longer in {gone}; say where it is with --base MODEL"):
+    with refused(ModelError, str(run), gone, "--base"):
         resolve_model(str(run))
     assert load(str(run), base=str(small_model)).scale == 2
     (run / "run.json").unlink()  # as an adapter from elsewhere
-    with pytest.raises(ModelError, match=f"its base is no longer in {gone}; say where it is with --base MODEL"):
+    with refused(ModelError, str(run), gone, "--base"):
         resolve_model(str(run))
 
 
@@ -275,7 +278,7 @@ def test_only_the_recorded_commit_is_the_base_of_a_run_without_reading_weights(
 
     load_recorded("a" * 40, "unread", "someone/model")
     load_recorded("b" * 40, digest, "someone/model")
-    with pytest.raises(ModelError, match=r"other/model \(.*\) has other weights than those that it was tuned on"):
+    with refused(ModelError, str(run), "other/model", "--allow-mismatch"):
         load_recorded("b" * 40, digest, "other/model")
 
 
