@@ -1,4 +1,4 @@
-"""The floors of docs/design.md: a file imports only from floors below its own."""
+"""The layers of docs/design.md: a file imports only from layers below its own."""
 
 import ast
 from graphlib import TopologicalSorter

@@ -116,9 +116,9 @@ def is_recipe_key(dotted: str) -> bool:
 def path_exists(path: str) -> bool:
     """Whether a file or folder is in the tree, in the package, or, without a folder, anywhere or written by name.
 
-    NAME, ROOM and MODULE stand for any name.
+    NAME, PACKAGE and MODULE stand for any name.
     """
-    pattern = re.sub("NAME|ROOM|MODULE", "*", path).rstrip("/")
+    pattern = re.sub("NAME|PACKAGE|MODULE", "*", path).rstrip("/")
     if any(next(folder.glob(pattern), None) for folder in (ROOT, PACKAGE)):
         return True
     if "/" in path:

@@ -80,11 +80,13 @@ def differentiable_losses(
     `inputs` as well.
     """
     parts = split_positions(model, ids, positions)
-    losses = [
-        _losses(logits.flatten(0, 1), ids[:, part].flatten()).view(len(ids), -1)
-        for part, logits in zip(parts, logits_in_parts(model, ids, parts, **inputs), strict=True)
-    ]
-    return torch.cat(losses, dim=1)
+
+    def losses_of(logits: torch.Tensor, part: torch.Tensor) -> torch.Tensor:
+        return _losses(logits.flatten(0, 1), ids[:, part].flatten()).view(len(ids), -1)
+
+    # A loop over `zip` would hold the logits of a part while those of the next are computed.
+    losses = map(losses_of, logits_in_parts(model, ids, parts, **inputs), parts)
+    return torch.cat(list(losses), dim=1)
 
 
 def _losses(logits: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:

@@ -16,7 +16,7 @@ Written by `pi-lora recipes --keys` from the schema. A key without a default is 
 On the command line: `pi-lora train RECIPE training.steps=200`. `pi-lora show RECIPE` prints a resolved recipe, and the
 origin of each value.
 """
-NAMES = {str: "text", int: "whole number", float: "number", bool: "`true`, `false`"}
+NAMES = {str: "text", int: "integer", float: "number", bool: "`true`, `false`"}
 TABLE_HEAD = "| key | values | default | |\n|---|---|---|---|\n"
 
 

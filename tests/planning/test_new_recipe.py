@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import shutil
 from collections.abc import Callable
 from dataclasses import replace
@@ -11,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from conftest import plan_of, run_captured, train
+from conftest import plan_of, refused, run_captured, train
 from pi_lora.data.chats import NO_CHATS_WARNING
 from pi_lora.data.sources import evaluation_documents, find_table
 from pi_lora.errors import PiLoraError
@@ -153,9 +154,9 @@ def test_a_method_that_train_refuses_is_neither_chosen_nor_advised(tmp_path: Pat
     first = first_plan(base, 8192, find_gpu("12GB"), {})
     assert first.target.methods == ("lora",)
     assert {plan.recipe.tuning.method for _, plan in choosing.replanned(first, choosing.candidates(first))} == {"lora"}
-    with pytest.raises(PiLoraError, match="is too small to tune"):
+    with refused(PiLoraError, "--gpu: 12GB: ", first.recipe.model.name):
         choose(first)
-    assert plan_lines(first)[-1].endswith("no suggested change fits; take a larger GPU, or several")
+    assert "=" not in plan_lines(first)[-1]
 
 
 @pytest.mark.parametrize(
@@ -184,20 +185,21 @@ def test_weights_of_bitsandbytes_stay_as_they_are_stored(
 
 def test_the_recipe_says_that_the_base_is_stored_quantized(tmp_path: Path) -> None:
     plan = choose(first_plan(resolve_model(str(stored_as("bitsandbytes", tmp_path / "bnb"))), 8192, GPUS["H100"], {}))
-    assert "# An adapter beside a base that is stored quantized.\n" in choosing.recipe_text(plan, tmp_path / "r.yaml")
+    assert re.search("^# .*stored quantized", choosing.recipe_text(plan, tmp_path / "r.yaml"), re.MULTILINE)
 
 
 def test_new_refuses_what_train_refuses(command: Command, lora_run: Path, small_model: Path, tmp_path: Path) -> None:
     gptq = Path(shutil.copytree(small_model, tmp_path / "gptq"))
     config = json.loads((gptq / "config.json").read_text())
     (gptq / "config.json").write_text(json.dumps({**config, "quantization_config": {"quant_method": "gptq"}}))
-    for name, line in (
-        ("gptq", "gptq: has weights quantized by gptq, which are not dequantized here; "),
-        (str(lora_run), f"{lora_run}: is an adapter; merge it first: pi-lora merge {lora_run}"),
+    for name, words in (
+        ("gptq", "quantized by gptq"),
+        (str(lora_run), f"pi-lora merge {lora_run}"),
     ):
         status, out, errors = command(name, "--target", "256", "--gpu", "cpu")
         assert (status, out, errors.count("\n")) == (2, "", 1)
-        assert errors.startswith(line)
+        assert errors.startswith(f"{name}: ")
+        assert words in errors
 
 
 def test_the_amount_of_text_decides_the_steps(tmp_path: Path) -> None:
@@ -223,7 +225,9 @@ def test_the_chosen_recipe_trains(command: Command, tmp_path: Path) -> None:
     words = "builtin:tiny --target 512 --gpu cpu --data notes.txt --output my.yaml".split()
     status, out, errors = command(*words)
     assert (status, errors) == (0, "")
-    assert out.splitlines()[-1] == "my.yaml: written; read it, then: pi-lora train my.yaml"
+    last = out.splitlines()[-1]
+    assert last.startswith("my.yaml: ")
+    assert "pi-lora train my.yaml" in last
     written = load_recipe(tmp_path / "my.yaml").recipe
     header = (tmp_path / "my.yaml").read_text().split("\nmodel:")[0]
     assert f"#   {out.splitlines()[1]}" in header.splitlines()
@@ -278,8 +282,8 @@ def test_new_says_that_no_document_fills_the_window(command: Command, tmp_path: 
     (tmp_path / "notes.jsonl").write_text(rows)
     status, _, errors = command("builtin:tiny", "--target", "1k", "--gpu", "cpu", "--data", "notes.jsonl")
     assert status == 0
-    line = "--data: notes.jsonl: the longest held-out document has 24 bytes, and 1,024 tokens are needed; pi-lora train"
-    assert [said.startswith(line) for said in errors.splitlines()].count(True) == 1
+    [line] = [said for said in errors.splitlines() if said.startswith("--data: notes.jsonl: ")]
+    assert all(words in line for words in ("24 bytes", "1,024 tokens", "pi-lora train"))
     (tmp_path / "one.jsonl").write_text(json.dumps({"text": "A long row. " * 999}))
     status, _, errors = command(
         "builtin:tiny", "--target", "1k", "--gpu", "cpu", "--data", "one.jsonl", "--output", "o"
@@ -305,9 +309,9 @@ def test_new_warns_about_a_chat_model_without_chats(command: Command, small_mode
 @pytest.mark.parametrize(
     ("model", "scaling", "reason"),
     [
-        ("huggyllama/llama-7b", "yarn", "the best of our measurements"),
-        ("google/gemma-3-12b-it", "pi", "goes on from the frequencies of this base"),
-        ("openai/gpt-oss-20b", "yarn", "goes on from the frequencies of this base"),
+        ("huggyllama/llama-7b", "yarn", "measurements"),
+        ("google/gemma-3-12b-it", "pi", "frequencies of this base"),
+        ("openai/gpt-oss-20b", "yarn", "frequencies of this base"),
     ],
 )
 def test_the_recipe_says_why_it_has_this_scaling(
@@ -316,32 +320,34 @@ def test_the_recipe_says_why_it_has_this_scaling(
     target = 2 * window_of(resolve_model(model, shipped=True).config)
     status, _, _ = command(model, "--target", str(target), "--gpu", "80GB", "--output", "mine.yaml")
     assert status == 0
-    assert f"# Scaling {scaling}: {reason}" in (tmp_path / "mine.yaml").read_text()
+    assert re.search(f"^# Scaling {scaling}: .*{reason}", (tmp_path / "mine.yaml").read_text(), re.MULTILINE)
 
 
 def test_new_does_not_overwrite_a_file(command: Command, tmp_path: Path) -> None:
     (tmp_path / "llama-7b_8k.yaml").write_text("mine")
     status, out, errors = command(LLAMA, "--target", "8192", "--gpu", "H100")
     assert (status, out) == (2, "")
-    assert errors.startswith("llama-7b_8k.yaml: exists, and is not overwritten; ")
+    assert errors.startswith("llama-7b_8k.yaml: ")
+    assert "--output" in errors
     assert (tmp_path / "llama-7b_8k.yaml").read_text() == "mine"
 
 
 @pytest.mark.parametrize(
-    ("arguments", "line"),
+    ("arguments", "where", "name"),
     [
-        ("huggyllama/llama-65b --target 8192 --gpu 12GB", "--gpu: 12GB: is too small to tune huggyllama/llama-65b, "),
-        (f"{LLAMA} --target 1024 --gpu 12GB", "--target: 1024 is not longer than the model's own window of 2048"),
-        (f"{LLAMA} --target 8192 --gpu 12GB --data gone.txt", "--data: gone.txt: no such file or folder"),
-        ("builtin:tiny --target 512 --data notes", "--data: notes: no such folder, and HF_HUB_OFFLINE=1 is set"),
+        ("huggyllama/llama-65b --target 8192 --gpu 12GB", "--gpu: 12GB: ", "huggyllama/llama-65b"),
+        (f"{LLAMA} --target 1024 --gpu 12GB", "--target: 1024 ", "2048"),
+        (f"{LLAMA} --target 8192 --gpu 12GB --data gone.txt", "--data: gone.txt: ", "no such file"),
+        ("builtin:tiny --target 512 --data notes", "--data: notes: ", "HF_HUB_OFFLINE=1"),
     ],
 )
 def test_a_mistake_in_new_is_one_line_and_leaves_no_file(
-    command: Command, tmp_path: Path, arguments: str, line: str
+    command: Command, tmp_path: Path, arguments: str, where: str, name: str
 ) -> None:
     status, out, errors = command(*arguments.split())
     assert (status, out, errors.count("\n")) == (2, "", 1)
-    assert errors.startswith(line)
+    assert errors.startswith(where)
+    assert name in errors
     assert not list(tmp_path.iterdir())
 
 
@@ -363,7 +369,9 @@ def test_a_data_name_without_a_file_is_reported_as_a_hub_id(tmp_path: Path, monk
     _, _, notes = choosing.new_recipe(
         resolve_model("builtin:tiny"), 512, gpu=CPU, texts=texts, output=tmp_path / "mine.yaml"
     )
-    assert notes == ["--data: owner/books: no such file or folder; it is taken for a data set on the hub"]
+    [note] = notes
+    assert note.startswith("--data: owner/books: ")
+    assert "hub" in note
 
 
 @pytest.mark.parametrize(

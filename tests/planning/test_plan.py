@@ -1,6 +1,7 @@
 """Plans: what follows from what, what to change when it does not fit, and the plan command."""
 
 import json
+import re
 import subprocess
 import sys
 from collections.abc import Mapping
@@ -18,11 +19,12 @@ from torch.utils.flop_counter import FlopCounterMode
 from transformers import AutoModelForCausalLM, MixtralConfig
 
 from conftest import plan_of as plan_on
+from conftest import refused
 from pi_lora.errors import ModelError, PiLoraError
 from pi_lora.models.files import BUILTIN_FOLDER
 from pi_lora.models.resolve import SHIPPED_CONFIGS, resolve_model, shipped_folder
 from pi_lora.models.shape import Shape, shape_of
-from pi_lora.planning.advice import advice, plan_lines
+from pi_lora.planning.advice import plan_lines
 from pi_lora.planning.flops import flops_of_training, linear_adapter_parameters
 from pi_lora.planning.gpus import CPU, GIB, GPUS, MIB, device_for, find_gpu, gpu_of_device
 from pi_lora.planning.layer import layer_bytes
@@ -188,17 +190,18 @@ def test_pinned_memory_is_rounded_up_and_has_to_fit_the_host() -> None:
     )
     assert plan.memory.host == 32 * 4 * GIB
     assert plan.fits
-    assert "128 GiB of its host, pinned" in plan_lines(plan)[1]
+    assert "128 GiB" in plan_lines(plan)[1]
     small_host = plan_recipe(plan.recipe, plan.target, replace(plan.gpu, host=127 * GIB))
     assert not small_host.fits
     assert not small_host.has_room()
-    assert plan_lines(small_host)[-1].endswith("; the cheapest change that fits: data.positions=pose")
+    assert changes_in(plan_lines(small_host)[-1]) == ["data.positions=pose"]
 
 
 def test_a_window_that_contradicts_the_config_is_reported() -> None:
     asked = recipe(context={"original": 1024, "target": 8192}, hardware={"gpus": 1})
     said = plan_lines(plan_of(asked, "H100"))[-1]
-    assert said == f"context.original: 1024 tokens, and the config of {LLAMA} says 2048; leave it out if that is right"
+    assert said.startswith("context.original: 1024")
+    assert "2048" in said
 
 
 @pytest.mark.parametrize(
@@ -218,6 +221,11 @@ def test_a_device_has_its_memory_and_a_name_for_recipes(name: str, mebibytes: in
     device = gpu_of_device(name, mebibytes * MIB)
     assert (device.name, device.peak) == (known, find_gpu(known).peak)
     assert device.memory == pytest.approx(mebibytes * MIB, rel=0.03)
+
+
+def changes_in(line: str) -> list[str]:
+    """The overrides that a line advises."""
+    return re.findall(r"[a-z]+\.\w+=\S+", line)
 
 
 POSE = {"source": "text", "positions": "pose"}
@@ -245,9 +253,9 @@ POSE = {"source": "text", "positions": "pose"}
 def test_the_cheapest_change_that_fits_is_suggested(sections: dict[str, Any], gpu: str, change: str) -> None:
     plan = plan_of(recipe(**{"hardware": {"gpus": 1}, **sections}), gpu)
     assert not plan.fits
-    assert plan_lines(plan)[-1] == f"it does not fit on {gpu}; {advice(plan)}"
+    assert gpu in plan_lines(plan)[-1]
     tree = plan.recipe.model_dump(mode="json")
-    overrides = advice(plan).removeprefix("the cheapest change that fits: ").split()
+    overrides = changes_in(plan_lines(plan)[-1])
     assert set(change.split()) <= set(overrides)
     for override in overrides:
         key, _, value = override.partition("=")
@@ -265,20 +273,21 @@ def test_a_named_device_is_planned_for() -> None:
     plan = plan_of(asked, "48GB")
     assert plan.memory == plan_of(plan.recipe, "A6000").memory
     assert plan.hours is plan.as_json()["hours"] is None
-    assert "no hours, since the peak of this device is not known" in str(plan)
+    assert "no hours" in str(plan)
 
 
 @pytest.mark.parametrize(
-    ("hardware", "asked", "line"),
+    ("hardware", "asked", "where", "names"),
     [
-        ({"gpus": 1, "gpu": "B52"}, "", r"hardware\.gpu: B52: unknown device; name one of T4, A10G"),
-        ({"gpus": 1}, "4.8GB", r"--gpu: 4\.8GB: unknown device; name one of T4, A10G.* as 48GB"),
-        ({"gpus": 1}, "cpu", r"--gpu: cpu: the recipe asks for hardware\.gpus"),
+        ({"gpus": 1, "gpu": "B52"}, "", "hardware.gpu: B52: ", ("T4", "A10G")),
+        ({"gpus": 1}, "4.8GB", "--gpu: 4.8GB: ", ("T4", "A10G", "48GB")),
+        ({"gpus": 1}, "cpu", "--gpu: cpu: ", ("hardware.gpus=null",)),
     ],
 )
-def test_an_unknown_device_is_refused(hardware: dict[str, Any], asked: str, line: str) -> None:
-    with pytest.raises(PiLoraError, match=line):
-        plan_on(recipe(hardware=hardware), device_for(recipe(hardware=hardware), asked))
+def test_an_unknown_device_is_refused(hardware: dict[str, Any], asked: str, where: str, names: tuple[str, ...]) -> None:
+    asking = recipe(hardware=hardware)
+    with refused(PiLoraError, where, *names):
+        plan_on(asking, device_for(asking, asked))
 
 
 def test_a_device_without_bfloat16_computes_in_float16_or_float32() -> None:
@@ -320,25 +329,25 @@ def test_memory_of_a_7b_equals_a_calculation_by_hand(method: str, tokens: int, g
 def test_a_model_without_known_layers_has_no_plan() -> None:
     model = on_meta(small_config("llama"))
     model._no_split_modules = None
-    with pytest.raises(ModelError, match="model of type llama: has no decoder layers"):
+    with refused(ModelError, "model of type llama: ", "decoder layers"):
         shape_of(model)
 
 
 def test_another_revision_is_not_read_from_shipped_shapes() -> None:
     assert shipped_folder(LLAMA).exists()
-    with pytest.raises(ModelError, match=LLAMA):
+    with refused(ModelError, LLAMA):
         resolve_model(LLAMA, revision="other", shipped=True)
 
 
 @pytest.mark.parametrize(
-    "folder", [*SHIPPED_CONFIGS.iterdir(), BUILTIN_FOLDER / "tiny"], ids=lambda folder: folder.name
+    "folder", [*sorted(SHIPPED_CONFIGS.iterdir()), BUILTIN_FOLDER / "tiny"], ids=lambda folder: folder.name
 )
 def test_shipped_shapes_equal_counted_ones(folder: Path) -> None:
     shipped = Shape(**json.loads((folder / "shape.json").read_text()))
     assert shipped == resolve_model(str(folder)).shape, "python scripts/count_shapes.py"
 
 
-@pytest.mark.parametrize("folder", list(SHIPPED_CONFIGS.iterdir()), ids=lambda folder: folder.name)
+@pytest.mark.parametrize("folder", sorted(SHIPPED_CONFIGS.iterdir()), ids=lambda folder: folder.name)
 def test_a_shipped_config_is_extended_as_transformers_reads_it(folder: Path) -> None:
     shipped = resolve_model(folder.name.replace("--", "/"), shipped=True).config
     read = resolve_model(str(folder)).config
@@ -366,8 +375,7 @@ def test_a_recipe_with_a_shipped_shape_is_planned_without_torch(tmp_path: Path) 
     assert (found["gpu"], found["gpus"], found["fits"], found["steps"]) == ("A100-80", 128, True, 1000)
     assert found["tokens_per_step"] == 128 * 8192
     assert 0 < found["peak_bytes_per_gpu"] < GPUS["A100-80"].memory
-    for words in ("on each of 128 x A100-80 (16 machines)", "each part: weights 5.4, ", "the paper has: table 1: "):
-        assert words in answer.stdout
+    assert all(words in answer.stdout for words in ("128 x A100-80", "16 machines", "table 1"))
 
 
 @pytest.mark.parametrize(

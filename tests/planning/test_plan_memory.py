@@ -4,7 +4,7 @@ import dataclasses
 import weakref
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from functools import cache
+from itertools import product
 from typing import Any, get_args
 
 import pytest
@@ -31,31 +31,23 @@ from transformers.masking_utils import (
 )
 from transformers.modeling_outputs import BaseModelOutputWithPast
 
-from pi_lora.evaluation import forward
-from pi_lora.models import attention
+from pi_lora.evaluation.forward import token_losses
 from pi_lora.models.adapter import disable_input_dtype_casting, prepare_for_tuning
 from pi_lora.models.attention import BLOCK_ON_GPU, BLOCKWISE, BlockwiseMask, blockwise_mask
 from pi_lora.models.resolve import resolve_model
 from pi_lora.models.shape import shape_of
-from pi_lora.planning import flops, memory
-from pi_lora.planning.flops import trained_parameters
-from pi_lora.planning.gpus import GPUS
+from pi_lora.planning.flops import blocks_of, trained_parameters
+from pi_lora.planning.gpus import CPU, GPUS
 from pi_lora.planning.layer import ADAPTED_EXPERTS, Arithmetic, attention_bytes, layer_bytes
-from pi_lora.planning.memory import NF4, loss_bytes, measuring_bytes
+from pi_lora.planning.memory import FLOAT_LOGITS, LOSS_TOKENS, NF4, loss_bytes, measuring_bytes, memory
 from pi_lora.recipe.schema import Recipe, Tuning
-from pi_lora.training import loss
+from pi_lora.training.loss import compute_loss_in_place
 from pi_lora.training.trainer import chunk_mlps
 
 
 def trained_by_peft(kind: str, tuning: Tuning) -> int:
     model = AutoModelForCausalLM.from_config(small_config(kind))
     return int(prepare_for_tuning(model, tuning, "small").num_parameters(only_trainable=True))
-
-
-@pytest.mark.parametrize("kind", ["mixtral", "qwen3_moe", "deepseek_v3", "qwen2_moe"])
-def test_memory_of_adapted_experts_is_counted(kind: str) -> None:
-    tuning = Tuning(rank=4)
-    assert trained_parameters(small_shape(kind), tuning) == trained_by_peft(kind, tuning)
 
 
 @pytest.mark.parametrize("kind", ["mixtral", "qwen3_moe"])
@@ -70,21 +62,24 @@ def test_adapted_experts_take_the_planned_memory(kind: str) -> None:
     assert 2 * kept - more_kept < planned
 
 
+TRAINED = {
+    "all": Tuning(rank=4),
+    "norms": Tuning(rank=4, modules_to_save="norms"),
+    "attention": Tuning(rank=8, target_modules="attention", modules_to_save="nothing"),
+    "full": Tuning(method="full"),
+}
+DENSE = ("llama", "qwen3", "gemma2", "phi3", "gpt_neox", "glm4", "nemotron", "phi", "starcoder2")
+
+
 @pytest.mark.parametrize(
-    "kind", ["llama", "qwen3", "gemma2", "phi3", "gpt_neox", "glm4", "nemotron", "phi", "starcoder2"]
-)
-@pytest.mark.parametrize(
-    "tuning",
+    ("kind", "tuning"),
     [
-        Tuning(rank=4),
-        Tuning(rank=4, modules_to_save="norms"),
-        Tuning(rank=8, target_modules="attention", modules_to_save="nothing"),
-        Tuning(method="full"),
+        *product(DENSE, TRAINED),
+        *((kind, "all") for kind in ("mixtral", "qwen3_moe", "deepseek_v3", "qwen2_moe")),
     ],
-    ids=["all", "norms", "attention", "full"],
 )
-def test_trained_parameters_equal_pefts(kind: str, tuning: Tuning) -> None:
-    assert trained_parameters(small_shape(kind), tuning) == trained_by_peft(kind, tuning)
+def test_trained_parameters_equal_pefts(kind: str, tuning: str) -> None:
+    assert trained_parameters(small_shape(kind), TRAINED[tuning]) == trained_by_peft(kind, TRAINED[tuning])
 
 
 @pytest.mark.parametrize(
@@ -149,7 +144,14 @@ def known_to(allocations: Allocations, autocast: bool) -> Iterator[None]:
         yield
 
 
-LAYER = {**SMALL, "hidden_size": 256, "intermediate_size": 688, "num_attention_heads": 8, "num_key_value_heads": 4}
+LAYER = {
+    **SMALL,
+    "hidden_size": 256,
+    "intermediate_size": 688,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 8,
+    "num_key_value_heads": 4,
+}
 
 
 def one_layer(
@@ -236,14 +238,12 @@ def mask_of(kernel: str, tokens: int, window: int | None) -> Any:
     return MASKS[kernel](**sizes, mask_function=sees, local_size=window, dtype=torch.bfloat16)
 
 
-@pytest.mark.parametrize("tokens", [512, 1024])
 @pytest.mark.parametrize("kernel", ["auto", "sdpa"])
 @pytest.mark.parametrize("kind", [MistralConfig, Gemma3TextConfig])
-def test_a_sliding_layer_keeps_the_planned_masks_and_copies(
-    kind: type[PreTrainedConfig], kernel: str, tokens: int
-) -> None:
+def test_a_sliding_layer_keeps_the_planned_masks_and_copies(kind: type[PreTrainedConfig], kernel: str) -> None:
     """In blocks, the first queries meet fewer keys than planned."""
     config = kind(**SLIDING)
+    tokens = 512
     name = BLOCKWISE if kernel == "auto" else kernel
     mask = mask_of(kernel, tokens, config.sliding_window)
     with_window = one_layer(config, Tuning(rank=1), tokens, kernel=name, mask=mask)
@@ -261,19 +261,17 @@ def test_a_sliding_layer_keeps_the_planned_blocks_of_a_gpu(window: int, monkeypa
     tokens = 8192
     mask = mask_of("auto", tokens, window)
     with_window, _ = one_layer(config, Tuning(rank=1), tokens, kernel=BLOCKWISE, mask=mask, backward=False)
+    # Each token as much as the others.
+    causal, _ = one_layer(config, Tuning(rank=1), tokens // 8, backward=False)
     planned = attention_bytes(shape_of(on_meta(config)), "auto", tokens, "bfloat16", on_cpu=False)
-    assert planned.sliding == pytest.approx(with_window - kept_by_causal(tokens), rel=0.15)
+    assert planned.sliding == pytest.approx(with_window - 8 * causal, rel=0.15)
 
 
-@cache
-def kept_by_causal(tokens: int) -> int:
-    return one_layer(MistralConfig(**SLIDING), Tuning(rank=1), tokens, backward=False)[0]
-
-
-def test_planned_blocks_of_a_gpu_are_those_of_the_kernel() -> None:
-    mask = mask_of("auto", 4096, 128)
-    assert dataclasses.replace(mask, device="cuda").size == BLOCK_ON_GPU
-    assert dataclasses.replace(mask, device="cpu").size == 128
+@pytest.mark.parametrize("window", [128, 1024, None])
+@pytest.mark.parametrize("device", ["cuda", "cpu"])
+def test_planned_blocks_are_those_of_the_kernel(device: str, window: int | None) -> None:
+    mask = dataclasses.replace(mask_of("auto", 4096, 128), device=device, reach=window)
+    assert mask.size == blocks_of(4096, window or 0, on_cpu=device == "cpu").size
 
 
 @pytest.mark.filterwarnings("ignore")  # of the factor of YaRN
@@ -281,15 +279,16 @@ def test_full_layers_with_sinks_keep_the_planned_blocks() -> None:
     """Between two lengths, so that everything but the blocks grows by the planned bytes per token."""
     config = GptOssConfig(**SMALL, num_key_value_heads=2, head_dim=32, num_local_experts=2, num_experts_per_tok=1)
     shape = shape_of(on_meta(config))
-    kept = [one_layer(config, Tuning(rank=1), tokens, kernel=BLOCKWISE)[0] for tokens in (512, 1024, 2048)]
-    planned = [attention_bytes(shape, "auto", tokens, "bfloat16", on_cpu=True).full for tokens in (512, 1024, 2048)]
-    measured = kept[2] - 2 * kept[1]
-    assert planned[2] - 2 * planned[1] == pytest.approx(measured, rel=0.05)
+    short, longer = (one_layer(config, Tuning(rank=1), tokens, kernel=BLOCKWISE)[0] for tokens in (1024, 2048))
+    of_short, of_longer = (
+        attention_bytes(shape, "auto", tokens, "bfloat16", on_cpu=True).full for tokens in (1024, 2048)
+    )
+    assert of_longer - 2 * of_short == pytest.approx(longer - 2 * short, rel=0.05)
 
 
 def test_eager_attention_keeps_the_planned_weights() -> None:
     config = MistralConfig(**SLIDING)
-    tokens = 1024
+    tokens = 512
     mask = mask_of("eager", tokens, config.sliding_window)
     sizes = one_layer(config, Tuning(rank=1), tokens, kernel="eager", mask=mask)
     planned = attention_bytes(shape_of(on_meta(config)), "eager", tokens, "bfloat16", on_cpu=True)
@@ -313,7 +312,8 @@ def test_only_kernels_with_masks_or_weights_are_planned_to_keep_them() -> None:
 def test_measuring_takes_the_planned_activations(
     kind: type[PreTrainedConfig], stream: torch.dtype, intermediate: int
 ) -> None:
-    config = kind(**{**LAYER, "intermediate_size": intermediate}, head_dim=32)
+    delta = {"linear_num_key_heads": 2, "linear_num_value_heads": 4} if kind is Qwen3_5TextConfig else {}
+    config = kind(**{**LAYER, "intermediate_size": intermediate}, **delta, head_dim=32)
     model = AutoModelForCausalLM.from_config(config, attn_implementation=BLOCKWISE, dtype=stream)
 
     def most(tokens: int) -> int:
@@ -327,59 +327,61 @@ def test_measuring_takes_the_planned_activations(
     assert planned == pytest.approx(measured, rel=0.1)
 
 
-def test_constants_of_kernel_and_losses_are_planned() -> None:
-    assert flops.BLOCK == attention.BLOCK
-    assert flops.BLOCK_ON_GPU == attention.BLOCK_ON_GPU
-    assert flops.SINK_CHANNELS == attention.SINK_CHANNELS
-    assert memory.MEASURED_LOGITS_ON_CPU == forward.LOGITS_ON_CPU
-    assert memory.MEASURED_FLOATS_ON_CPU == 2 * 4 * forward.FLOAT_LOGITS_ON_CPU
+def recipe_of(**training: object) -> Recipe:
+    return Recipe.model_validate(
+        {
+            "model": {"name": "any"},
+            "context": {"target": 4096},
+            "data": {"source": "text"},
+            "training": {"steps": 1, "warmup_steps": 0, **training},
+            "evaluation": {"every": 1, "perplexity": {"data": "other"}},
+        }
+    )
+
+
+def test_measuring_on_a_cpu_takes_the_planned_logits() -> None:
+    """Of twice as many tokens as those whose logits are there at once."""
+    config = LlamaConfig(**{**LAYER, "vocab_size": 2**15, "hidden_size": 64, "intermediate_size": 64}, head_dim=8)
+    model = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)
+    ids = torch.zeros(1, 2**11 + 1, dtype=torch.long)
+    with Allocations([*model.parameters(), *model.buffers()]) as allocations:
+        token_losses(model, ids, range(1, 2**11 + 1))
+    planned = memory(shape_of(on_meta(config)), recipe_of(precision="bfloat16"), 2048, GPUS[CPU])
+    assert planned.components["logits"] == pytest.approx(allocations.most, rel=0.05)
 
 
 def test_chunks_save_no_memory_of_experts() -> None:
     shape = small_shape("mixtral")
-    recipes = [
-        Recipe.model_validate(
-            {
-                "model": {"name": "any"},
-                "context": {"target": 4096},
-                "data": {"source": "text"},
-                "training": {"steps": 1, "warmup_steps": 0, "mlp_chunk_tokens": chunk},
-            }
-        )
-        for chunk in (None, 256)
-    ]
-    whole, chunked = (memory.memory(shape, recipe, 2048, GPUS["H100"]).peak for recipe in recipes)
+    whole, chunked = (
+        memory(shape, recipe_of(mlp_chunk_tokens=chunk), 2048, GPUS["H100"]).peak for chunk in (None, 256)
+    )
     assert whole == chunked
 
 
-@pytest.mark.parametrize("pieces", [2, 4, 16])
 @EVERY_ARITHMETIC
-def test_planned_memory_of_chunked_mlps_is_an_upper_bound(name: str, arithmetic: Arithmetic, pieces: int) -> None:
+def test_planned_memory_of_chunked_mlps_is_an_upper_bound(name: str, arithmetic: Arithmetic) -> None:
     config, tuning = LlamaConfig(**LAYER, head_dim=32), TUNINGS[name]
     shape = shape_of(on_meta(config))
-    _, peak = per_token(config, tuning, arithmetic, pieces)
-    expected, whole = (layer_bytes(shape, tuning, arithmetic, mlp_share=share)[1] for share in (1 / pieces, 1.0))
+    _, peak = per_token(config, tuning, arithmetic, pieces=4)
+    expected, whole = (layer_bytes(shape, tuning, arithmetic, mlp_share=share)[1] for share in (1 / 4, 1.0))
     assert 0.97 * peak <= expected <= whole
     assert expected <= 1.2 * peak
 
 
+@pytest.mark.parametrize("tokens", [256, 3 * LOSS_TOKENS])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
-def test_a_loss_takes_the_planned_memory_on_a_cpu(dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(loss, "FLOAT_LOGITS", 4096)
+def test_a_loss_takes_the_planned_memory_on_a_cpu(dtype: torch.dtype, tokens: int) -> None:
     config = small_config("llama", vocab_size=4096)
     shape = shape_of(on_meta(config))
-
-    def most(tokens: int) -> int:
-        model = AutoModelForCausalLM.from_config(config, dtype=dtype).requires_grad_(False)
-        loss.compute_loss_in_place(model)
-        states = torch.randn(1, tokens, shape.hidden, dtype=dtype, requires_grad=True)
-        model.base_model.forward = lambda *_, **__: BaseModelOutputWithPast(states)
-        ids = torch.zeros(1, tokens, dtype=torch.long)
-        with Allocations([states, ids, *model.parameters()]) as allocations:
-            model(input_ids=ids, labels=ids, num_items_in_batch=1)[0].backward()
-        return allocations.most
-
-    arithmetic = "float32" if dtype == torch.float32 else "bfloat16"
-    short, longer = (loss_bytes(shape, tokens, arithmetic, on_cpu=True) for tokens in (64, 192))
-    assert most(193) - most(65) == pytest.approx(longer - short, rel=0.05)
-    assert most(3 * memory.LOSS_TOKENS) < 1.2 * most(1 + memory.LOSS_TOKENS)
+    model = AutoModelForCausalLM.from_config(config, dtype=dtype).requires_grad_(False)
+    compute_loss_in_place(model)
+    states = torch.randn(1, tokens + 1, shape.hidden, dtype=dtype, requires_grad=True)
+    model.base_model.forward = lambda *_, **__: BaseModelOutputWithPast(states)
+    ids = torch.zeros(1, tokens + 1, dtype=torch.long)
+    with Allocations([states, ids, *model.parameters()]) as allocations:
+        model(input_ids=ids, labels=ids, num_items_in_batch=1)[0].backward()
+    arithmetic: Arithmetic = "float32" if dtype == torch.float32 else "bfloat16"
+    # The hidden states were there before, and logits in float32 are no copies.
+    there = states.nbytes + (FLOAT_LOGITS * 4 if arithmetic == "float32" else 0)
+    planned = loss_bytes(shape, tokens, arithmetic, on_cpu=True)
+    assert planned - there == pytest.approx(allocations.most, rel=0.05)
