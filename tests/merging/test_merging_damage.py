@@ -1,4 +1,4 @@
-"""Whatever is wrong is one line that names file and tensor, and nothing is left behind."""
+"""Damaged bases and adapters: one line names file and tensor, and nothing is left behind."""
 
 import errno
 import json
@@ -10,6 +10,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
+from conftest import refused
 from pi_lora.api import merge
 from pi_lora.errors import ModelError, PiLoraError
 from random_runs import save_base, save_run
@@ -56,91 +57,115 @@ def pickled(folder: Path, name: str, new: str) -> None:
         path.rename(folder / new)
 
 
-DAMAGE: dict[str, tuple[Callable[[Path], object], str]] = {
+# What is done to a copy, the file or folder that the message begins with, and what it names.
+DAMAGE: dict[str, tuple[Callable[[Path], object], str, tuple[str, ...]]] = {
     "truncated shard": (
         lambda at: (at / "base" / SECOND).write_bytes((at / "base" / SECOND).read_bytes()[:-100]),
-        rf"{SECOND}: missing, damaged or not safetensors \(",
+        f"base/{SECOND}",
+        (),
     ),
-    "bit of the header": (lambda at: flip_a_bit(at / "base" / SECOND, 9), rf"{SECOND}: (missing, damaged|lacks)"),
+    "bit of the header": (lambda at: flip_a_bit(at / "base" / SECOND, 9), f"base/{SECOND}", ()),
     "bit that makes no number": (
         lambda at: edit(at / "base" / SECOND, lambda each: each[f"{Q}.weight"].view(-1)[3:4].fill_(torch.nan)),
-        rf"{SECOND}: {Q}\.weight: has infinite or NaN values once merged; base or adapter is damaged",
+        f"base/{SECOND}",
+        (f"{Q}.weight", "NaN", "damaged"),
     ),
-    "missing shard": (lambda at: (at / "base" / SECOND).unlink(), rf"{SECOND}: is missing \(it holds model\.layers"),
+    "missing shard": (lambda at: (at / "base" / SECOND).unlink(), "base", (SECOND, "missing", "model.layers")),
     "tensor that its shard lacks": (
         lambda at: edit(at / "base" / SECOND, lambda each: each.pop(f"{Q}.weight")),
-        rf"{SECOND}: lacks {Q}\.weight, which the index places there",
+        "base",
+        (SECOND, f"{Q}.weight", "index"),
     ),
     "pickled base": (
         lambda at: pickled(at / "base", "*.index.json", "pytorch_model.bin.index.json"),
-        r"has no model\.safetensors \(pickle can run code and is not read\)",
+        "base",
+        ("model.safetensors", "pickle"),
     ),
     "base of another shape": (
         lambda at: edit(at / "base" / SECOND, lambda each: each.update({f"{Q}.weight": torch.zeros(8, 32)})),
-        rf"does not fit its base, which has no {Q}\.weight \[32, 32\]; name the base that",
+        f"run/{ADAPTER}",
+        (f"{Q}.weight [32, 32]", "base"),
     ),
     "pickled adapter": (
         lambda at: (at / "run" / ADAPTER).rename(at / "run" / "adapter_model.bin"),
-        r"adapter_model\.safetensors: missing, damaged or not safetensors \(",
+        f"run/{ADAPTER}",
+        (),
     ),
     "half an adapter": (
         lambda at: edit(at / "run" / ADAPTER, lambda each: each.pop(f"base_model.model.{Q}.lora_A.weight")),
-        rf"does not fit its base, which has no {Q}\.lora_B\.weight \[32, 4\]",
+        f"run/{ADAPTER}",
+        (f"{Q}.lora_B.weight [32, 4]",),
     ),
     "adapter of other layers": (
         lambda at: edit(at / "run" / ADAPTER, rename_layers),
-        r"does not fit its base, which has no .*layers\.10\.self_attn\.q_proj\.weight \[32, 32\]; .*layers\.11\.",
+        f"run/{ADAPTER}",
+        ("layers.10.self_attn.q_proj.weight [32, 32]", "layers.11."),
     ),
     "adapter of infinities": (
         lambda at: edit(
             at / "run" / ADAPTER, lambda each: each[f"base_model.model.{Q}.lora_B.weight"].fill_(torch.inf)
         ),
-        rf"{Q}\.weight: has infinite or NaN values once merged; base or adapter is damaged",
+        f"base/{SECOND}",
+        (f"{Q}.weight", "NaN", "damaged"),
     ),
     "adapter of another kind": (
         lambda at: edit_json(at / "run" / "adapter_config.json", peft_type="LOHA"),
-        r"adapter_config\.json: peft_type LOHA: only LoRA adapters can be loaded and merged; PEFT writes",
+        "run/adapter_config.json",
+        ("peft_type LOHA", "LoRA"),
     ),
     "adapter of replicated layers": (
         lambda at: edit_json(at / "run" / "adapter_config.json", layer_replication=[[0, 1], [0, 1]]),
-        r"layer_replication: cannot be merged",
+        "run",
+        ("layer_replication",),
     ),
     "adapter without weights": (
         lambda at: edit(at / "run" / ADAPTER, dict.clear),
-        r"adapter_model\.safetensors: holds no weights or empty ones, as DeepSpeed",
+        f"run/{ADAPTER}",
+        ("no weights", "DeepSpeed"),
     ),
     "adapter of empty weights": (
         lambda at: edit(at / "run" / ADAPTER, lambda each: each.update({name: each[name][:0] for name in each})),
-        r"adapter_model\.safetensors: holds no weights or empty ones, as DeepSpeed",
+        f"run/{ADAPTER}",
+        ("no weights", "DeepSpeed"),
     ),
     "adapter with another update than B A": (
         lambda at: edit_json(at / "run" / "adapter_config.json", arrow_config={"top_k": 1}, init_lora_weights="pissa"),
-        r"arrow_config, init_lora_weights pissa: cannot be merged",
+        "run",
+        ("arrow_config", "init_lora_weights pissa"),
     ),
     "DoRA without lengths": (
         lambda at: edit_json(at / "run" / "adapter_config.json", use_dora=True),
-        r"run: lacks .*_proj\.lora_magnitude_vector; tune or download it again",
+        "run",
+        ("_proj.lora_magnitude_vector",),
     ),
     "rows of no known tokens": (
         lambda at: save_rows(at / "run"),
-        r"which has no model\.embed_tokens\.weight \[2, 32\]; name",
+        f"run/{ADAPTER}",
+        ("model.embed_tokens.weight [2, 32]",),
     ),
     "rows of other tokens": (
         lambda at: save_rows(at / "run", [1, 1024]),
-        r"which has no model\.embed_tokens\.weight \[2, 32\]; name",
+        f"run/{ADAPTER}",
+        ("model.embed_tokens.weight [2, 32]",),
     ),
     "fewer rows than tokens": (
         lambda at: save_rows(at / "run", [1, 2, 3]),
-        r"which has no model\.embed_tokens\.weight \[2, 32\]; name",
+        f"run/{ADAPTER}",
+        ("model.embed_tokens.weight [2, 32]",),
     ),
     "adapter of embeddings": (
         lambda at: edit(
             at / "run" / ADAPTER,
             lambda each: each.update({"base_model.model.model.embed_tokens.lora_embedding_A": torch.zeros(4, 1024)}),
         ),
-        r"run: LoRA on embeddings: cannot be merged",
+        "run",
+        ("LoRA on embeddings",),
     ),
-    "another vocabulary": (lambda at: edit_json(at / "base" / "config.json", vocab_size=999), "vocab_size 999 instead"),
+    "another vocabulary": (
+        lambda at: edit_json(at / "base" / "config.json", vocab_size=999),
+        "run",
+        ("vocab_size 999", "1024", "resize_token_embeddings"),
+    ),
 }
 
 
@@ -157,11 +182,10 @@ def rename_layers(tensors: dict[str, torch.Tensor]) -> None:
 
 @pytest.mark.parametrize("kind", DAMAGE)
 def test_a_damaged_input_is_named_and_no_output_is_left(kind: str, broken: Path, tmp_path: Path) -> None:
-    damage, message = DAMAGE[kind]
+    damage, file, names = DAMAGE[kind]
     damage(broken)
-    with pytest.raises(PiLoraError, match=message) as raised:
+    with refused(PiLoraError, f"{broken / file}: ", *names):
         merge(broken / "run", tmp_path / "out" / "merged", base=str(broken / "base"))
-    assert "\n" not in str(raised.value)
     assert not list(tmp_path.glob("out/*"))
     assert not list(tmp_path.glob("out/.*"))
 
@@ -171,16 +195,13 @@ def test_a_full_disk_leaves_no_output(whole: Path, tmp_path: Path, monkeypatch: 
         raise OSError(errno.ENOSPC, "No space left on device")
 
     monkeypatch.setattr("os.fsync", full)
-    message = r"merged: a disk is full \(.*No space left on device\); make room, then start again$"
-    with pytest.raises(ModelError, match=message):
+    with refused(ModelError, f"{tmp_path / 'merged'}: ", "a disk is full", "No space left on device"):
         merge(whole / "run", tmp_path / "merged")
     assert list(tmp_path.iterdir()) == []
 
 
 def test_weights_that_overflow_a_dtype_are_refused(broken: Path, tmp_path: Path) -> None:
     edit(broken / "base" / SECOND, lambda each: each[f"{Q}.weight"].fill_(1e6))
-    with pytest.raises(
-        PiLoraError, match=rf"{Q}\.weight: has infinite or NaN values once merged; .* do not fit torch\.float16"
-    ):
+    with refused(PiLoraError, f"{broken / 'base' / SECOND}: {Q}.weight: ", "torch.float16"):
         merge(broken / "run", tmp_path / "merged", base=str(broken / "base"), dtype="float16")
     assert not (tmp_path / "merged").exists()

@@ -8,7 +8,7 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from conftest import extend, run_captured
+from conftest import extend, refused, run_captured
 from pi_lora.api import load
 from pi_lora.errors import ModelError
 from pi_lora.evaluation.probe import probe
@@ -57,7 +57,7 @@ def test_the_card_of_an_extended_model_has_the_scores_of_the_probe(small_model: 
     assert ".partial" not in card
     kept = json.loads((tmp_path / "extended" / "scores" / "perplexity-step-0.json").read_text())
     assert kept["windows"][1]["perplexity"] == after.windows[1].value
-    with pytest.raises(ModelError, match=r"^--probe: has direct, yarn, not theta; probe it, or leave the option out"):
+    with refused(ModelError, "--probe: ", "direct", "yarn", "theta"):
         extend(resolve_model(str(small_model), Extension(256, scaling="theta")), tmp_path / "other", found)
     assert not (tmp_path / "other").exists()
 
@@ -78,6 +78,6 @@ def test_weights_are_copied_file_by_file_to_another_disk(
     assert {file.name for file in folder.glob("model*")} == shards
     assert all((folder / name).read_bytes() == (base / name).read_bytes() for name in shards)
     (base / sorted(shards)[0]).unlink()
-    with pytest.raises(ModelError, match="is missing"):
+    with refused(ModelError, f"{base}: ", sorted(shards)[0]):
         extend(resolve_model(str(base), YARN), tmp_path / "again")
     assert not (tmp_path / "again").exists()
