@@ -340,16 +340,21 @@ def hub_server() -> Iterator[Hub]:
     server.server_close()
 
 
+def forget_commits() -> None:
+    """As a new process: it asks for the commits of data sets again."""
+    from pi_lora.data import sources
+
+    sources._dataset_commit.cache_clear()
+
+
 @pytest.fixture
 def hub(hub_server: Hub, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Hub:
     """An empty hub that the clients in this process ask without a token, and an empty cache."""
     # Imported here, since it takes a second.
     import datasets.config
 
-    from pi_lora.data import sources
-
     hub_server.clear()
-    sources._dataset_commit.cache_clear()
+    forget_commits()
     HfFileSystem.clear_instance_cache()
     template = "{repo_id}/resolve/{revision}/{filename}"
     settings = {

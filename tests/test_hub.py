@@ -20,10 +20,9 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from conftest import run_captured, small_recipe, train
-from hub import OTHER_TOKEN, TOKEN, Fault, Hub
+from hub import OTHER_TOKEN, TOKEN, Fault, Hub, forget_commits
 from models.test_composite import other_tensors, save_composite, tuned
 from pi_lora import api
-from pi_lora.data import sources
 from pi_lora.data.examples import data_problems
 from pi_lora.data.sources import evaluation_documents, find_table, held_out_text, share_to_hold_out
 from pi_lora.errors import DataError, ModelError, RecipeError
@@ -320,7 +319,7 @@ def test_everything_cached_is_read_without_the_hub(
     trained = texts(hold_out=0.2)
     hub.log.clear()
     hub.faults = [Fault(".")]
-    sources._dataset_commit.cache_clear()
+    forget_commits()
     if offline:
         monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
         monkeypatch.setattr("datasets.config.HF_HUB_OFFLINE", True)

@@ -5,10 +5,9 @@ from pathlib import Path
 import pytest
 
 from conftest import run_command, small_recipe
-from pi_lora.data import examples
-from pi_lora.errors import DataError
+from hub import Hub
+from pi_lora.data.examples import data_problems
 from pi_lora.preflight import check_data
-from pi_lora.recipe.data import Source
 from pi_lora.recipe.files import dump_recipe
 from pi_lora.training.job import pack_data
 
@@ -34,24 +33,16 @@ def test_data_of_a_gpu_recipe_is_prepared_without_gpus_and_read_by_training(
     file.write_text(dump_recipe(recipe))
     assert run_command("prepare", str(file)) == 0
     said = capsys.readouterr().out
-    assert "data: 16 sequences of at most 128 tokens" in said
-    assert f"{tmp_path / 'cache'}: has the data of {file}; pi-lora train reads it from there" in said
+    assert "16 sequences of at most 128 tokens" in said
+    assert f"{tmp_path / 'cache'}: has the data of {file}" in said
     assert len(pack_data(recipe, check_data(recipe), never).rows) == 16
 
 
-def test_a_data_set_on_the_hub_is_not_streamed_before_it_is_prepared(
-    small_model: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_data_set_on_the_hub_is_not_streamed_before_it_is_prepared(small_model: Path, hub: Hub) -> None:
     """`prepare` reads all of it at once; `train --dry-run`, which reads nothing else, looks at its first rows."""
-    asked: list[str] = []
-
-    def find(source: Source) -> None:
-        asked.append(source.name)
-        raise DataError("no network")
-
-    monkeypatch.setattr(examples, "find_table", find)
-    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", False)
     recipe = small_recipe(small_model, data={"source": "people/books"})
     assert check_data(recipe).name == str(small_model)
-    assert asked == []
-    assert examples.data_problems(recipe.data, ask_hub=True) == ["data.source: no network"]
+    assert hub.log == []
+    [problem] = data_problems(recipe.data, ask_hub=True)
+    assert problem.startswith("data.source: people/books: ")
+    assert hub.asked("people/books")

@@ -95,7 +95,7 @@ def test_an_exception_or_a_kill_leaves_no_partial_cache(folder: Path) -> None:
         yield from list(rows())[:5]
         raise DataError("books: hold too little")
 
-    with pytest.raises(DataError, match="too little"):
+    with pytest.raises(DataError):
         cached({"of": "this"}, COLUMNS, breaking, Counter())
     assert [path.suffix for path in folder.iterdir()] == [".lock"]
     cached({"of": "this"}, COLUMNS, rows, Counter())

@@ -19,11 +19,12 @@ import pyarrow.parquet as pq
 import pytest
 from huggingface_hub import constants
 
-from hub import Hub
-from pi_lora.data import sources
+from conftest import refused
+from hub import Hub, forget_commits
 from pi_lora.data.documents import NamedJson
 from pi_lora.data.examples import data_problems
 from pi_lora.data.sources import (
+    SHUFFLED_ROWS,
     STDLIB,
     evaluation_documents,
     find_table,
@@ -81,9 +82,9 @@ def test_a_folder_gives_the_documents_of_every_file_format(shelf: Path) -> None:
 @pytest.mark.parametrize(("value", "kind"), [(1.5, "float"), (["a"], "list")])
 def test_what_a_column_without_text_holds_is_named(tmp_path: Path, value: object, kind: str) -> None:
     rows = write_jsonl(tmp_path / "rows.jsonl", [{"text": value}])
-    with pytest.raises(DataError, match=f"rows.jsonl:1: holds {kind} and has no text in column text; name"):
+    with refused(DataError, f"{rows}:1: holds {kind}", "column text"):
         texts(rows)
-    with pytest.raises(DataError, match=r"rows\.jsonl:1: has no text in column body; name"):
+    with refused(DataError, f"{rows}:1: has", "column body"):
         texts(rows, column="body")
 
 
@@ -127,7 +128,7 @@ def test_every_name_of_a_split_is_known(tmp_path: Path, names: tuple[str, str]) 
     for name in names:
         (tmp_path / name).mkdir()
         write_jsonl(tmp_path / name / "rows.jsonl", [{"text": name}])
-    with pytest.raises(DataError, match=r"holds the splits \w+, \w+; name the folder or files of one"):
+    with refused(DataError, f"{tmp_path}: ", "splits"):
         texts(tmp_path)
     write_jsonl(tmp_path / names[0] / f"{names[0]}-0.jsonl", [{"text": "more"}])
     shutil.rmtree(tmp_path / names[1])
@@ -161,7 +162,7 @@ def test_a_folder_with_rows_of_several_splits_is_refused(tmp_path: Path) -> None
     """Rows to test on would train."""
     for split in ("train", "test"):
         datasets.Dataset.from_list([{"text": split}]).to_parquet(tmp_path / f"data/{split}-00000-of-00001.parquet")
-    with pytest.raises(DataError, match="holds the splits test, train; name the folder or files of one"):
+    with refused(DataError, f"{tmp_path}: ", "splits test, train"):
         texts(tmp_path)
     assert texts(tmp_path / "data/train-*") == ["train"]
 
@@ -171,13 +172,13 @@ def test_two_columns_of_one_name_are_refused(tmp_path: Path) -> None:
     pq.write_table(table, tmp_path / "twice.parquet")
     (tmp_path / "twice.csv").write_text("text,text\na,b\n")
     for name in ("twice.parquet", "twice.csv"):
-        with pytest.raises(DataError, match="several columns have the name text"):
+        with refused(DataError, f"{tmp_path / name}:1: ", "name text"):
             texts(tmp_path / name)
 
 
 def test_a_glob_of_other_kinds_is_named(tmp_path: Path) -> None:
     (tmp_path / "a.pdf").write_bytes(b"%PDF")
-    with pytest.raises(DataError, match=r"\*: holds no readable file"):
+    with refused(DataError, f"{tmp_path}/*: ", ".txt"):
         find_table(Source(name=f"{tmp_path}/*"))
 
 
@@ -262,63 +263,59 @@ def test_the_seeded_order_is_a_shuffle_of_files_and_rows(tmp_path: Path) -> None
     assert list(rows[:20]) != [str(row) for row in range(20)]
 
 
-def test_the_shuffle_loses_no_row_and_buffers_few(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(sources, "SHUFFLED_ROWS", 5)
+def test_the_shuffle_loses_no_row_and_buffers_few() -> None:
+    number_of_rows = 3 * SHUFFLED_ROWS
     read = 0
 
     def rows() -> Iterator[NamedJson]:
         nonlocal read
-        for read in range(1, 31):
+        for read in range(number_of_rows):
             yield "", {"text": read}
 
     given_back = []
     for number, (_, row) in enumerate(shuffled(rows(), 3)):
-        assert read <= number + 6
+        assert read <= number + SHUFFLED_ROWS
         given_back.append(row["text"])
-    assert sorted(given_back) == list(range(1, 31))
-    assert given_back[:20] != list(range(1, 21))
+    assert sorted(given_back) == list(range(number_of_rows))
+    assert given_back[:20] != list(range(20))
 
 
 @pytest.mark.parametrize(
-    ("name", "content", "message"),
+    ("name", "content", "row", "said"),
     [
-        ("gone.txt", None, "no such file or folder"),
-        ("empty.txt", b" \n", "holds no text"),
-        ("latin.txt", "café".encode("latin-1"), r"cannot be read \('utf-8' codec .* save it as UTF-8"),
-        ("cut.txt", b"\xff\xfe\x00", r"cannot be read \('utf-16-le' codec"),
-        ("unmarked.txt", "Some text.".encode("utf-16-le"), "as UTF-16 does without a byte order mark"),
-        ("wide.txt", "Some text.".encode("utf-32"), "as UTF-16 does without a byte order mark"),
-        ("page.html", b"<p>Some text.</p>", r"holds no readable file \(\.txt, "),
-        ("pages.zip", b"PK", r"holds no readable file \(\.txt, "),
-        ("latin.jsonl", '{"text": "a"}\n{"text": "café"}\n'.encode("latin-1"), r"jsonl:2: cannot be read \('utf-8'"),
-        ("half.jsonl", b'{"text": "a"}\n{"text": "\\ud83d"}\n', r"jsonl:2: cannot be read \('utf-8'.*surrogates"),
-        ("half.json", b'[{"text": "a"}, {"text": "\\ud83d"}]', r"json:2: cannot be read \('utf-8'.*surrogates"),
-        ("latin.tsv", "n\ttext\n1\ta\n2\tcafé\n".encode("latin-1"), r"tsv:2: cannot be read \('utf-8'"),
-        ("object.json", b'{"data": [{"text": "a"}]}', "has no text in column text; .* its columns: data"),
-        ("open.json", b'[{"text": "a"}', r"json:1: cannot be read \(Expecting"),
-        ("cut.jsonl.zst", zstd(b'{"text": "a"}\n' * 99)[:-5], "cannot be read"),
-        ("cut.txt.xz", lzma.compress(b"Some text." * 99)[:-12], "cannot be read"),
-        ("broken.jsonl", b'{"text": "a"}\n\n{"text": \n', r"jsonl:2: cannot be read \(Expecting value"),
-        ("list.jsonl", b'["a"]\n', r"jsonl:1: cannot be read \(the row does not have one value for each column\)"),
-        ("cut.jsonl.gz", gzip.compress(b'{"text": "a"}\n' * 99, mtime=0)[:-12], "cannot be read"),
-        ("broken.parquet", b"PAR1", "cannot be read"),
-        ("none.jsonl", b"", "holds no text"),
-        ("wide.csv", b"text,n\na,b,c\n", r"csv:1: cannot be read \(the row does not have one value for each column\)"),
-        (
-            "short.csv",
-            b"n,text\n\n1,a\n2\n",
-            r"csv:2: cannot be read \(the row does not have one value for each column",
-        ),
-        ("open.csv", b'text,n\n"a,b\n', r"csv:1: cannot be read \(unexpected end of data\)"),
+        ("gone.txt", None, "", "no such file"),
+        ("empty.txt", b" \n", "", "holds no text"),
+        ("latin.txt", "café".encode("latin-1"), "", "utf-8"),
+        ("cut.txt", b"\xff\xfe\x00", "", "utf-16-le"),
+        ("unmarked.txt", "Some text.".encode("utf-16-le"), "", "byte order mark"),
+        ("wide.txt", "Some text.".encode("utf-32"), "", "byte order mark"),
+        ("page.html", b"<p>Some text.</p>", "", ".txt"),
+        ("pages.zip", b"PK", "", ".txt"),
+        ("latin.jsonl", '{"text": "a"}\n{"text": "café"}\n'.encode("latin-1"), ":2", "utf-8"),
+        ("half.jsonl", b'{"text": "a"}\n{"text": "\\ud83d"}\n', ":2", "surrogates"),
+        ("half.json", b'[{"text": "a"}, {"text": "\\ud83d"}]', ":2", "surrogates"),
+        ("latin.tsv", "n\ttext\n1\ta\n2\tcafé\n".encode("latin-1"), ":2", "utf-8"),
+        ("object.json", b'{"data": [{"text": "a"}]}', ":1", "columns: data"),
+        ("open.json", b'[{"text": "a"}', ":1", "cannot be read"),
+        ("cut.jsonl.zst", zstd(b'{"text": "a"}\n' * 99)[:-5], ":1", "cannot be read"),
+        ("cut.txt.xz", lzma.compress(b"Some text." * 99)[:-12], "", "cannot be read"),
+        ("broken.jsonl", b'{"text": "a"}\n\n{"text": \n', ":2", "cannot be read"),
+        ("list.jsonl", b'["a"]\n', ":1", "one value for each column"),
+        ("cut.jsonl.gz", gzip.compress(b'{"text": "a"}\n' * 99, mtime=0)[:-12], ":1", "cannot be read"),
+        ("broken.parquet", b"PAR1", ":1", "cannot be read"),
+        ("none.jsonl", b"", "", "holds no text"),
+        ("wide.csv", b"text,n\na,b,c\n", ":1", "one value for each column"),
+        ("short.csv", b"n,text\n\n1,a\n2\n", ":2", "one value for each column"),
+        ("open.csv", b'text,n\n"a,b\n', ":1", "cannot be read"),
     ],
 )
-def test_a_file_that_is_not_text_is_refused(tmp_path: Path, name: str, content: bytes | None, message: str) -> None:
+def test_a_file_that_is_not_text_is_refused(
+    tmp_path: Path, name: str, content: bytes | None, row: str, said: str
+) -> None:
     if content is not None:
         (tmp_path / name).write_bytes(content)
-    with pytest.raises(DataError, match=message) as refused:
+    with refused(DataError, f"{tmp_path / name}{row}: ", said):
         list(evaluation_documents(PerplexityOptions(data=str(tmp_path / name))))
-    assert str(refused.value).startswith(str(tmp_path / name))
-    assert "\n" not in str(refused.value)
 
 
 def test_all_problems_of_sources_are_reported_without_asking_the_hub(shelf: Path, tmp_path: Path, hub: Hub) -> None:
@@ -386,30 +383,23 @@ def test_the_seeded_order_is_a_shuffle_of_all_rows(streaming: bool) -> None:
 
 @pytest.mark.parametrize("streaming", [False, True])
 @pytest.mark.parametrize(
-    ("fields", "message"),
-    [
-        ({"column": "n"}, "has no text in column n"),
-        ({"split": "validation"}, r"cannot serve it \(.*split.*validation.*check the name, and subset"),
-    ],
+    ("key", "name", "where"), [("column", "n", f"{BOOKS}:1: "), ("split", "validation", f"{BOOKS}: ")]
 )
 @pytest.mark.usefixtures("commit")
-def test_a_missing_subset_split_or_column_is_named(streaming: bool, fields: dict, message: str) -> None:
-    with pytest.raises(DataError, match=message) as refused:
-        read(streaming=streaming, **fields)
-    # A row is named by its number.
-    assert str(refused.value).startswith((f"{BOOKS}: ", f"{BOOKS}:1: "))
-    assert "\n" not in str(refused.value)
+def test_a_missing_split_or_column_is_named(streaming: bool, key: str, name: str, where: str) -> None:
+    with refused(DataError, where, key, name):
+        read(streaming=streaming, **{key: name})
 
 
 def test_a_hub_file_is_identified_by_the_downloaded_commit(hub: Hub) -> None:
     """A branch moves, and what was made from its former commit must not be taken for what is there now."""
     for text in ("one", "two"):
         commit = hub.add("datasets/owner/books", {"data/x.jsonl": f'{{"text": "{text}"}}'.encode()})
-        sources._dataset_commit.cache_clear()
+        forget_commits()
         table = hub_file(Source(name=BOOKS), "data/x.jsonl")
         assert table.identity == {"commit": commit}
         assert [document.text for document in table.documents()] == [text]
-    with pytest.raises(DataError, match=r"^owner/books: has no file data/y\.jsonl"):
+    with refused(DataError, f"{BOOKS}: ", "data/y.jsonl"):
         hub_file(Source(name=BOOKS), "data/y.jsonl")
 
 
@@ -444,7 +434,7 @@ def test_offline_a_name_is_the_commit_that_the_hub_named_last(
 
     on_disk(first, ["one"], tmp_path / "datasets")
     assert rows("v1") == rows(first) == (first, ["one"])
-    with pytest.raises(DataError, match=f"^owner/books: revision main is not on disk, but {first} is"):
+    with refused(DataError, f"{BOOKS}: ", "revision main", first):
         rows("main")
     on_disk(second, ["two"], tmp_path / "datasets")
     assert rows("main") == rows(second) == (second, ["two"])
@@ -506,7 +496,7 @@ def test_splits_of_the_standard_library_are_disjoint_and_complete() -> None:
     assert not [name for name in library if "site-packages" in name or "/test/" in name]
     assert 300 < 0.8 * len(library) < len(train) < 0.95 * len(library)
     assert {document.name for document in evaluation_documents(PerplexityOptions(split="validation"))} == validation
-    with pytest.raises(DataError, match=f"^{RECALL}: is for training"):
+    with refused(DataError, f"{RECALL}: ", "training"):
         evaluation_documents(PerplexityOptions(data=RECALL))
     # By the name alone. The settings of the demo were chosen by these, and by none of those.
     assert {split_of(f"{name}.py") for name in ("bz2", "calendar", "chunk")} == {"validation"}

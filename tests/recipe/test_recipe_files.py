@@ -1,7 +1,10 @@
+"""Recipe files: what YAML, `extends` and overrides mean, every mistake with its place at once, and what is dumped."""
+
+import re
 from pathlib import Path
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from pi_lora.api.inputs import as_words
@@ -82,25 +85,28 @@ def test_all_mistakes_are_reported_together_with_their_lines(tmp_path: Path) -> 
         "  seed: true\n"
         "paper: 2023\n",
     )
-    assert problems(path) == [
-        "recipe.yaml:3: data.source.0.wieght: unknown key; did you mean weight?",
-        "recipe.yaml:6: training.steps: input should be a valid integer, not many",
-        "recipe.yaml:7: training.seed: input should be a valid integer, not true",
-        "recipe.yaml:5: training.learning_rat: unknown key; did you mean learning_rate?",
-        "recipe.yaml:8: paper: input should be a valid string, not 2023",
+    named = [
+        ("recipe.yaml:3: data.source.0.wieght: ", "weight?"),
+        ("recipe.yaml:6: training.steps: ", "many"),
+        ("recipe.yaml:7: training.seed: ", "true"),
+        ("recipe.yaml:5: training.learning_rat: ", "learning_rate?"),
+        ("recipe.yaml:8: paper: ", "2023"),
     ]
+    for line, (where, value) in zip(problems(path), named, strict=True):
+        assert line.startswith(where)
+        assert line.endswith(value)
 
 
 @pytest.mark.parametrize(
     ("text", "expected"),
     [
-        ("# only a comment\n", "recipe.yaml: holds no keys; write `key: value` lines, at least of model, context and"),
-        ("scaling: pi\nmodel: {name: x}\ndata: {source: x}\n", "recipe.yaml: context: missing; add it"),
-        ("just words\n", "recipe.yaml: holds no keys; write `key: value` lines, at least of"),
-        ("model: {name: x\n", "recipe.yaml:2: expected ',' or '}', but got '<stream end>'; correct the YAML"),
-        ("scaling: pi\nscaling: direct\n", "recipe.yaml:2: scaling: given twice; keep one"),
+        ("# only a comment\n", "recipe.yaml: holds no keys"),
+        ("scaling: pi\nmodel: {name: x}\ndata: {source: x}\n", "recipe.yaml: context: missing"),
+        ("just words\n", "recipe.yaml: holds no keys"),
+        ("model: {name: x\n", "recipe.yaml:2: expected ',' or '}'"),
+        ("scaling: pi\nscaling: direct\n", "recipe.yaml:2: scaling: given twice"),
         ("a: !!python/object:os.system {}\n", "recipe.yaml:1: could not determine a constructor"),
-        ("a: \x00", "recipe.yaml: is not a text file; give a YAML file"),
+        ("a: \x00", "recipe.yaml: is not a text file"),
     ],
 )
 def test_a_file_that_is_no_recipe_is_refused_in_one_line(tmp_path: Path, text: str, expected: str) -> None:
@@ -125,15 +131,15 @@ def test_overrides_reach_into_the_only_section_of_a_list(tmp_path: Path) -> None
     assert (source.name, source.weight, source.hold_out) == ("novels", 2, 0.2)
     assert resolved.origins["data.source"].endswith(".yaml:4, command line")
     [line] = problems(write(tmp_path, one), "data.source.weigt=2")
-    assert line == "command line: data.source.0.weigt: unknown key; did you mean weight?"
+    assert line.startswith("command line: data.source.0.weigt: ")
+    assert "weight?" in line
     two = GOOD.replace("builtin:stdlib", "[{name: books}, {name: builtin:recall}]")
-    assert problems(write(tmp_path, two), "data.source.weight=2") == [
-        "data.source.weight: data.source is a list of 2; give all of it"
-    ]
+    [line] = problems(write(tmp_path, two), "data.source.weight=2")
+    assert line.startswith("data.source.weight: data.source is a list of 2")
     for plain in ("books", "[books]"):
         [line] = problems(write(tmp_path, GOOD.replace("builtin:stdlib", plain)), "data.source.weight=2")
-        assert line.endswith("is books, and no section; give all of it")
         assert line.startswith("data.source.weight: ")
+        assert "books" in line
     [indexed] = load_recipe(write(tmp_path, one), ["data.source.0.weight=2"]).recipe.data.source
     assert (indexed.name, indexed.weight) == ("books", 2)
 
@@ -147,7 +153,8 @@ def test_the_origin_of_a_section_is_that_of_all_its_values(tmp_path: Path) -> No
 
 @pytest.mark.parametrize("override", ["scaling", "=pi", "scaling.pi=1", "model.name=["])
 def test_a_bad_override_is_one_line(tmp_path: Path, override: str) -> None:
-    assert len(problems(write(tmp_path, GOOD + "scaling: pi\n"), override)) == 1
+    [line] = problems(write(tmp_path, GOOD + "scaling: pi\n"), override)
+    assert line.startswith(override.removesuffix("=1"))
 
 
 @pytest.mark.parametrize(
@@ -167,8 +174,9 @@ def test_a_text_of_an_override_is_taken_whole(tmp_path: Path, value: str, name: 
 
 
 def test_a_section_mistyped_in_an_override_is_reported_as_the_override(tmp_path: Path) -> None:
-    expected = "command line: trainin: unknown key; did you mean training?"
-    assert problems(write(tmp_path, GOOD), "trainin.steps=3") == [expected]
+    [line] = problems(write(tmp_path, GOOD), "trainin.steps=3")
+    assert line.startswith("command line: trainin: ")
+    assert "training?" in line
 
 
 @pytest.mark.parametrize(
@@ -243,6 +251,7 @@ def test_a_recipe_of_the_current_folder_comes_first(
     assert find_recipe(Path(name)) == found
 
 
+@settings(max_examples=30)
 @given(
     st.builds(
         dict,
@@ -270,68 +279,58 @@ def test_dump_then_load_is_the_same_recipe(
     assert load_recipe(path).recipe == recipe
 
 
+TWO_GPUS = ["hardware.gpus=2", "hardware.context_parallel=2"]
+SUMMARIES = ["data.document=a", "data.summary=b"]
+HELD_OUT = "data.source={name: books, hold_out: 0.1}"
+
+
 @pytest.mark.parametrize(
-    ("overrides", "said"),
+    ("overrides", "where", "names"),
     [
-        (["hardware.gpus=3", "hardware.context_parallel=2"], "hardware.context_parallel: 2 does not divide 3"),
-        (["hardware.context_parallel=2"], "hardware.context_parallel: 2 does not divide 1 processes"),
+        (["hardware.gpus=3", "hardware.context_parallel=2"], "hardware.context_parallel: 2", "3 processes"),
+        (["hardware.context_parallel=2"], "hardware.context_parallel: 2", "1 processes"),
+        ([*TWO_GPUS, "context.target=1026"], "context.target: 1026", "4"),
+        ([*TWO_GPUS, "data.positions=pose"], "hardware.context_parallel: ", "pose"),
+        ([*TWO_GPUS, "evaluation.every=5"], "evaluation.every: ", "GPUs"),
+        (["context.original=2048"], "context: target 1024", "original 2048"),
         (
-            ["hardware.gpus=2", "hardware.context_parallel=2", "context.target=1026"],
-            "context.target: 1026 is not a multiple of 4",
+            ["training.global_batch_size=6", "training.per_device_batch_size=4"],
+            "training.global_batch_size: 6",
+            "per_device_batch_size 4",
         ),
-        (
-            ["hardware.gpus=2", "hardware.context_parallel=2", "data.positions=pose"],
-            "hardware.context_parallel: examples differ in length, and positions: pose and keep_short have short",
-        ),
-        (
-            ["hardware.gpus=2", "hardware.context_parallel=2", "evaluation.every=5"],
-            "evaluation.every: cannot measure while GPUs share a sequence",
-        ),
-        (["context.original=2048"], "context: target 1024 is not longer than original 2048; nothing to extend"),
-        (["training.global_batch_size=6", "training.per_device_batch_size=4"], "6 is not a multiple of 4"),
-        (["data.summary=b"], "data: summary: examples have document and summary, or template and completion"),
-        (["data.document=a"], "data: document: examples have"),
-        (["data.template=a {b}"], "data: template: examples have"),
-        (
-            ["data.document=a", "data.summary=b", "data.template=a {b}"],
-            "data: document, summary, template: examples have",
-        ),
-        (
-            ["data.document=a", "data.summary=b", "data.completion_tokens=1023"],
-            "data.completion_tokens: leave no room for a prompt in 1024 tokens",
-        ),
-        (["data.document=a", "data.summary=b", "data.positions=pose"], "positions: pose: is for packed text"),
-        (
-            ["data.source={name: books, hold_out: 0.1}", "evaluation.perplexity={data: books, hold_out: 0.2}"],
-            "evaluation.perplexity.hold_out: differs from that of the same text in data.source",
-        ),
-        (
-            ["data.source={name: books, hold_out: 0.1}", "evaluation.summarization={data: books, hold_out: 0.2}"],
-            "evaluation.summarization.hold_out: differs from that of the same text in data.source",
-        ),
-        (
-            ["data.positions=pose", "data.sequence_tokens=1025"],
-            "data.sequence_tokens: 1025 is more than context.target",
-        ),
+        (["data.summary=b"], "data: summary: ", "template and completion"),
+        (["data.document=a"], "data: document: ", "template and completion"),
+        (["data.template=a {b}"], "data: template: ", "document and summary"),
+        ([*SUMMARIES, "data.template=a {b}"], "data: document, summary, template: ", "give one"),
+        ([*SUMMARIES, "data.completion_tokens=1023"], "data.completion_tokens: ", "1024"),
+        ([*SUMMARIES, "data.positions=pose"], "data: positions: pose: ", "contiguous"),
+        ([*SUMMARIES, "data.keep_short=0.1"], "data: keep_short: ", "text"),
         *(
-            ([f"evaluation.{measured}.column=messages"], f"evaluation.{measured}.column: messages holds chats; name a")
-            for measured in ("perplexity", "context")
+            ([HELD_OUT, f"evaluation.{name}={{data: books, hold_out: 0.2}}"], f"evaluation.{name}.hold_out: ", "source")
+            for name in ("perplexity", "summarization")
         ),
-        (["data.source=builtin:recall", "data.keep_short=0.1"], "keep_short: takes its sequences from chats or text"),
-        (["data.document=a", "data.summary=b", "data.keep_short=0.1"], "keep_short: takes its sequences from chats or"),
-        ([*CHATS, "data.source.hold_out=0.1"], "hold_out is for text"),
-        ([*CHATS, "data.keep_short=0.1", "training.per_device_batch_size=2"], "set training.per_device_batch_size: 1"),
-        (["tuning.method=full", "model.dtype=bfloat16"], "model.dtype: bfloat16 weights would round"),
+        (["data.positions=pose", "data.sequence_tokens=1025"], "data.sequence_tokens: 1025", "1024"),
+        (["evaluation.perplexity.column=messages"], "evaluation.perplexity.column: messages", "chats"),
+        (["evaluation.context.column=messages"], "evaluation.context.column: messages", "chats"),
+        (["data.source=builtin:recall", "data.keep_short=0.1"], "data: keep_short: ", "text"),
+        ([*CHATS, "data.source.hold_out=0.1"], "data: source: hold_out", "chats"),
+        (
+            [*CHATS, "data.keep_short=0.1", "training.per_device_batch_size=2"],
+            "data.keep_short: ",
+            "training.per_device_batch_size: 1",
+        ),
+        (["tuning.method=full", "model.dtype=bfloat16"], "model.dtype: bfloat16", "full"),
         (
             ["hardware.offload_activations=true", "training.activation_checkpointing=false"],
-            "hardware.offload_activations: needs training.activation_checkpointing",
+            "hardware.offload_activations: ",
+            "training.activation_checkpointing",
         ),
     ],
 )
-def test_contradicting_sections_are_refused(tmp_path: Path, overrides: list[str], said: str) -> None:
-    found = problems(write(tmp_path, GOOD), *overrides)
-    assert len(found) == 1
-    assert said in found[0]
+def test_contradicting_sections_are_refused(tmp_path: Path, overrides: list[str], where: str, names: str) -> None:
+    [line] = problems(write(tmp_path, GOOD), *overrides)
+    assert re.sub(r"^(recipe.yaml(:\d+)?|command line): ", "", line).startswith(where)
+    assert names in line
 
 
 @pytest.mark.parametrize(("written", "tokens"), [("16k", 16384), ("128K", 131072), ("16384", 16384)])

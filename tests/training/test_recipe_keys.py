@@ -20,6 +20,7 @@ from peft.utils import ModulesToSaveWrapper
 from safetensors.torch import save_file
 from transformers import TrainerCallback
 
+from hub import forget_commits
 from pi_lora.data import sources
 from pi_lora.distributed import launch_arguments
 from pi_lora.errors import DataError, ScalingError
@@ -244,7 +245,7 @@ def here(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(folder)
     monkeypatch.setattr(datasets, "load_dataset", load_dataset)
     monkeypatch.setattr(sources, "commit_of", lambda name, revision, kind: revision)
-    sources._dataset_commit.cache_clear()
+    forget_commits()
     monkeypatch.setattr(constants, "HF_HUB_OFFLINE", False)
     monkeypatch.setattr(trainers, "get_reporting_integration_callbacks", lambda names: [*map(tracker, names)])
     monkeypatch.setattr("pi_lora.run._commit", lambda: None)
