@@ -1,21 +1,19 @@
+"""Passkeys: the paper's prompt at the asked depths, trials as greedy generation decides them, and the command."""
+
 import json
 import os
 import subprocess
-import sys
 import time
-from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from oracle_passkey import generated, outcomes
+from oracle_passkey import generated, outcomes, placed
 from oracle_passkey import k_max as plain_k_max
-from rich.console import Console
 
-from pi_lora import cli
+from conftest import refused, run_captured
 from pi_lora.api import load
 from pi_lora.errors import DataError
 from pi_lora.evaluation import forward
@@ -31,9 +29,9 @@ from pi_lora.evaluation.passkey import (
     prompt,
 )
 from pi_lora.models.loaded import LoadedModel
+from pi_lora.models.resolve import resolve_model
 from pi_lora.recipe.evaluation import PasskeyOptions
 from pi_lora.scaling.extension import Extension
-from processes import without_progress
 
 PAPER_PROMPT = """\
 There is an important info hidden inside a lot of irrelevant text. Find it and memorize them. \
@@ -62,10 +60,18 @@ def test_k_max_is_the_papers(table: list[list[bool]]) -> None:
     assert k_max(depths) == plain_k_max(10_000, table)
 
 
+@pytest.mark.parametrize(("target", "depths"), [(256, 8), (320, 4)])
+def test_the_key_is_placed_as_by_trying_every_place(target: int, depths: int) -> None:
+    tokenizer = load("builtin:tiny").tokenizer
+    for k in distances(target, depths):
+        trial = make_trial(tokenizer, target, k, "90817")
+        assert placed(tokenizer, target, k, "90817") == ([*trial.prompt, *trial.answer], trial.distance)
+
+
 def test_trials_fill_the_window_and_place_the_key_at_its_depth() -> None:
     tokenizer = load("builtin:tiny").tokenizer
     filler = len(tokenizer(prompt("12345", 1, 2))["input_ids"]) - len(tokenizer(prompt("12345", 1, 1))["input_ids"])
-    for target in (256, 1024):
+    for target in (256, 512):
         found = []
         for k in distances(target, 8):
             trial = make_trial(tokenizer, target, k, "90817")
@@ -98,8 +104,11 @@ def test_slow_and_fast_tokenizers_place_the_key_alike() -> None:
 
 
 def test_a_target_too_short_for_the_prompt_is_refused() -> None:
-    with pytest.raises(DataError, match="--target: 50 tokens do not hold the passkey prompt"):
-        make_trial(load("builtin:tiny").tokenizer, 50, 10, "12345")
+    tokenizer = load("builtin:tiny").tokenizer
+    needed = len(tokenizer(f"{prompt('12345', 0, 0)} 12345")["input_ids"])
+    with refused(DataError, f"--target: {needed - 1} ", needed):
+        make_trial(tokenizer, needed - 1, 10, "12345")
+    assert make_trial(tokenizer, needed, 10, "12345").length == needed
 
 
 def grid(model: LoadedModel, target: int, depths: int, trials: int, seed: int = 0) -> PasskeyTest:
@@ -112,14 +121,11 @@ def test_the_seed_decides_the_keys(stretched: LoadedModel) -> None:
     assert len({key for each in keys for key in each}) == 12
 
 
-def test_every_trial_agrees_with_greedy_generation(stretched: LoadedModel) -> None:
-    expected = outcomes(stretched.module, stretched.tokenizer, 320, 8, 3, seed=0)
-    successes = sum(map(sum, expected))
-    assert 6 <= successes <= 18
-    test = grid(stretched, 320, 8, 3)
-    found = [PasskeyDepth(**test.measure(depth)) for depth in range(8)]
-    assert [depth.outcomes for depth in found] == expected
-    assert k_max(found) == plain_k_max(320, expected)
+def test_every_trial_agrees_with_greedy_generation(stretched: LoadedModel, scores: PasskeyScores) -> None:
+    expected = outcomes(stretched.module, stretched.tokenizer, 320, 4, 3, seed=0)
+    assert 3 <= sum(map(sum, expected)) <= 9
+    assert [depth.outcomes for depth in scores.depths] == expected
+    assert scores.k_max == plain_k_max(320, expected)
 
 
 @pytest.mark.slow
@@ -131,7 +137,9 @@ def test_a_grid_is_faster_than_greedy_generation(stretched: LoadedModel) -> None
     ours = time.perf_counter() - started
     started = time.perf_counter()
     for depth, row in enumerate(found):
-        answer = generated(stretched.module, stretched.tokenizer, test.trials(depth)[0])
+        trial = test.trials(depth)[0]
+        ids = [*trial.prompt, *trial.answer]
+        answer = generated(stretched.module, stretched.tokenizer, ids, len(trial.answer))
         assert (answer == test.keys[depth][0]) == row["outcomes"][0]
     assert ours < 5 * (time.perf_counter() - started)
 
@@ -141,7 +149,7 @@ def test_the_text_before_the_key_is_computed_once(stretched: LoadedModel) -> Non
     hook = stretched.module.register_forward_pre_hook(
         lambda module, arguments, named: tokens.append(named["input_ids"].numel()), with_kwargs=True
     )
-    test = grid(stretched, 1024, 4, 2)
+    test = grid(stretched, 512, 4, 2)
     try:
         behind = sum(2 * test.measure(depth)["distance"] for depth in range(4))
     finally:
@@ -159,7 +167,6 @@ def test_trials_of_a_dynamic_model_do_not_depend_on_earlier_trials() -> None:
     assert test.measure(1) == alone
 
 
-Run = Callable[..., tuple[int, str, str]]
 ASKED = PasskeyOptions(target=320, depths=4, trials=3)
 
 
@@ -168,20 +175,6 @@ def kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """Where interrupted evaluations are kept."""
     monkeypatch.setenv("PI_LORA_CACHE", str(tmp_path / "cache"))
     return tmp_path / "cache" / "evaluations"
-
-
-@pytest.fixture
-def pi_lora(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, kept: Path) -> Run:
-    """Exit status, stdout and stderr of `pi-lora eval passkey ARGUMENTS`."""
-
-    def run(*arguments: str) -> tuple[int, str, str]:
-        monkeypatch.setattr(sys, "argv", ["pi-lora", "eval", "passkey", *arguments])
-        with pytest.raises(SystemExit) as exit_:
-            cli.main()
-        captured = capsys.readouterr()
-        return int(exit_.value.code or 0), captured.out, without_progress(captured.err)
-
-    return run
 
 
 @pytest.fixture(scope="module")
@@ -229,34 +222,34 @@ def test_two_processes_write_the_same_passkey_scores_as_one(python: str, kept: P
     assert list(kept.iterdir()) == []
 
 
-def test_the_longest_window_is_measured_unless_another_is_named(pi_lora: Run, tmp_path: Path, lora_run: Path) -> None:
-    file = tmp_path / "scores.json"
-    assert pi_lora(str(lora_run), "builtin:tiny", "--depths", "1", "--trials", "1", "--json", str(file))[0] == 0
-    assert [scores["target"] for scores in json.loads(file.read_text())] == [256, 256]
-
-
-def printed(table: Any) -> str:
-    console = Console(width=120)
-    with console.capture() as capture:
-        console.print(table)
-    return capture.get()
+def test_the_longest_window_is_measured_unless_another_is_named(small_model: Path) -> None:
+    models = [resolve_model(str(small_model)), resolve_model("builtin:tiny")]
+    assert Passkey().prepare(PasskeyOptions(), models).target == 256
+    assert Passkey().prepare(PasskeyOptions(target=320), models).target == 320
+    assert Passkey().prepare(PasskeyOptions(targets=(64, 128)), models).target is None
 
 
 def test_each_of_several_lengths_is_measured_as_if_alone(stretched: LoadedModel, scores: PasskeyScores) -> None:
-    both = Passkey().run(stretched, PasskeyOptions(targets=(320, 200), depths=4, trials=3), Session())
-    shorter = Passkey().run(stretched, ASKED.changed(target=200), Session())
-    assert [(each.target, each.depths) for each in both.by_length] == [(200, shorter.depths), (320, scores.depths)]
+    both = Passkey().run(stretched, PasskeyOptions(targets=(320, 120), depths=4, trials=3), Session())
+    shorter = Passkey().run(stretched, ASKED.changed(target=120), Session())
+    assert [(each.target, each.depths) for each in both.by_length] == [(120, shorter.depths), (320, scores.depths)]
     assert (both.target, both.k_max) == (320, scores.k_max)
 
 
-def test_the_command_measures_several_lengths(pi_lora: Run) -> None:
-    words = "builtin:tiny --targets 200,120 --depths 2 --trials 1".split()
-    status, out, errors = pi_lora(*words)
+def test_the_command_measures_models_at_several_lengths(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, small_model: Path, tmp_path: Path
+) -> None:
+    words = f"eval passkey builtin:tiny {small_model} --targets 200,120 --depths 2 --trials 1".split()
+    file = tmp_path / "scores.json"
+    status, out, errors = run_captured(capsys, monkeypatch, *words, "--json", str(file))
     assert (status, errors) == (0, "")
     assert "k_max at 120 " in out
-    status, _, errors = pi_lora(*words, "--targets", "no")
-    assert (status, errors.count("\n")) == (2, 1)
-    assert errors.startswith("--targets: input should be a valid integer")
+    assert [(each["model"], each["target"]) for each in json.loads(file.read_text())] == [
+        ("builtin:tiny", 200),
+        (str(small_model), 200),
+    ]
+    status, _, errors = run_captured(capsys, monkeypatch, *words, "--targets", "no")
+    assert (status, errors.count("\n"), errors.startswith("--targets: ")) == (2, 1, True)
 
 
 def test_a_prompt_is_never_longer_than_the_target() -> None:
@@ -268,7 +261,7 @@ def test_a_prompt_is_never_longer_than_the_target() -> None:
         def __call__(self, text: str, **options: bool) -> dict[str, list[int]]:
             return {"input_ids": list(range(len(text.split()) + 5 * text.count("\n")))}
 
-    for target in range(90, 300):
+    for target in range(90, 180):
         for k in distances(target, 3):
             trial = make_trial(Words(), target, k, "90817")
             assert target - 2 * 19 < trial.length == len(trial.prompt) + len(trial.answer) <= target
