@@ -11,6 +11,7 @@ from pi_lora.models.resolve import resolve_model
 from pi_lora.recipe.files import RECIPE_FILE, dump_recipe
 from pi_lora.recipe.schema import Recipe
 from pi_lora.run import Run
+from pi_lora.scaling.extension import Extension
 from random_runs import save_run
 
 FACTS = {
@@ -100,9 +101,10 @@ SCORES = {
 
 def make_run(model: Path, folder: Path, scores: dict[str, Any] = SCORES, recipe: Recipe | None = None) -> Path:
     """A run from `model` with random adapters, as if it had been trained and measured."""
-    run = save_run(model, folder, r=2, target_modules="all-linear")
+    recipe = recipe or small_recipe(model)
+    run = save_run(model, folder, Extension(recipe.context.target), r=2, target_modules="all-linear")
     (run / "README.md").unlink()  # PEFT's
-    (run / RECIPE_FILE).write_text(dump_recipe(recipe or small_recipe(model)))
+    (run / RECIPE_FILE).write_text(dump_recipe(recipe))
     Run(run).record(
         {
             "origin": resolve_model(str(model)).base.fingerprint(tokenizer="0", data="0").model_dump(),

@@ -1,9 +1,10 @@
-"""The search for divisors of the rotary frequencies."""
+"""The search for divisors of the rotary frequencies: its texts, its gradient, going on, and the file for recipes."""
 
 import itertools
 import json
 import math
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +15,7 @@ from hypothesis import strategies as st
 
 import pi_lora
 from architectures import small_config
+from conftest import refused
 from pi_lora import cli
 from pi_lora.errors import DataError, Interrupted, ModelError, PiLoraError, RunExistsError, ScalingError
 from pi_lora.evaluation import exams, texts
@@ -43,7 +45,6 @@ from pi_lora.storage import read_json
 from random_runs import save_base
 
 OPTIONS = SearchOptions(target=512, minutes=1)
-TEXTS = 9
 
 
 @pytest.fixture(autouse=True)
@@ -59,10 +60,13 @@ def searched() -> Searched:
 
 
 @pytest.fixture
-def short_exams(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A step of the search reads fewer tokens."""
-    monkeypatch.setattr(exams, "SHORT_TOKENS", 256)
-    monkeypatch.setattr(exams, "PLAIN_TOKENS", 64)
+def texts_of_words(tmp_path: Path) -> Path:
+    """Three texts that fill 512 tokens."""
+    folder = tmp_path / "texts"
+    folder.mkdir()
+    for number in range(3):
+        (folder / f"{number}.txt").write_text(f"The road to house {number} is long, and the door of it is open. " * 40)
+    return folder
 
 
 @given(st.lists(st.floats(-2, 30), min_size=4, max_size=12))
@@ -162,17 +166,13 @@ def test_short_exams_are_new_and_spread_over_the_target(searched: Searched, monk
 
 
 def test_short_texts_are_parts_of_the_texts_for_the_search(searched: Searched) -> None:
-    texts = [[*text.ids] for text in searched.texts]
+    texts = [" ".join(map(str, text.ids)) for text in searched.texts]
     read = set()
     for _ in range(20):
         bos, *ids = searched.exams.short_text()[0].tolist()
         assert bos == searched.loaded.tokenizer.bos_token_id
         assert len(ids) == 511
-        [number] = [
-            index
-            for index, text in enumerate(texts)
-            if any(text[start : start + 511] == ids for start in range(len(text) - 510))
-        ]
+        [number] = [index for index, text in enumerate(texts) if f" {' '.join(map(str, ids))} " in f" {text} "]
         read.add(number)
     assert len(read) > 3
     chosen, _ = choose_documents(searched.loaded, complete(TextOptions(), [searched.base]), 512)
@@ -211,19 +211,17 @@ def test_the_gradient_is_the_slope_of_what_is_minimized(searched: Searched) -> N
         step[index] = 0.001
         assert gradient[index].item() == pytest.approx(slope(searched, yarn, step, exam, text), rel=0.05, abs=0.02)
     assert gradient[:15].abs().min() > 0
-
-
-def test_checkpointed_layers_give_the_same_gradient() -> None:
-    searched = Searched(resolve_model("builtin:tiny"), OPTIONS, "float32")
-    yarn = start_of(searched.base, 512)
-    exam, text = searched.exams.short(), searched.exams.short_text()
-    expected = searched.gradient(yarn, exam, text)
+    assert not any(parameter.requires_grad for parameter in searched.loaded.module.parameters())
+    # Layers on a GPU compute their activations twice, and give the same gradient.
     module = searched.loaded.module
     passes: list[int] = []
-    module.get_decoder().layers[0].input_layernorm.register_forward_hook(lambda *_: passes.append(1))
+    hook = module.get_decoder().layers[0].input_layernorm.register_forward_hook(lambda *_: passes.append(1))
     searching.checkpoint_layers(module)
-    torch.testing.assert_close(searched.gradient(yarn, exam, text), expected, rtol=1e-4, atol=1e-5)
+    torch.testing.assert_close(searched.gradient(yarn, exam, text), gradient, rtol=1e-4, atol=1e-5)
     assert len(passes) == 4
+    hook.remove()
+    for layer in module.get_decoder().layers:
+        del layer.forward
 
 
 @pytest.mark.parametrize("kind", ["gemma3_text", "gpt_neox", "phi", "granite", "phi3"])
@@ -240,11 +238,6 @@ def test_the_gradient_reaches_the_frequencies_of_every_family(kind: str, tmp_pat
     size = gradient.norm().item()
     assert size > 0.1
     assert size == pytest.approx(slope(searched, start, 1e-4 * gradient / size, exam, text), rel=0.15)
-
-
-def test_the_weights_have_no_gradient(searched: Searched) -> None:
-    searched.gradient(start_of(searched.base, 512), searched.exams.short(), searched.exams.short_text())
-    assert not any(parameter.requires_grad for parameter in searched.loaded.module.parameters())
 
 
 def test_the_mean_of_the_later_steps_with_the_best_score_is_the_result(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -275,13 +268,14 @@ def test_the_mean_of_the_later_steps_with_the_best_score_is_the_result(monkeypat
     assert (best.needles, best.text, best.value) == (1.0, 3.0, 1.0 + 3 * PENALTY)
 
 
-@pytest.mark.usefixtures("short_exams")
-def test_an_interrupted_search_ends_with_the_same_divisors(monkeypatch: pytest.MonkeyPatch) -> None:
-    base = resolve_model("builtin:tiny")
-    options = SearchOptions(target=512, minutes=0.25)
+def test_an_interrupted_search_ends_with_the_same_divisors(
+    small_model: Path, texts_of_words: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    base = resolve_model(str(small_model))
+    options = SearchOptions(target=256, minutes=0.25, documents=1, data=str(texts_of_words))
     write = searching.append_journal
     written: list[Any] = []
-    kept = TEXTS
+    kept = 9
 
     def journal(*result: Any) -> None:
         write(*result)
@@ -298,55 +292,65 @@ def test_an_interrupted_search_ends_with_the_same_divisors(monkeypatch: pytest.M
     kept = 0
     whole = search(base, options)
     assert again == whole
-    assert resumed == len(written) - TEXTS
+    assert resumed == len(written) - 9
     assert len(written) >= whole.steps + 4
-    assert whole.scores["factors"].value <= min(score.value for score in whole.scores.values())
 
 
-def test_the_command_writes_a_file_for_recipes_and_new(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    file = tmp_path / "found.json"
-    words = ["search", "builtin:tiny", "--target", "512", "--minutes", "0.2", "--documents", "1", "--trials", "1"]
-    assert not cli.app([*words, "--output", str(file)], result_action="return_value")
+def test_a_search_lowers_the_losses_of_needles_and_text(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(exams, "SHORT_TOKENS", 256)
+    monkeypatch.setattr(exams, "PLAIN_TOKENS", 128)
+    result = search(resolve_model("builtin:tiny"), SearchOptions(target=512, minutes=0.2), dtype="float32")
+    start, found = result.scores["start"], result.scores["factors"]
+    assert found.needles < start.needles - 0.1
+    assert found.value < start.value - 0.1
+
+
+def test_the_command_writes_a_file_for_recipes_new_and_extend(
+    small_model: Path, texts_of_words: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    file, model, target = tmp_path / "found.json", str(small_model), 256
+    words = ["search", model, "--target", str(target), "--minutes", "0.2", "--documents", "1", "--trials", "1"]
+    words += ["--data", str(texts_of_words), "--output", str(file)]
+    assert not cli.app(words, result_action="return_value")
     printed = capsys.readouterr().out
-    assert "now they are measured on other text" in printed
     assert "passkeys" in printed
     assert f"--probe {file}" in printed.replace("\n", " ")
     result = read_json(file, SearchResult, "")
     assert read_factors(file).factors == result.factors
-    start, found = result.scores["start"], result.scores["factors"]
-    assert found.needles < start.needles - 0.1
-    assert found.value < start.value - 0.1
-    probed = read_probe(file).at(512)
+    probed = read_probe(file).at(target)
     assert probed.factors == str(file)
     assert set(probed.scalings) == {"direct", *COMPARED, "factors"}
-    assert probed.scalings["factors"].perplexity.options.documents == 1
+    perplexity = probed.scalings["factors"].perplexity.options
+    assert (perplexity.documents, perplexity.data) == (1, str(texts_of_words))
     assert probed.scalings["factors"].passkey
     content = json.loads(file.read_text())
     content["targets"][0] |= {"best": "factors", "enough": False}
     file.unlink()
     moved = tmp_path / "moved.json"
     moved.write_text(json.dumps(content))
-    pi_lora.new("builtin:tiny", 512, gpu="cpu", probe=moved, output=tmp_path / "new.yaml")
-    extended = pi_lora.extend("builtin:tiny", tmp_path / "out", target=512, scaling="factors", probe=moved)
+    pi_lora.new(model, target, gpu="cpu", data=texts_of_words, probe=moved, output=tmp_path / "new.yaml")
+    extended = pi_lora.extend(model, tmp_path / "out", target=target, scaling="factors", probe=moved)
     assert full_attention_rope(resolve_model(str(extended)).config)["long_factor"] == list(result.factors)
     other = tmp_path / "other.json"
     other.write_text(json.dumps({"factors": [3.0] * len(result.factors)}))
-    with pytest.raises(ModelError, match="--factors: differ from those that --probe measured"):
-        pi_lora.extend("builtin:tiny", tmp_path / "b", target=512, scaling="factors", probe=moved, factors=other)
+    with refused(ModelError, "--factors: ", "--probe"):
+        pi_lora.extend(model, tmp_path / "b", target=target, scaling="factors", probe=moved, factors=other)
     moved.unlink()
     recipe = load_recipe(tmp_path / "new.yaml").recipe
     assert recipe.scaling == "factors"
     assert recipe.context.factors
     assert recipe.context.factors.factors == result.factors
     (tmp_path / "new.yaml").rename(file)
-    with pytest.raises(RunExistsError):
-        pi_lora.search("builtin:tiny", 512, file)
+    with refused(RunExistsError, f"{file}: ", "--output"):
+        pi_lora.search(model, target, file)
 
 
-@pytest.mark.usefixtures("short_exams")
-def test_a_search_that_was_interrupted_in_its_test_is_tested(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_search_that_was_interrupted_in_its_test_is_tested(
+    small_model: Path, texts_of_words: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     file = tmp_path / "found.json"
-    options = {"minutes": 0.05, "documents": 1, "trials": 1}
+    options: dict[str, Any] = {"minutes": 0.05, "documents": 1, "trials": 1, "data": str(texts_of_words)}
+    search_again = partial(pi_lora.search, str(small_model), 256, file)
     read = probing.MEASUREMENTS["perplexity"].run
 
     def interrupt(*_: Any) -> None:
@@ -354,41 +358,39 @@ def test_a_search_that_was_interrupted_in_its_test_is_tested(tmp_path: Path, mon
 
     monkeypatch.setattr(type(probing.MEASUREMENTS["perplexity"]), "run", interrupt)
     with pytest.raises(KeyboardInterrupt):
-        pi_lora.search("builtin:tiny", 512, file, **options)
+        search_again(**options)
     monkeypatch.setattr(type(probing.MEASUREMENTS["perplexity"]), "run", lambda _, *inputs: read(*inputs))
     untested = read_json(file, SearchResult, "")
     with pytest.raises(RunExistsError):
-        pi_lora.search("builtin:tiny", 512, file, **options, seed=1)
+        search_again(**options, seed=1)
     monkeypatch.setattr(searching, "search", interrupt)
-    tested = pi_lora.search("builtin:tiny", 512, file, **options)
+    tested = search_again(**options)
     assert tested.targets
     assert tested.model_copy(update={"targets": None}) == untested
-    assert read_probe(file).at(512).scalings["factors"].passkey
-    with pytest.raises(RunExistsError):
-        pi_lora.search("builtin:tiny", 512, file, **options)
-    file.write_text("{}")
-    with pytest.raises(RunExistsError):
-        pi_lora.search("builtin:tiny", 512, file, **options)
+    assert read_probe(file).at(256).scalings["factors"].passkey
+    for content in (file.read_text(), "{}"):
+        file.write_text(content)
+        with pytest.raises(RunExistsError):
+            search_again(**options)
 
 
-def test_copies_of_tested_documents_are_not_searched(tmp_path: Path) -> None:
-    lines = [f"The road to house {number} is long, and the door of it is open. " * 100 for number in range(3)]
-    for name, text in zip("abcd", [lines[0], lines[1], lines[0], lines[2]], strict=True):
-        (tmp_path / f"{name}.txt").write_text(text)
-    options = SearchOptions(target=512, minutes=1, documents=2, data=str(tmp_path))
-    found = Searched(resolve_model("builtin:tiny"), options, "float32")
+def test_copies_of_tested_documents_are_not_searched(small_model: Path, texts_of_words: Path) -> None:
+    first = texts_of_words / "0.txt"
+    (texts_of_words / "1_copy.txt").write_text(first.read_text())
+    options = SearchOptions(target=256, minutes=1, documents=2, data=str(texts_of_words))
+    found = Searched(resolve_model(str(small_model)), options, "float32")
     assert found.test_documents == 2
-    assert [Path(text.name).name for text in found.texts] == ["d.txt"]
+    assert [Path(text.name).name for text in found.texts] == ["2.txt"]
 
 
 def test_bad_input_is_one_line(tmp_path: Path, lora_run: Path) -> None:
     base = resolve_model("builtin:tiny")
-    with pytest.raises(PiLoraError, match="not longer than the model's own window"):
+    with refused(PiLoraError, "context.target: 256 ", 256):
         search(base, SearchOptions(target=256))
     (tmp_path / "one.txt").write_text("word " * 3000)
-    with pytest.raises(DataError, match=r"one\.txt: one document is long enough; the search and its test need two"):
+    with refused(DataError, f"--data: {tmp_path / 'one.txt'}: "):
         search(base, SearchOptions(target=512, data=str(tmp_path / "one.txt")))
-    with pytest.raises(ModelError, match="is extended already; search for the base"):
+    with refused(ModelError, f"{lora_run}: ", resolve_model(str(lora_run)).base.name):
         search(resolve_model(str(lora_run)), SearchOptions(target=512))
 
 
@@ -400,5 +402,5 @@ def test_a_choice_of_documents_that_cuts_them_does_not_cut_a_search(monkeypatch:
 
 def test_a_model_with_two_ropes_in_full_attention_is_refused(tmp_path: Path) -> None:
     base = resolve_model(str(save_base(small_config("granite_swa"), tmp_path / "base")))
-    with pytest.raises(ScalingError, match="granite_swa: has 2 ropes for layers with full attention"):
+    with refused(ScalingError, "model of type granite_swa: ", "2 ropes"):
         start_of(base, 2 * base.window)

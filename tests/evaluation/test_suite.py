@@ -1,3 +1,5 @@
+"""`pi-lora eval all`: what a run is measured on, which scores are read again, and texts that trained."""
+
 import json
 import shutil
 from pathlib import Path
@@ -6,19 +8,20 @@ from typing import Any
 import pytest
 import yaml
 
-from conftest import run_captured, small_recipe, train
+from conftest import run_captured, small_recipe
 from pi_lora.evaluation.suite import requested_of_run
 from pi_lora.recipe.evaluation import BenchmarksOptions, PasskeyOptions, PerplexityOptions
 from pi_lora.recipe.files import RECIPE_FILE
 from pi_lora.run import Run
 from random_runs import put_on_hub
+from reported import make_run
 
 
 @pytest.fixture(scope="module")
 def trained(small_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A run whose window holds the passkey prompt."""
-    recipe = small_recipe(small_model, context={"target": 256})
-    return train(recipe, tmp_path_factory.mktemp("runs") / "run")
+    """A run whose window holds the passkey prompt, as if it had been trained."""
+    folder = tmp_path_factory.mktemp("runs")
+    return make_run(small_model, folder / "run", {}, small_recipe(small_model, context={"target": 256}))
 
 
 @pytest.fixture
@@ -64,7 +67,7 @@ def test_eval_all_measures_and_saves_the_measurements_of_the_recipe(
 def test_existing_scores_are_measured_again_only_on_request(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, own_run: Path
 ) -> None:
-    asks_for(own_run, {"perplexity": PERPLEXITY, "benchmarks": BENCHMARKS})
+    asks_for(own_run, {"perplexity": PERPLEXITY, "passkey": PASSKEY})
     assert run_captured(capsys, monkeypatch, "eval", "all", "run")[0] == 0
     marked = own_run / "scores" / "perplexity.json"
     measured = json.loads(marked.read_text())
@@ -72,16 +75,35 @@ def test_existing_scores_are_measured_again_only_on_request(
     with monkeypatch.context() as patched:
         patched.setattr("pi_lora.evaluation.suite.load_model", loaded)
         assert run_captured(capsys, monkeypatch, "eval", "all", "run")[0] == 0
-    (own_run / "scores" / "benchmarks.json").unlink()
+    (own_run / "scores" / "passkey.json").unlink()
     status, out, err = run_captured(capsys, monkeypatch, "eval", "all", "run")
     assert (status, err.count("\n"), err.count("pi-lora report")) == (0, 1, 1)
     assert json.loads(marked.read_text())["marked"]
-    assert (own_run / "scores" / "benchmarks.json").is_file()
+    assert (own_run / "scores" / "passkey.json").is_file()
     assert "perplexity" in out
 
     status, _, err = run_captured(capsys, monkeypatch, "eval", "all", "run", "--again")
     assert (status, err.count("\n"), err.count("pi-lora report")) == (0, 1, 1)
     assert json.loads(marked.read_text()) == measured
+
+
+@pytest.mark.parametrize(
+    ("perplexity", "passkey"), [({"documents": 1}, {"depths": 1}), ({"windows": [256]}, {"trials": 2})], ids=str
+)
+def test_scores_of_other_options_are_measured_and_replaced(
+    perplexity: dict[str, Any],
+    passkey: dict[str, Any],
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+    own_run: Path,
+) -> None:
+    """Also by a smaller measurement."""
+    for other, others in (({}, {}), (perplexity, passkey)):
+        asks_for(own_run, {"perplexity": PERPLEXITY | other, "passkey": PASSKEY | others})
+        assert run_captured(capsys, monkeypatch, "eval", "all", "run")[0] == 0
+    for name, changes in (("perplexity", perplexity), ("passkey", passkey)):
+        written = json.loads((own_run / "scores" / f"{name}.json").read_text())["options"]
+        assert {key: written[key] for key in changes} == changes
 
 
 def test_a_recipe_without_measurements_gets_perplexity_and_passkey(own_run: Path) -> None:
@@ -111,42 +133,14 @@ def test_scores_of_another_text_have_a_file_of_their_own(
     assert json.loads((own_run / "scores" / "perplexity.json").read_text())["stride"] == 64
 
 
-OTHER_OPTIONS = [
-    ({"perplexity": PERPLEXITY}, {"documents": 1}),
-    ({"perplexity": PERPLEXITY}, {"windows": [256]}),
-    ({"passkey": PASSKEY}, {"depths": 1}),
-    ({"benchmarks": BENCHMARKS}, {"limit": 1}),
-]
-
-
-@pytest.mark.parametrize(("asked", "other"), OTHER_OPTIONS, ids=str)
-def test_scores_of_other_options_are_measured_and_replaced(
-    asked: dict[str, Any],
-    other: dict[str, Any],
-    capsys: pytest.CaptureFixture[str],
-    monkeypatch: pytest.MonkeyPatch,
-    own_run: Path,
-) -> None:
-    """Also by a smaller measurement."""
-    asks_for(own_run, asked)
-    assert run_captured(capsys, monkeypatch, "eval", "all", "run")[0] == 0
-    [file] = (own_run / "scores").iterdir()
-    [(section, options)] = asked.items()
-    asks_for(own_run, {section: {**options, **other}})
-    assert run_captured(capsys, monkeypatch, "eval", "all", "run")[0] == 0
-    [(key, value)] = other.items()
-    assert json.loads(file.read_text())["options"][key] == value
-
-
 def test_a_broken_score_is_measured_again(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, own_run: Path
 ) -> None:
     asks_for(own_run, {"passkey": PASSKEY})
     file = own_run / "scores" / "passkey.json"
-    file.parent.mkdir()
     file.write_text("{")
     status, _, err = run_captured(capsys, monkeypatch, "eval", "all", "run")
-    assert (status, err.count("measure again or remove it")) == (2, 1)
+    assert (status, err.count("\n"), err.startswith(f"{file.relative_to(own_run.parent)}: ")) == (2, 1, True)
     assert run_captured(capsys, monkeypatch, "eval", "all", "run", "--again")[0] == 0
     assert len(json.loads(file.read_text())["depths"]) == 2
 
@@ -176,29 +170,24 @@ def test_a_text_named_like_a_stage_is_not_taken_for_one(own_run: Path, name: str
 
 
 @pytest.mark.parametrize(
-    ("evaluation", "line"),
+    ("name", "evaluation", "where"),
     [
-        (None, "gone: no such folder, and HF_HUB_OFFLINE=1 is set"),
-        (
-            {"benchmarks": {**BENCHMARKS, "data": ["boolq=gone.jsonl"]}},
-            "gone.jsonl: cannot be read as examples",
-        ),
+        ("gone", {}, "gone: "),
+        ("run", {"perplexity": {**PERPLEXITY, "data": "gone.txt"}}, "gone.txt: "),
     ],
 )
 def test_a_mistake_is_one_line_before_the_model_is_loaded(
     capsys: pytest.CaptureFixture[str],
     monkeypatch: pytest.MonkeyPatch,
     own_run: Path,
-    evaluation: dict[str, Any] | None,
-    line: str,
+    name: str,
+    evaluation: dict[str, Any],
+    where: str,
 ) -> None:
-    if evaluation:
-        asks_for(own_run, evaluation)
+    asks_for(own_run, evaluation)
     monkeypatch.setattr("pi_lora.evaluation.suite.load_model", loaded)
-    status, out, err = run_captured(capsys, monkeypatch, "eval", "all", "run" if evaluation else "gone")
-    assert (status, out) == (2, "")
-    assert err.startswith(line)
-    assert err.count("\n") == 1
+    status, out, err = run_captured(capsys, monkeypatch, "eval", "all", name)
+    assert (status, out, err.count("\n"), err.startswith(where)) == (2, "", 1, True), err
 
 
 def test_a_run_on_the_hub_is_measured_and_compared_by_its_id(
@@ -227,20 +216,24 @@ def test_a_run_on_the_hub_is_measured_and_compared_by_its_id(
 def trains_on(folder: Path, **source: Any) -> None:
     """Let the recipe of a run say that it was tuned on this text."""
     recipe = yaml.safe_load((folder / RECIPE_FILE).read_text())
-    (folder / RECIPE_FILE).write_text(yaml.safe_dump({**recipe, "data": {"source": [source]}, "evaluation": {}}))
+    (folder / RECIPE_FILE).write_text(
+        yaml.safe_dump({**recipe, "data": {"source": [source]}, "evaluation": {"passkey": PASSKEY}})
+    )
 
 
 def test_texts_that_train_are_marked_and_not_published(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, own_run: Path
 ) -> None:
     words = ("eval", "all", "run", "--data", "./text.txt")
+    asks_for(own_run, {"passkey": PASSKEY})
     run_captured(capsys, monkeypatch, *words)
     run_captured(capsys, monkeypatch, "report", "run")
     assert "perplexity at 256" in (own_run / "README.md").read_text().partition("\n---\n")[0]
     trains_on(own_run, name="text.txt")
     status, out, err = run_captured(capsys, monkeypatch, *words, "--again")
     assert status == 0
-    assert err.startswith("./text.txt: run is tuned on it; measure other texts, or tune with data.source.hold_out\n")
+    assert err.startswith("./text.txt: run is tuned on it")
+    assert "data.source.hold_out" in err
     assert "run is tuned on it" in " ".join(out.split())
     assert json.loads((own_run / "scores" / "perplexity-text_text_txt.json").read_text())["tuned_on"]
     run_captured(capsys, monkeypatch, "report", "run")
@@ -259,7 +252,7 @@ def test_the_held_out_part_of_a_training_text_is_measured_by_default(
     for number in range(8):
         (own_run.parent / "books" / f"{number}.txt").write_text(f"Door {number} is open and the road is long. " * 40)
     trains_on(own_run, name="books", hold_out=0.3)
-    words = ("--windows", "64", "--json", "scores.json")
+    words = ("--windows", "64", "--stride", "32", "--json", "scores.json")
     for name in ("books", str(own_run.parent / "books")):
         status, _, err = run_captured(capsys, monkeypatch, "eval", "perplexity", "run", "--data", name, *words)
         assert (status, "tuned on it" in err) == (0, False)
@@ -274,7 +267,8 @@ def test_the_held_out_part_of_a_training_text_is_measured_by_default(
     assert json.loads(Path("scores.json").read_text())["options"]["hold_out"] == 0.3
     trains_on(own_run, name="gone/", hold_out=0.3)
     _, _, err = run_captured(capsys, monkeypatch, "eval", "perplexity", "../run", "--data", "../books", *words)
-    assert err.startswith("gone/: is not here, and ../run is tuned on it; measure none of the same texts\n")
+    assert err.startswith("gone/: ")
+    assert "../run is tuned on it" in err.splitlines()[0]
 
 
 def test_a_run_is_tuned_on_the_texts_of_the_run_before_it(own_run: Path, monkeypatch: pytest.MonkeyPatch) -> None:
