@@ -173,7 +173,7 @@ def test_a_text_named_like_a_stage_is_not_taken_for_one(own_run: Path, name: str
     ("name", "evaluation", "where"),
     [
         ("gone", {}, "gone: "),
-        ("run", {"perplexity": {**PERPLEXITY, "data": "gone.txt"}}, "gone.txt: "),
+        ("run", {"benchmarks": {**BENCHMARKS, "data": ["boolq=gone.jsonl"]}}, "gone.jsonl: "),
     ],
 )
 def test_a_mistake_is_one_line_before_the_model_is_loaded(
