@@ -45,4 +45,3 @@ def test_a_data_set_on_the_hub_is_not_streamed_before_it_is_prepared(small_model
     assert hub.log == []
     [problem] = data_problems(recipe.data, ask_hub=True)
     assert problem.startswith("data.source: people/books: ")
-    assert hub.asked("people/books")
