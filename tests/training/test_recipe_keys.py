@@ -1,5 +1,5 @@
 """Every key of a recipe reaches the training: what the model, the batches, the trainer or the launcher are with another
-value, and that nothing else is.
+value, and that nothing else is. Keys that change different things are changed together.
 """
 
 import json
@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any, Literal, get_args, get_origin
+from typing import Any, ClassVar, Literal, get_args, get_origin
 from unittest.mock import ANY
 
 import datasets
@@ -75,6 +75,17 @@ CHATS: Values = {
 }
 DIVIDED: Values = {"scaling": "factors", "context.factors": {"factors": [1.0] * 7 + [9.0], "attention_factor": 1.5}}
 ON_HUB: Values = {"data.source.name": "owner/books", "data.source.subset": "a"}
+OTHERS: Values = {
+    "scaling": "theta",
+    "context.theta": 6e4,
+    "data.source": [{"name": "rows.jsonl"}, {"name": "others.jsonl"}],
+    "training.schedule": "cosine_with_min_lr",
+    "training.schedule_options": {"min_lr_rate": 0.0},
+    "training.activation_checkpointing": True,
+    "hardware.gpus": 2,
+}
+# Of a recipe that does not train, or of one without an adapter.
+ALONE = {"refused", "adapted"}
 
 
 @dataclass
@@ -85,6 +96,15 @@ class Case:
     differs: Facts
     given: Values = field(default_factory=dict)
 
+    def is_shown_with(self, other: "Case") -> bool:
+        """Whether one training shows both: they change different things, or each has something exact of its own."""
+        if self.given != other.given or ALONE & (self.differs.keys() | other.differs.keys()):
+            return False
+        shared = self.differs.keys() & other.differs.keys()
+        if any(case.differs[name] is not ANY for case in (self, other) for name in shared):
+            return False
+        return not shared or all(any(fact is not ANY for fact in case.differs.values()) for case in (self, other))
+
 
 KEYS = {
     "model.name": Case("./other", {"base": ("./other", None), "recorded": ("./other", "main"), "weights": ANY}),
@@ -94,7 +114,7 @@ KEYS = {
     "model.kernels": Case("liger", {"kernels": "liger"}),
     "context.target": Case(192, {"window": 192, "rope": ("linear", 3.0, 500.0), "shape": (2, 192), "text": ANY}),
     "context.original": Case(32, {"rope": ("linear", 4.0, 500.0)}),
-    "context.theta": Case(7e4, {"rope": ("default", None, 7e4)}, {"scaling": "theta", "context.theta": 6e4}),
+    "context.theta": Case(7e4, {"rope": ("default", None, 7e4)}, OTHERS),
     "context.factors.factors": Case([1.0, 1.0, 1.0, 1.0, 1.0, 1.0, 2.0, 4.0], {"divisors": ANY}, DIVIDED),
     "context.factors.attention_factor": Case(1.25, {"attention_factor": 1.25}, DIVIDED),
     "context.factors.searched": Case([64, 192], {"refused": ANY}, DIVIDED),
@@ -111,12 +131,12 @@ KEYS = {
     ),
     "tuning.modules_to_save": Case("nothing", {"saved": [], "trained": ANY}),
     "data.source.name": Case("others.jsonl", {"text": ANY}),
-    "data.source.weight": Case(9.0, {"text": ANY}, {"data.source": [{"name": "rows.jsonl"}, {"name": "others.jsonl"}]}),
+    "data.source.weight": Case(9.0, {"text": ANY}, OTHERS),
     "data.source.column": Case("body", {"text": ANY}),
-    "data.source.subset": Case("b", {"text": ANY}, ON_HUB),
-    "data.source.split": Case("test", {"text": ANY}, ON_HUB),
-    "data.source.revision": Case("v2", {"text": ANY}, ON_HUB),
-    "data.source.streaming": Case(True, {"text": ANY}, ON_HUB),
+    "data.source.subset": Case("b", {"subset": "b", "text": ANY}, ON_HUB),
+    "data.source.split": Case("test", {"split": "test", "text": ANY}, ON_HUB),
+    "data.source.revision": Case("v2", {"revision": "v2", "text": ANY}, ON_HUB),
+    "data.source.streaming": Case(True, {"streaming": True, "text": ANY}, ON_HUB),
     "data.source.hold_out": Case(0.5, {"text": ANY}),
     "data.positions": Case("pose", {"shape": (2, 64), "text": ANY, "positions": ANY}),
     "data.sequence_tokens": Case(32, {"shape": (2, 32), "text": ANY, "positions": ANY}, POSE),
@@ -138,11 +158,7 @@ KEYS = {
     "training.global_batch_size": Case(4, {"accumulation": 2, "rows": 16, "text": ANY}),
     "training.per_device_batch_size": Case(1, {"accumulation": 8, "shape": (1, 128), "text": ANY}),
     "training.schedule": Case("constant", {"rates": [0.1, 0.55, 1, 1]}),
-    "training.schedule_options": Case(
-        {"min_lr_rate": 0.5},
-        {"rates": [0.1, 0.55, 1, 0.75]},
-        {"training.schedule": "cosine_with_min_lr", "training.schedule_options": {"min_lr_rate": 0.0}},
-    ),
+    "training.schedule_options": Case({"min_lr_rate": 0.5}, {"rates": [0.1, 0.55, 1, 0.75]}, OTHERS),
     "training.warmup_steps": Case(1, {"rates": [0.1, 1, 0.6667, 0.3333]}),
     "training.warmup_start": Case(0.3, {"rates": [0.3, 0.65, 1, 0.5]}),
     "training.optimizer": Case("paged_adamw_8bit", {"optimizer": "paged_adamw_8bit"}),
@@ -159,13 +175,9 @@ KEYS = {
     "hardware.gpus": Case(2, {"launched": ANY, "accumulation": 2}),
     "hardware.gpu": Case("H100", {"planned_for": "H100"}),
     "hardware.cpu_processes": Case(2, {"launched": ANY, "accumulation": 2}),
-    "hardware.machines": Case(2, {"launched": ANY, "accumulation": 1}, {"hardware.gpus": 2}),
-    "hardware.context_parallel": Case(
-        2, {"launched": ANY, "accumulation": 4, "attention": "sdpa"}, {"hardware.gpus": 2}
-    ),
-    "hardware.offload_activations": Case(
-        True, {"checkpointing": (True, {"offload": True})}, {"training.activation_checkpointing": True}
-    ),
+    "hardware.machines": Case(2, {"launched": ANY, "accumulation": 1}, OTHERS),
+    "hardware.context_parallel": Case(2, {"launched": ANY, "accumulation": 4, "attention": "sdpa"}, OTHERS),
+    "hardware.offload_activations": Case(True, {"checkpointing": (True, {"offload": True})}, OTHERS),
     "evaluation": Case({"every": 2, "passkey": {"depths": 3}}, {"measured": ANY}),
     "paper": Case("table 5", {"paper": ["the paper has: table 5"]}),
 }
@@ -207,6 +219,8 @@ def tracker(name: str) -> TrainerCallback:
 class Books(SimpleNamespace):
     """A data set of the hub whose texts say what was asked for."""
 
+    last: ClassVar[Facts] = {}
+
     def __iter__(self) -> Iterator[dict[str, str]]:
         for number in range(40):
             yield {"text": f"{self.asked} {number} " * 20}
@@ -216,6 +230,7 @@ class Books(SimpleNamespace):
 
 
 def load_dataset(name: str, subset: str, **asked: Any) -> Books:
+    Books.last = {"subset": subset, **asked}
     # The folder of the file is the commit, which is that of the revision.
     return Books(asked=f"{name} {subset} {asked}", cache_files=[{"filename": f"/{asked['revision']}/rows.arrow"}])
 
@@ -248,12 +263,12 @@ def here(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     forget_commits()
     monkeypatch.setattr(constants, "HF_HUB_OFFLINE", False)
     monkeypatch.setattr(trainers, "get_reporting_integration_callbacks", lambda names: [*map(tracker, names)])
-    monkeypatch.setattr("pi_lora.run._commit", lambda: None)
 
 
 def facts_of(recipe: Recipe, monkeypatch: pytest.MonkeyPatch) -> Facts:
     """What there is when the first step of a recipe would begin."""
     found: Facts = {"kernels": "transformers"}
+    Books.last = {}
 
     def train(trainer: Trainer, checkpoint: object) -> None:
         found.update(_of_batch(trainer), **_of_trainer(trainer), **_of_model(trainer.model))
@@ -277,6 +292,7 @@ def facts_of(recipe: Recipe, monkeypatch: pytest.MonkeyPatch) -> Facts:
     plan = plan_training(recipe, source, device_for(recipe) if recipe.hardware.gpu else GPUS["4090"])
     return {
         **found,
+        **Books.last,
         "base": (source.base.name, source.base.commit),
         "window": source.window,
         "rows": None if recipe.data.has_examples else len(data.rows),
@@ -357,9 +373,22 @@ def _of_batch(trainer: Trainer) -> Facts:
     }
 
 
+def in_groups() -> list[list[str]]:
+    """The keys, those together whose changes one training shows."""
+    groups: list[list[str]] = []
+    for key, case in KEYS.items():
+        for group in groups:
+            if all(case.is_shown_with(KEYS[other]) for other in group):
+                group.append(key)
+                break
+        else:
+            groups.append([key])
+    return groups
+
+
 @pytest.fixture(scope="module")
 def before() -> dict[str, Facts]:
-    """The facts of recipes before a key is changed, which several keys share."""
+    """The facts of recipes before a key is changed, which several groups share."""
     return {}
 
 
@@ -367,15 +396,17 @@ def test_every_key_of_the_schema_has_a_case() -> None:
     assert list(KEYS) == list(keys_of(Recipe))
 
 
-@pytest.mark.parametrize("key", KEYS)
-def test_a_key_changes_what_it_says_and_nothing_else(
-    key: str, before: dict[str, Facts], monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize("keys", in_groups(), ids=lambda keys: f"{keys[0]} and {len(keys) - 1} others")
+def test_keys_change_what_they_say_and_nothing_else(
+    keys: list[str], before: dict[str, Facts], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    case = KEYS[key]
-    values = PLAIN | case.given
+    values = PLAIN | KEYS[keys[0]].given
     facts = before.get(str(values)) or facts_of(recipe_of(values), monkeypatch)
     before[str(values)] = facts
     assert "refused" not in facts
-    changed = facts_of(recipe_of(values | {key: case.value}), monkeypatch)
+    changed = facts_of(recipe_of(values | {key: KEYS[key].value for key in keys}), monkeypatch)
     differing = {name: value for name, value in changed.items() if value != facts.get(name)}
-    assert differing == case.differs
+    expected: Facts = {}
+    for key in keys:
+        expected |= KEYS[key].differs
+    assert differing == expected
