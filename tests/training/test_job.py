@@ -1,3 +1,5 @@
+"""A training makes a complete run that loads again, and leaves the process as it was."""
+
 import importlib.metadata
 import json
 import logging
@@ -19,9 +21,13 @@ from conftest import small_recipe, train
 from pi_lora.api import load
 from pi_lora.distributed import STOP_SIGNALS
 from pi_lora.errors import Diverged, Interrupted
+from pi_lora.models.resolve import resolve_model
+from pi_lora.models.saving import write_generation_config
 from pi_lora.recipe.files import load_recipe
+from pi_lora.recipe.schema import Recipe
 from pi_lora.run import Run
 from pi_lora.scaling.config import scale_of, window_of
+from pi_lora.scaling.extension import Extension
 from pi_lora.training.callbacks import LIBRARY_LOG, redirect_library_logs
 from pi_lora.training.job import closing_lines
 from pi_lora.training.trainer import trainer_arguments
@@ -91,112 +97,106 @@ def test_a_run_of_full_tuning_loads_as_a_model(full_run: Path, small_model: Path
     assert set(moved) == set(base)
 
 
-def test_a_full_run_declares_the_dtype_of_its_weights(small_model: Path, tmp_path: Path) -> None:
-    """And not that of its base, in which engines and `load` on a GPU would round them."""
+@pytest.fixture
+def base(small_model: Path, tmp_path: Path) -> Path:
+    """A copy of the small model, published in float16."""
     base = Path(shutil.copytree(small_model, tmp_path / "base"))
     config = json.loads((base / "config.json").read_text())
     (base / "config.json").write_text(json.dumps({**config, "dtype": "float16"}))
-    for method, dtype in (("full", "float32"), ("lora", "float16")):
-        run = train(small_recipe(base, tuning={"method": method}), tmp_path / method)
-        assert json.loads((run / "config.json").read_text())["dtype"] == dtype
+    return base
 
 
-@pytest.mark.parametrize(
-    "settings",
-    [
-        {"temperature": 0.9, "top_p": 0.6},  # Vicuna 1.5's, without do_sample
-        {"do_sample": False, "top_k": 5, "pad_token_id": -1},
-    ],
-)
-def test_the_generation_config_of_the_base_is_kept_as_it_is(
-    settings: dict[str, object], small_model: Path, tmp_path: Path
+def test_a_full_run_has_the_dtype_of_its_weights_and_the_generation_config_of_its_base(
+    base: Path, tmp_path: Path
 ) -> None:
-    """transformers does not save such configs, neither with a checkpoint nor with the run."""
-    base = Path(shutil.copytree(small_model, tmp_path / "base"))
-    name = "generation_config.json"
-    (base / name).write_text(json.dumps({"bos_token_id": 0, "eos_token_id": [1, 7], **settings}))
+    """In the dtype of the base engines and `load` on a GPU would round the weights. transformers saves no such config
+    of Vicuna's, neither with a checkpoint nor with the run.
+    """
+    settings = {"temperature": 0.9, "top_p": 0.6, "top_k": 5, "do_sample": False, "pad_token_id": -1}
+    generation = base / "generation_config.json"
+    generation.write_text(json.dumps({"bos_token_id": 0, "eos_token_id": [1, 7], **settings}))
     training = {**small_recipe(base).training.model_dump(), "steps": 2, "save_every": 1}
     run = train(small_recipe(base, training=training, tuning={"method": "full"}), tmp_path / "run")
-    assert (run / name).read_bytes() == (base / name).read_bytes()
+    assert json.loads((run / "config.json").read_text())["dtype"] == "float32"
+    assert (run / generation.name).read_bytes() == generation.read_bytes()
     assert load(str(run)).module.generation_config.eos_token_id == [1, 7]
 
 
-def test_generated_texts_may_fill_the_new_window(small_model: Path, tmp_path: Path) -> None:
+@pytest.mark.parametrize(("given", "expected"), [(64, 128), (32, 32)])
+def test_generated_texts_may_fill_the_new_window(base: Path, tmp_path: Path, given: int, expected: int) -> None:
     """Llama 2 limits them to its own window, beyond which transformers refuses prompts; other limits stay."""
-    base = Path(shutil.copytree(small_model, tmp_path / "base"))
-    name = "generation_config.json"
-    for given, expected in (({"max_length": 64}, {"max_length": 128}), ({"max_length": 32}, {"max_length": 32})):
-        (base / name).write_text(json.dumps(given))
-        run = train(small_recipe(base, tuning={"method": "full"}), tmp_path / str(given["max_length"]))
-        assert json.loads((run / name).read_text()) == expected
+    (base / "generation_config.json").write_text(json.dumps({"max_length": given}))
+    write_generation_config(resolve_model(str(base), Extension(128)), tmp_path)
+    assert json.loads((tmp_path / "generation_config.json").read_text()) == {"max_length": expected}
 
 
 def test_pose_trains_short_sequences_for_the_long_window(small_model: Path, tmp_path: Path) -> None:
-    data = {"source": "builtin:stdlib", "positions": "pose"}
+    data = {"source": "builtin:recall", "positions": "pose"}
     run = train(small_recipe(small_model, data=data), tmp_path / "skip")
     assert (load(str(run)).scale, load(str(run)).window) == (2, 128)
     # Two sequences a step, of L tokens each.
     assert [line["tokens"] for line in log_of(run)] == [128, 256, 384, 512]
-    contiguous = train(
-        small_recipe(small_model, context={"target": 128}, data={"source": "builtin:stdlib"}), tmp_path / "c"
-    )
-    assert log_of(run)[0]["loss"] != log_of(contiguous)[0]["loss"]
 
 
-@pytest.mark.parametrize(("scaling", "rope_type"), [("dynamic", "dynamic"), ("yarn", "yarn"), ("direct", "default")])
-def test_other_scalings_train_and_load_again(small_model: Path, tmp_path: Path, scaling: str, rope_type: str) -> None:
-    loaded = load(str(train(small_recipe(small_model, scaling=scaling), tmp_path / scaling)))
+@pytest.mark.parametrize(
+    ("scaling", "rope_type", "tuning", "factor"),
+    [
+        ("dynamic", "dynamic", {"rank_stabilized": True}, 8 / 4**0.5),
+        ("yarn", "yarn", {"dropout": 0.5}, 8 / 4),
+        ("direct", "default", {}, 8 / 4),
+    ],
+)
+def test_scalings_and_kinds_of_lora_train_and_load_again(
+    base: Path, tmp_path: Path, scaling: str, rope_type: str, tuning: dict[str, object], factor: float
+) -> None:
+    training = {**small_recipe(base).training.model_dump(), "steps": 1}
+    recipe = small_recipe(base, scaling=scaling, tuning={"rank": 4, **tuning}, training=training)
+    loaded = load(str(train(recipe, tmp_path / "run")))
     assert (loaded.source.original, loaded.window) == (64, 128)
     assert loaded.module.config.rope_parameters["rope_type"] == rope_type
-
-
-@pytest.mark.parametrize(("key", "value", "scaling"), [("rank_stabilized", True, 8 / 4**0.5), ("dropout", 0.5, 8 / 4)])
-def test_kinds_of_lora_train_and_load_again(
-    small_model: Path, tmp_path: Path, key: str, value: object, scaling: float
-) -> None:
-    model = load(str(train(small_recipe(small_model, tuning={"rank": 4, key: value}), tmp_path / "run"))).module
-    layers = [module for module in model.modules() if isinstance(module, LoraLayer)]
-    assert {layer.scaling["default"] for layer in layers} == {scaling}
+    assert json.loads((tmp_path / "run" / "config.json").read_text())["dtype"] == "float16"
+    layers = [module for module in loaded.module.modules() if isinstance(module, LoraLayer)]
+    assert {layer.scaling["default"] for layer in layers} == {factor}
     assert {type(layer.lora_dropout["default"]) for layer in layers} == {torch.nn.Identity}
 
 
-def test_tensorboard_logs_are_saved_with_the_run(
-    small_model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_tensorboard_logs_are_saved_with_the_run(small_model: Path, tmp_path: Path) -> None:
     pytest.importorskip("tensorboard", reason="pip install pi-lora[tensorboard]")
-    training = {**small_recipe(small_model).training.model_dump(), "tracking": ["tensorboard"]}
+    training = {**small_recipe(small_model).training.model_dump(), "steps": 1, "tracking": ["tensorboard"]}
     run = train(small_recipe(small_model, training=training), tmp_path / "run")
     assert [path.name.split(".")[0] for path in (run / "tensorboard").iterdir()] == ["events"]
 
 
-@pytest.mark.parametrize(
-    ("schedule", "options", "after"),
-    [
-        ("linear", {}, [1, 0.75, 0.5, 0.25]),
-        ("cosine_with_min_lr", {"min_lr_rate": 0.1}, [1, 0.8682, 0.55, 0.2318]),
-    ],
-)
-def test_learning_rates_warm_up_from_a_tenth(
-    small_model: Path, tmp_path: Path, schedule: str, options: dict[str, float], after: list[float]
-) -> None:
+def test_learning_rates_warm_up_from_a_tenth(small_model: Path, tmp_path: Path) -> None:
+    """And fall as the schedule's options say."""
     training = {**small_recipe(small_model).training.model_dump(), "steps": 8, "warmup_steps": 4}
-    recipe = small_recipe(small_model, training={**training, "schedule": schedule, "schedule_options": options})
-    rates = [line["learning_rate"] / 1e-2 for line in log_of(train(recipe, tmp_path / "run"))]
-    assert rates == pytest.approx([0.1, 0.325, 0.55, 0.775, *after], abs=1e-4)
+    schedule = {"schedule": "cosine_with_min_lr", "schedule_options": {"min_lr_rate": 0.1}}
+    run = train(small_recipe(small_model, training={**training, **schedule}), tmp_path / "run")
+    rates = [line["learning_rate"] / 1e-2 for line in log_of(run)]
+    assert rates == pytest.approx([0.1, 0.325, 0.55, 0.775, 1, 0.8682, 0.55, 0.2318], abs=1e-4)
 
 
-@pytest.mark.parametrize("setting", ["MIXED_PRECISION=bf16", "DYNAMO_BACKEND=EAGER", "USE_DEEPSPEED=true"])
+@pytest.fixture(scope="module")
+def in_float32(small_model: Path) -> Recipe:
+    training = {**small_recipe(small_model).training.model_dump(), "precision": "float32"}
+    return small_recipe(small_model, training=training)
+
+
+@pytest.fixture(scope="module")
+def undisturbed(in_float32: Recipe, tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, float]]:
+    """The log of a training in float32."""
+    return log_of(train(in_float32, tmp_path_factory.mktemp("undisturbed") / "run"))
+
+
 def test_settings_of_accelerate_for_other_trainings_do_not_matter(
-    small_model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, setting: str
+    in_float32: Recipe, undisturbed: list[dict[str, float]], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Of the environment, they would change the precision, compile the model, or ask for packages."""
-    training = {**small_recipe(small_model).training.model_dump(), "steps": 1, "precision": "float32"}
-    recipe = small_recipe(small_model, training=training)
-    [expected] = log_of(train(recipe, tmp_path / "before"))
-    name, _, value = setting.partition("=")
-    monkeypatch.setenv(f"ACCELERATE_{name}", value)
-    [line] = log_of(train(recipe, tmp_path / "run"))
-    assert (line["loss"], line["gradient_norm"]) == (expected["loss"], expected["gradient_norm"])
+    for name, value in {"MIXED_PRECISION": "bf16", "DYNAMO_BACKEND": "EAGER", "USE_DEEPSPEED": "true"}.items():
+        monkeypatch.setenv(f"ACCELERATE_{name}", value)
+    log = log_of(train(in_float32, tmp_path / "run"))
+    for key in ("loss", "gradient_norm"):
+        assert [line[key] for line in log] == [line[key] for line in undisturbed]
 
 
 def test_messages_of_libraries_are_logged_with_each_run(
@@ -292,16 +292,16 @@ def test_a_notebook_goes_on_as_before_after_a_training(ends: str, small_model: P
         signal.raise_signal(signal.SIGINT)
 
 
-def test_a_thread_of_a_program_without_gradients_trains(small_model: Path, tmp_path: Path) -> None:
+def test_a_thread_of_a_program_without_gradients_trains(
+    in_float32: Recipe, undisturbed: list[dict[str, float]], tmp_path: Path
+) -> None:
     """Web interfaces call functions in threads, in which Python sets no signals; notebooks may turn gradients off."""
-    recipe = small_recipe(small_model)
-    losses = [line["loss"] for line in log_of(train(recipe, tmp_path / "before"))]
 
     def run() -> None:
         with torch.no_grad():
-            train(recipe, tmp_path / "run")
+            train(in_float32, tmp_path / "run")
 
     thread = threading.Thread(target=run)
     thread.start()
     thread.join()
-    assert [line["loss"] for line in log_of(tmp_path / "run")] == losses
+    assert [line["loss"] for line in log_of(tmp_path / "run")] == [line["loss"] for line in undisturbed]
