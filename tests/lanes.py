@@ -146,6 +146,14 @@ LEFT_OUT: dict[str, tuple[str, ...]] = {
     ),
     # Kept: what a launch asks for and answers. Two processes of their own take 30 seconds.
     "test_distributed.py": ("test_two_processes_train_like_one",),
+    # Kept: the kernel that is chosen here and eager attention, one of flash attention; the batch that transformers
+    # takes for packed texts; experts with MLA.
+    "training/test_padding.py": (
+        "test_only_eager_gets_a_mask?sdpa?",
+        "test_jumps_of_pose*?2?",
+        "test_flash_attention*_4?",
+        "test_experts_whose_config*?granitemoe?",
+    ),
 }
 # Fixtures of tests that need more than this process.
 OF_PROCESSES = {"python"}

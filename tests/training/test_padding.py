@@ -57,12 +57,8 @@ def examples(tmp_path: Path) -> dict[str, object]:
 def test_only_eager_gets_a_mask(
     attention: str, examples: dict[str, object], lora_run: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    recipe = small_recipe(
-        lora_run,
-        scaling="keep",
-        data=examples,
-        model={"name": str(lora_run), "attention": attention},
-    )
+    model = {"name": str(lora_run), "attention": attention}
+    recipe = small_recipe(lora_run, scaling="keep", data=examples, model=model)
     masked = []
     plain = torch.nn.functional.scaled_dot_product_attention
 
@@ -124,61 +120,49 @@ def watched_masks(model: type, monkeypatch: pytest.MonkeyPatch) -> list[bool]:
     return found
 
 
-@pytest.mark.parametrize("kernel", ["flash_attention_2", "flash_attention_3", "flash_attention_4", "blockwise", "sdpa"])
+TWO_STEPS = {"steps": 2, "global_batch_size": 2, "per_device_batch_size": 2, "activation_checkpointing": False}
+
+
+@pytest.mark.parametrize("kernel", ["flash_attention_2", "flash_attention_4", "blockwise"])
 def test_flash_attention_is_told_the_padding(
     kernel: str, examples: dict[str, object], small_model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """It leaves padding out of its computation. There is none on this machine: only the name of the kernel is its."""
     masked = watched_masks(modeling_llama.LlamaModel, monkeypatch)
     monkeypatch.setattr(LoadedModel, "kernel", kernel)
-    train(
-        small_recipe(
-            small_model, data=examples, training={"steps": 2, "global_batch_size": 2, "per_device_batch_size": 2}
-        ),
-        tmp_path / "run",
-    )
+    train(small_recipe(small_model, data=examples, training=TWO_STEPS), tmp_path / "run")
     assert set(masked) == {kernel.startswith("flash")}
 
 
-@pytest.mark.parametrize("balanced", [True, False])
-def test_the_loss_that_balances_experts_leaves_padding_out(
-    balanced: bool, examples: dict[str, object], small_model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    config = architectures.small_config("mixtral")
-    config.update({"vocab_size": 1024, "output_router_logits": balanced, "bos_token_id": 0, "eos_token_id": 1})
-    architectures.small_model(type(config), config.to_dict()).save_pretrained(tmp_path / "experts")
-    for tokenizer in small_model.glob("tokenizer*"):
-        shutil.copy(tokenizer, tmp_path / "experts")
-    masked = watched_masks(modeling_mixtral.MixtralModel, monkeypatch)
-    recipe = small_recipe(
-        tmp_path / "experts",
-        tuning={"rank": 2, "target_modules": "attention", "modules_to_save": "nothing"},
-        data=examples,
-        training={"steps": 2, "global_batch_size": 2, "per_device_batch_size": 2, "activation_checkpointing": False},
-    )
-    train(recipe, tmp_path / "run")
-    assert set(masked) == {balanced}
+def save_experts(model_type: str, folder: Path, tokenizer: Path, **changes: Any) -> Path:
+    """Save a random mixture of experts with the tokenizer in another folder."""
+    config = architectures.small_config(model_type)
+    config.update({"vocab_size": 1024, "bos_token_id": 0, "eos_token_id": 1, **changes})
+    architectures.small_model(type(config), config.to_dict()).save_pretrained(folder)
+    for file in tokenizer.glob("tokenizer*"):
+        shutil.copy(file, folder)
+    return folder
 
 
-@pytest.mark.parametrize("balanced", [True, False])
-def test_the_loss_that_balances_experts_is_added_where_the_config_adds_it(
-    balanced: bool, examples: dict[str, object], small_model: Path, tmp_path: Path
+ATTENTION = {"rank": 2, "target_modules": "attention", "modules_to_save": "nothing"}
+
+
+def test_the_loss_that_balances_experts_is_added_where_the_config_adds_it_without_padding(
+    examples: dict[str, object], small_model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """TRL 1.16 adds it to the loss of every mixture of experts."""
-    losses = []
-    for weight in (0.0, 1.0):
-        config = architectures.small_config("mixtral")
-        config.update({"vocab_size": 1024, "output_router_logits": balanced, "router_aux_loss_coef": weight})
-        config.update({"bos_token_id": 0, "eos_token_id": 1})
-        base = tmp_path / f"experts {weight}"
-        architectures.small_model(type(config), config.to_dict()).save_pretrained(base)
-        for tokenizer in small_model.glob("tokenizer*"):
-            shutil.copy(tokenizer, base)
-        tuning = {"rank": 2, "target_modules": "attention", "modules_to_save": "nothing"}
-        recipe = small_recipe(base, tuning=tuning, data=examples, training={"steps": 1, "log_every": 1})
-        run = train(recipe, tmp_path / f"run {weight}")
-        losses.append(Run(run).log[0]["loss"])
-    assert (losses[0] != losses[1]) == balanced
+    losses = {}
+    for balanced, weight in ((False, 0.0), (False, 1.0), (True, 1.0)):
+        changes = {"output_router_logits": balanced, "router_aux_loss_coef": weight}
+        base = save_experts("mixtral", tmp_path / f"experts {balanced} {weight}", small_model, **changes)
+        training = {**TWO_STEPS, "log_every": 1}
+        recipe = small_recipe(base, tuning=ATTENTION, data=examples, training=training)
+        with monkeypatch.context() as patch:
+            masked = watched_masks(modeling_mixtral.MixtralModel, patch)
+            run = train(recipe, tmp_path / f"run {balanced} {weight}")
+        assert set(masked) == {balanced}
+        losses[balanced, weight] = Run(run).log[0]["loss"]
+    assert losses[False, 0.0] == losses[False, 1.0] != losses[True, 1.0]
 
 
 @pytest.mark.parametrize("model_type", ["granitemoe", "deepseek_v3"])
@@ -186,11 +170,5 @@ def test_experts_whose_config_has_other_names_train(
     model_type: str, examples: dict[str, object], small_model: Path, tmp_path: Path
 ) -> None:
     """TRL 1.16 asks the config for `num_experts`."""
-    config = architectures.small_config(model_type)
-    config.update({"vocab_size": 1024, "bos_token_id": 0, "eos_token_id": 1})
-    architectures.small_model(type(config), config.to_dict()).save_pretrained(tmp_path / "experts")
-    for tokenizer in small_model.glob("tokenizer*"):
-        shutil.copy(tokenizer, tmp_path / "experts")
-    tuning = {"rank": 2, "target_modules": "attention", "modules_to_save": "nothing"}
-    recipe = small_recipe(tmp_path / "experts", tuning=tuning, data=examples, training={"steps": 1})
-    train(recipe, tmp_path / "run")
+    base = save_experts(model_type, tmp_path / "experts", small_model)
+    train(small_recipe(base, tuning=ATTENTION, data=examples, training={"steps": 1}), tmp_path / "run")
