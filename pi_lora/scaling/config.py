@@ -342,26 +342,32 @@ def is_extension_of(run: Config, base: Config) -> bool:
 
 
 def rotary_frequencies_of(config: Config) -> list[float]:
-    """Return the unscaled rotary frequencies in radians a token, the highest first.
+    """Return the unscaled rotary frequencies in radians a token, the highest first. Under `proportional` the dimensions
+    that are not rotated have a frequency of 0.
 
     >>> rotary_frequencies_of({"head_dim": 4, "rope_theta": 1e4})
     [1.0, 0.01]
     """
     rope = full_attention_rope(config)
-    _, rotated = rotary_dimensions(config, rope)
+    head, rotated = rotary_dimensions(config, rope)
     theta = float(rope["rope_theta"])
-    return [theta ** (-index / rotated) for index in range(0, rotated, 2)]
+    if rope["rope_type"] != "proportional":
+        return [theta ** (-index / rotated) for index in range(0, rotated, 2)]
+    frequencies = [theta ** (-index / head) for index in range(0, rotated - 1, 2)]
+    return frequencies + [0.0] * (head // 2 - len(frequencies))
 
 
 def rotary_dimensions(config: Config, rope: Config) -> tuple[int, int]:
     """Return the dimensions of a head of the full-attention layers, and those that are rotated."""
-    head = config.get("qk_rope_head_dim") or config.get("head_dim") or config.get("attention_head_dim")
+    if config.get("qk_rope_head_dim"):
+        # Multi-head latent attention: a part of each head that is rotated as a whole.
+        rotated = int(config["qk_rope_head_dim"])
+        return rotated, rotated
+    head = config.get("head_dim") or config.get("attention_head_dim")
     head = int(head or config["hidden_size"] // config["num_attention_heads"])
     if rope["rope_type"] == "proportional":
         # Gemma 4 has larger heads in its full-attention layers.
         layers = config.get("per_layer_config") or {}
         for layer in layers.values():
             head = max(head, int(layer.get("head_dim", 0)))
-    rotary_share = float(rope.get("partial_rotary_factor") or 1)
-    frequencies = int(head * rotary_share) // 2
-    return head, 2 * frequencies
+    return head, int(head * float(rope.get("partial_rotary_factor") or 1))

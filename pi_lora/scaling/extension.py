@@ -168,8 +168,8 @@ def methods_for(config: Config) -> tuple[Method, ...]:
 def ntk_theta(config: Config, scale: float) -> float:
     """Return the base of the frequencies with which the lowest one is divided by `scale` (NTK-aware scaling).
 
-    Frequency i of R/2 is `theta^(-2i/D)`, so theta grows by `scale^(D/(R-2))`. R is the number of rotary dimensions of
-    a head. D is R, but under `proportional` all dimensions of a head.
+    Frequency i of n is `theta^(-2i/D)`, so theta grows by `scale^(D/(2n-2))`. D is the number of rotary dimensions of a
+    head, but under `proportional` all dimensions of a head.
 
     >>> round(ntk_theta({"head_dim": 64, "rope_theta": 1e5}, 2))
     204522
@@ -179,7 +179,8 @@ def ntk_theta(config: Config, scale: float) -> float:
     if rotated <= 2:
         raise ScalingError("scaling: theta: a head has one rotary frequency, which theta does not change; use pi")
     denominator = head if rope["rope_type"] == "proportional" else rotated
-    growth: float = scale ** (denominator / (rotated - 2))
+    last_index = 2 * ((rotated + 1) // 2 - 1)
+    growth: float = scale ** (denominator / last_index)
     return float(rope["rope_theta"]) * growth
 
 

@@ -15,11 +15,10 @@ from pi_lora.scaling.config import (
     FULL_ATTENTION,
     SLIDING_ATTENTION,
     Config,
-    Method,
-    full_attention_rope,
     whole_config,
 )
 from pi_lora.scaling.extension import Extension, extend_config
+from pi_lora.scaling.rope import attention_factor_of, scaled_frequencies_of
 
 
 def config_of(kind: type[PreTrainedConfig], config: Config) -> PreTrainedConfig:
@@ -38,43 +37,41 @@ def build_on_meta(kind: type[PreTrainedConfig], config: Config, what: str = "thi
 
 
 def check_scaling(plain: PreTrainedModel, config: Config, extension: Extension) -> None:
-    """Raise ScalingError if the model of `config` under `extension` does not have the expected rotary frequencies.
-    `plain` is the unextended model on the meta device.
+    """Raise ScalingError if the model of `config` under `extension` does not have the rotary frequencies, or the factor
+    of cosines and sines, that its config says. `plain` is the unextended model on the meta device.
 
-    Config classes may drop or reject a scaling, and configs of models without positions may have a rope. So the
-    frequencies of the rotary modules are compared. Under `pi` each frequency is the plain one divided by the scale.
-    Under `yarn` and `llama3` it lies between the two. Under `theta` the first stays and the others fall. Under a list
-    of divisors it is the plain one divided by its own. Sliding layers keep theirs. `dynamic` scales long inputs only,
-    so its model is checked with `pi`.
+    Config classes may drop or reject a scaling, and configs of models without positions may have a rope. Sliding layers
+    keep their frequencies. `dynamic` scales long inputs only, so its model is checked with `pi`.
     """
     checked = extension
     if extension.scaling == "dynamic":
         checked = replace(extension, scaling="pi")
     kind = type(plain.config)
     plain_frequencies = rotary_frequencies(plain)
-    extended_config = extend_config(config, checked)
-    extended_model = build_on_meta(kind, extended_config)
-    extended_frequencies = rotary_frequencies(extended_model)
-    divisor: Any = checked.scale_of(config)
-    if checked.scaling == "factors":
-        divisor = torch.tensor(full_attention_rope(extended_config)["long_factor"])
     if not plain_frequencies:
         raise ScalingError(f"model of type {kind.model_type}: is built without rotary embeddings; choose another")
-    follows = _follows(
-        plain=plain_frequencies,
-        scaled=extended_frequencies,
-        method=checked.scaling,
-        divisor=divisor,
-    )
-    if follows and checked.scaling == "factors":
-        expected_factor = checked.attention_factor
-        factors = attention_factors(extended_model)
-        follows = all(isclose(factor, expected_factor, rel_tol=1e-5) for factor in factors)
+    extended = extend_config(config, checked)
+    model = build_on_meta(kind, extended)
+    scaled = rotary_frequencies(model)
+    changed = {name: values for name, values in scaled.items() if not _equal(values, plain_frequencies.get(name))}
+    follows = bool(changed) and scaled.keys() == plain_frequencies.keys()
+    if follows:
+        expected = torch.tensor(scaled_frequencies_of(extended)).sort().values
+        for name, values in changed.items():
+            # ERNIE 4.5 VL has them in another order.
+            is_expected = values.shape == expected.shape and torch.allclose(values.sort().values, expected, 1e-5, 0)
+            follows = follows and is_expected and SLIDING_ATTENTION not in name
+        factors = attention_factors(model)
+        follows = follows and all(isclose(factor, attention_factor_of(extended), rel_tol=1e-5) for factor in factors)
     if not follows:
         raise ScalingError(
             f"model of type {kind.model_type}: transformers does not apply the scaling of its config; "
             "choose another model"
         )
+
+
+def _equal(values: torch.Tensor, others: torch.Tensor | None) -> bool:
+    return others is not None and torch.equal(values, others)
 
 
 def _rotary_modules(model: PreTrainedModel) -> Iterator[tuple[str, Any]]:
@@ -103,9 +100,7 @@ def rotary_frequencies(model: PreTrainedModel) -> dict[str, torch.Tensor]:
 
 
 def attention_factors(model: PreTrainedModel) -> list[float]:
-    """Return the factor of cosines and sines that each rotary module with a list of divisors gives: the cosine of the
-    first position.
-    """
+    """Return the factor of cosines and sines that each rotary module gives: the cosine of the first position."""
     factors = []
     with _building(type(model.config)):
         for _, rotary in _rotary_modules(model):
@@ -127,30 +122,3 @@ def _building(kind: type[PreTrainedConfig], what: str = "this scaling") -> Itera
     except Exception as error:  # config classes and model code raise their own kinds
         reason = last_line(error)
         raise ScalingError(f"model of type {kind.model_type}: cannot be built with {what} ({reason:.200})") from None
-
-
-def _follows(plain: dict[str, torch.Tensor], scaled: dict[str, torch.Tensor], method: Method, divisor: Any) -> bool:
-    """Return whether the `scaled` frequencies follow from the `plain` ones, and some have changed. The divisor is L'/L,
-    or one for each frequency.
-    """
-    plain_shapes = {name: frequencies.shape for name, frequencies in plain.items()}
-    scaled_shapes = {name: frequencies.shape for name, frequencies in scaled.items()}
-    if plain_shapes != scaled_shapes:
-        return False
-    slack = 1 + 1e-5
-    has_changed = False
-    for name, before in plain.items():
-        after = scaled[name]
-        if torch.equal(before, after):
-            continue
-        has_changed = True
-        lowest = before / divisor
-        highest = before
-        if method == "theta":
-            lowest = torch.zeros_like(before)
-        if method in ("pi", "factors"):
-            highest = lowest
-        within = (after * slack >= lowest) & (after <= highest * slack)
-        if SLIDING_ATTENTION in name or not within.all():
-            return False
-    return has_changed
