@@ -39,9 +39,9 @@ from pi_lora.models.loaded import load_model
 from pi_lora.models.source import ModelSource
 from pi_lora.models.weights import finite
 from pi_lora.recipe.evaluation import ProbeOptions, SearchOptions, TextOptions
-from pi_lora.scaling.config import Method, rotary_frequencies_of
+from pi_lora.scaling.config import Config, Method, rotary_frequencies_of
 from pi_lora.scaling.extension import Extension, extend_config, methods_for
-from pi_lora.scaling.verify import build_on_meta, rotary_frequencies
+from pi_lora.scaling.rope import attention_factor_of, scaled_frequencies_of
 from pi_lora.types import SILENT, UI
 
 # The untuned scalings that the result is measured beside, as far as they suit the model. The search begins with the
@@ -94,9 +94,7 @@ class Searched:
 
     def __init__(self, base: ModelSource, options: SearchOptions, dtype: str | None) -> None:
         self.base = base
-        self.attention_factor = 1.0
-        if compared_methods(base)[0] == "yarn":
-            self.attention_factor += 0.1 * math.log(options.target / base.window)
+        self.attention_factor = attention_factor_of(start_config(base, options.target))
         self.loaded = load_model(base, dtype or ("bfloat16" if has_fast_bfloat16() else None))
         # Whole documents: some default choices cut them, perhaps below the target window.
         text_options = complete(TextOptions(data=options.data, column=options.column), [base]).changed(truncate=None)
@@ -210,21 +208,22 @@ def untested_result(file: Path, base: ModelSource, options: SearchOptions) -> Se
 
 
 def start_of(base: ModelSource, target: int) -> torch.Tensor:
-    """Return the logarithms of the divisors that the search begins with: (divisors), from the frequencies that
-    transformers computes.
-    """
-    config_class = base.base.config_class
-    assert config_class
-    extended = extend_config(base.config, Extension(target, scaling=compared_methods(base)[0]))
-    scaled = rotary_frequencies(build_on_meta(config_class, extended))
-    ropes = [values for name, values in scaled.items() if name.rpartition(".")[2] in FREQUENCIES]
+    """Return the logarithms of the divisors that the search begins with: (divisors)."""
+    buffers = [name for name, _ in base.base.meta_model.named_buffers()]
+    ropes = [name for name in buffers if name.rpartition(".")[2] in FREQUENCIES]
     if len(ropes) != 1:
         raise ScalingError(
             f"model of type {base.config['model_type']}: has {len(ropes)} ropes for layers with full attention, and a "
             "search needs one; use another scaling"
         )
-    divisors = torch.tensor(rotary_frequencies_of(base.config)) / ropes[0]
+    scaled = scaled_frequencies_of(start_config(base, target))
+    divisors = torch.tensor(rotary_frequencies_of(base.config)) / torch.tensor(scaled)
     return divisors.log()
+
+
+def start_config(base: ModelSource, target: int) -> Config:
+    """Return the config of a base under the scaling that the search begins with."""
+    return extend_config(base.config, Extension(target, scaling=compared_methods(base)[0]))
 
 
 def allowed(logarithms: torch.Tensor) -> torch.Tensor:

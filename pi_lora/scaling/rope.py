@@ -12,19 +12,16 @@ Frequencies = Sequence[float]
 
 
 def scaled_frequencies_of(config: Config) -> list[float]:
-    """Return the rotary frequencies of the layers with full attention in radians a token, the unscaled highest first.
+    """Return the rotary frequencies of the layers with full attention in radians a token, in inputs of the whole
+    window; the one that is highest without scaling first.
 
     >>> scaled_frequencies_of({"head_dim": 4, "rope_theta": 1e4, "rope_scaling": {"type": "linear", "factor": 4.0}})
     [0.25, 0.0025]
     """
-    frequencies = rotary_frequencies_of(config)
-    return [frequency / divisor for frequency, divisor in zip(frequencies, divisors_of(config), strict=True)]
-
-
-def divisors_of(config: Config) -> list[float]:
-    """Return the divisors of the rotary frequencies, in inputs of the whole window."""
     rope = full_attention_rope(config)
-    return DIVISORS[rope["rope_type"]](rope, rotary_frequencies_of(config))
+    frequencies = rotary_frequencies_of(config)
+    divisors = DIVISORS[rope["rope_type"]](rope, frequencies)
+    return [frequency / divisor for frequency, divisor in zip(frequencies, divisors, strict=True)]
 
 
 def attention_factor_of(config: Config) -> float:
