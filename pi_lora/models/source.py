@@ -24,7 +24,7 @@ from pi_lora.models.files import (
 from pi_lora.models.shape import Shape
 from pi_lora.recipe.schema import Recipe
 from pi_lora.run import Fingerprint, Run
-from pi_lora.scaling.config import COMPOSITE, Config, Method, method_of, read_rope, scale_of, window_of
+from pi_lora.scaling.config import COMPOSITE, Config, Method, method_of, original_of, read_rope, scale_of, window_of
 from pi_lora.scaling.extension import Extension, extend_config
 from pi_lora.types import Permissions
 
@@ -167,7 +167,7 @@ class ModelSource:
         if self.extension:
             return self.extension.original_of(self.base.config)
         # A config does not say by how much `direct` extended it.
-        return self.run.metadata.original or round(self.window / self.scale)
+        return self.run.metadata.original or original_of(self.config)
 
     @property
     def permissions(self) -> Permissions:

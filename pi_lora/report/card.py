@@ -87,6 +87,7 @@ def card_of(run: MeasuredRun, merged: Sequence[str] = (), serving: Sequence[str]
     full = run.untuned or run.merged is not None or run.recipe.tuning.method == "full"
     window = window_of(run.config)
     scale = scale_of(run.config)
+    kept = recipe is not None and recipe.scaling == "keep" and recipe.model.name == run.base.name
     # That of a base with a scaling, as Gemma 3 has.
     own_scale = 1.0
     if run.metadata.original and scale > 1:
@@ -105,6 +106,7 @@ def card_of(run: MeasuredRun, merged: Sequence[str] = (), serving: Sequence[str]
         method=method_of(run.config),
         scale=scale,
         own_scale=own_scale,
+        kept=kept,
         theta=full_attention_rope(run.config)["rope_theta"],
         merged=merged,
         serving=serving,

@@ -222,6 +222,17 @@ def scale_of(config: Config) -> float:
     return float(rope["factor"]) if method_of(config) else 1.0
 
 
+def original_of(config: Config) -> int:
+    """Return the window L in tokens before a model was extended, by any method; the window of a model that is not.
+
+    The factor of `llama3` is not the ratio of windows: Llama 3.1 reads 131,072 tokens by a factor of 8 from 8,192.
+    """
+    rope = full_attention_rope(config)
+    if rope["rope_type"] == "llama3":
+        return int(rope["original_max_position_embeddings"])
+    return round(window_of(config) / scale_of(config))
+
+
 def window_of(config: Config) -> int:
     """Return the context window of a model in tokens, by the rule of transformers and vLLM.
 

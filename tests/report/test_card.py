@@ -156,6 +156,18 @@ def test_a_card_tells_the_scaling_of_the_base_from_that_of_the_run(lora_run: Pat
     assert "of the base alone" not in card_of(MeasuredRun(lora_run))
 
 
+def test_the_card_of_a_run_that_keeps_the_scaling_claims_no_extension(lora_run: Path, tmp_path: Path) -> None:
+    run = shutil.copytree(lora_run, tmp_path / "run")
+    recipe = load_recipe(run / "recipe.yaml").recipe
+    base = json.loads((run / "adapter_config.json").read_text())["base_model_name_or_path"]
+    kept = recipe.changed(scaling="keep", model=recipe.model.changed(name=base))
+    (run / "recipe.yaml").write_text(dump_recipe(kept))
+    text = card_of(MeasuredRun(run))
+    assert "in its own context window of 128 tokens" in text
+    assert "extended" not in text.partition("## Scores")[0]
+    assert "64 to 128" not in text
+
+
 SCORES = {
     "perplexity-step-0": {**perplexity(9.0, 50.0), "step": 0},
     "perplexity-step-10": {**perplexity(3.14159, 5.5), "step": 10},
