@@ -3,7 +3,6 @@
 import contextlib
 import os
 import shutil
-import sys
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from errno import ENOSPC
@@ -17,6 +16,7 @@ from torch import equal
 from transformers.integrations import TensorBoardCallback
 
 from conftest import refused, small_recipe, train
+from operations import audit, before_each
 from pi_lora.errors import ModelError, RunExistsError
 from pi_lora.recipe.schema import Recipe
 from pi_lora.run import Run
@@ -30,33 +30,26 @@ def never(number: int) -> bool:
 
 
 class Disk:
-    """Fails writes below a folder: `written` has those since it was watched, and `is_full` says which fail."""
+    """Fails writes: `written` has those since it was filled, and `is_full` says which fail."""
 
     def __init__(self) -> None:
-        self.folder = "\0"
-        self.written = list[str]()
-        self.is_full = never
-        sys.addaudithook(self.audit)
+        self.fill(never)
+
+    def fill(self, is_full: Callable[[int], bool]) -> None:
+        self.written, self.is_full = list[str](), is_full
 
     @contextlib.contextmanager
-    def watched(self, folder: Path, is_full: Callable[[int], bool] = never) -> Iterator[None]:
-        self.watch(folder, is_full)
-        try:
+    def of(self, folder: Path, is_full: Callable[[int], bool] = never) -> Iterator[None]:
+        """It holds a folder, and nothing else."""
+        self.fill(is_full)
+        with before_each(folder, self.write):
             yield
-        finally:
-            self.folder = "\0"
 
-    def watch(self, folder: Path, is_full: Callable[[int], bool] = never) -> None:
-        self.folder, self.written, self.is_full = str(folder), [], is_full
-
-    def audit(self, event: str, arguments: tuple[Any, ...]) -> None:
-        if event not in ("open", "os.mkdir") or not str(arguments[0]).startswith(self.folder):
-            return
-        if event == "open" and not arguments[2] & (os.O_WRONLY | os.O_RDWR | os.O_CREAT):
-            return
-        self.written.append(str(arguments[0]))
-        if self.is_full(len(self.written)):
-            raise OSError(ENOSPC, os.strerror(ENOSPC), str(arguments[0]))
+    def write(self, _number: int, event: str, file: str) -> None:
+        if event in ("open", "os.mkdir"):
+            self.written.append(file)
+            if self.is_full(len(self.written)):
+                raise OSError(ENOSPC, os.strerror(ENOSPC), file)
 
 
 @pytest.fixture(scope="module")
@@ -64,19 +57,18 @@ def disk() -> Iterator[Disk]:
     """It fails the writes of weights as well, which safetensors does outside of Python."""
     import safetensors.torch
 
-    disk = Disk()  # audit hooks stay until the process ends
     serialize = safetensors.torch.serialize_file
 
     def watched(tensors: Any, file: Any, **options: Any) -> None:
         try:
-            disk.audit("open", (file, "w", os.O_WRONLY))
+            audit("open", (file, "w", os.O_WRONLY))
         except OSError as error:
             raise SafetensorError(f"Error while serializing: I/O error: {error.strerror} (os error 28)") from None
         serialize(tensors, file, **options)
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(safetensors.torch, "serialize_file", watched)
-        yield disk
+        yield Disk()
 
 
 def recipe_for(model: Path, method: str) -> Recipe:
@@ -117,8 +109,8 @@ def trained(
 ) -> Trained:
     recipe = recipe_for(small_model, request.param)
     folder = tmp_path_factory.mktemp("undisturbed")
-    with disk.watched(folder):
-        train(recipe, folder / "run", progress=lambda done, *_: disk.watch(folder) if done == STEPS else None)
+    with disk.of(folder):
+        train(recipe, folder / "run", progress=lambda done, *_: disk.fill(never) if done == STEPS else None)
     files = [Path(file) for file in disk.written]
     [marked] = [file for file in files if file.parent.name == f"checkpoint-{STEPS}" and "complete" in file.name]
     return Trained(recipe, content(folder / "run"), files.index(marked) + 1)
@@ -138,7 +130,7 @@ def test_a_write_of_the_weights_that_fails_is_done_again(
     def saved_over_failures(self: Run, *arguments: Any) -> None:
         for failing in range(1, trained.writes + 1):
             shutil.rmtree(self.final_checkpoint, ignore_errors=True)
-            with disk.watched(tmp_path, lambda write, failing=failing: write == failing):
+            with disk.of(tmp_path, lambda write, failing=failing: write == failing):
                 save_last(self, *arguments)
             failed.append(disk.written[failing - 1])
             assert self.is_trained
@@ -161,9 +153,9 @@ def test_resume_completes_a_trained_run_without_a_step_whatever_write_failed(
 
     def fill(done: int, total: int, note: str = "") -> None:
         if done == STEPS:
-            disk.watch(tmp_path, lambda write: write > before)
+            disk.fill(lambda write: write > before)
 
-    with refused(ModelError, f"{output}: ", "No space left", resume), disk.watched(tmp_path):
+    with refused(ModelError, f"{output}: ", "No space left", resume), disk.of(tmp_path):
         train(recipe, output, progress=fill)
     with refused(ModelError, f"{output}: ", f"step {STEPS} of {STEPS}", resume):
         check_finished(output)
@@ -174,7 +166,7 @@ def test_resume_completes_a_trained_run_without_a_step_whatever_write_failed(
         assert Run(staging_path(output)).is_trained
         allowed = failures * every
         # Of the last writes some are not needed.
-        with contextlib.suppress(OSError, ModelError), disk.watched(tmp_path, lambda write, most=allowed: write > most):
+        with contextlib.suppress(OSError, ModelError), disk.of(tmp_path, lambda write, most=allowed: write > most):
             train(recipe, output, resume=True, progress=no_step)
         failures += 1
         if failures % 4 == 2 and not output.exists():

@@ -28,42 +28,31 @@ from pi_lora.staging import staging_path
 from processes import without_progress
 from random_runs import save_run
 
-STRIKES = int(os.environ.get("PI_LORA_STRIKES", "7"))
+STRIKES = int(os.environ.get("PI_LORA_STRIKES", "5"))
 SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 # What Ctrl-C is answered with at once.
 ANSWER = "\nstopping after this step; Ctrl-C again stops at once\n"
-# Of the strikes, at each command; training has the most operations.
-SHARES = {"train": 0.6, "merge": 0.2, "eval": 0.2}
 
 # Runs a command that is struck by signal argv[3] before its operation number argv[2] on a file below argv[1], and says
 # in the file argv[4] on which; 0: by none, and it says all. Files that are read count where argv[5] says so.
 STRUCK = """
-import itertools, os, sys
-
-folder, at, number, said, reads, *command = sys.argv[1:]
-at, number, operations, log = int(at), int(number), itertools.count(1), open(said, "w")
-EVENTS = ("open", "os.rename", "os.remove", "os.mkdir", "os.rmdir", "os.chmod", "os.symlink", "shutil.rmtree")
-
-def strike(event, arguments):
-    if event not in EVENTS:
-        return
-    names = [os.fsdecode(each) for each in arguments[:2] if isinstance(each, (str, bytes, os.PathLike))]
-    if not any(name.startswith(folder) for name in names):
-        return
-    if event == "open" and reads == "no" and not arguments[2] & (os.O_WRONLY | os.O_RDWR | os.O_CREAT):
-        return
-    operation = next(operations)  # the check of a merge has two threads
-    if operation == at or not at:
-        log.write(f"{event} {names[0].removeprefix(folder)}\\n")
-        log.flush()
-    if operation == at:
-        os.kill(os.getpid(), number)
-
-sys.argv = ["pi-lora", *command]
+import os, sys
+from operations import before_each
 from pi_lora.__main__ import main
 
-sys.addaudithook(strike)
-main()
+folder, at, signal, said, reads, *command = sys.argv[1:]
+log = open(said, "w")
+
+def strike(number, event, file):
+    if number == int(at) or at == "0":
+        log.write(f"{event} {file.removeprefix(folder)}\\n")
+        log.flush()
+    if number == int(at):
+        os.kill(os.getpid(), int(signal))
+
+sys.argv = ["pi-lora", *command]
+with before_each(folder, strike, reads=reads == "yes"):
+    main()
 """
 
 
@@ -74,7 +63,9 @@ def names_in(folder: Path) -> set[str]:
 class Command(ABC):
     """A command line in a folder of its own, and what has to come of it."""
 
+    share = 0.2  # of the strikes
     reads = "no"
+    operations: list[str]
 
     def __init__(self, place: Path, model: Path) -> None:
         self.place, self.model = place, model
@@ -89,6 +80,8 @@ class Command(ABC):
 
 
 class Train(Command):
+    share = 0.6
+
     def recipe(self) -> Recipe:
         steps = {**small_recipe(self.model).training.model_dump(), "steps": 4, "save_every": 1}
         text = self.place.parent / "text.txt"
@@ -184,7 +177,7 @@ COMMANDS: dict[str, type[Any]] = {"train": Train, "merge": Merge, "eval": Eval}
 def started(python: str, command: Command, at: int, number: int) -> tuple[int, str, list[str]]:
     """Run it to its end or the strike; return its status, what it said on stderr, and the operations."""
     said = command.place.parent / "said"
-    options = [f"{command.place}/", str(at), str(number), str(said), command.reads]
+    options = [str(command.place), str(at), str(number), str(said), command.reads]
     done = subprocess.run(
         [python, "-c", STRUCK, *options, *command.arguments()],
         cwd=command.place,
@@ -196,20 +189,6 @@ def started(python: str, command: Command, at: int, number: int) -> tuple[int, s
     return done.returncode, without_progress(done.stderr), said.read_text().splitlines()
 
 
-@pytest.fixture(scope="module", params=COMMANDS)
-def command(
-    request: pytest.FixtureRequest, small_model: Path, tmp_path_factory: pytest.TempPathFactory
-) -> Iterator[Command]:
-    """A command whose undisturbed result is known."""
-    folder = tmp_path_factory.mktemp(request.param)
-    (folder / "place").mkdir()
-    made = COMMANDS[request.param](folder / "place", small_model)
-    with pytest.MonkeyPatch.context() as patched:
-        patched.setenv("PI_LORA_CACHE", str(folder / "cache"))
-        made.reference()
-        yield made
-
-
 def emptied(place: Path) -> None:
     for each in place.iterdir():
         if each.name == "adapter":
@@ -217,23 +196,35 @@ def emptied(place: Path) -> None:
         shutil.rmtree(each) if each.is_dir() else each.unlink()
 
 
+@pytest.fixture(scope="module", params=COMMANDS)
+def command(
+    request: pytest.FixtureRequest, python: str, small_model: Path, tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[Command]:
+    """A command whose undisturbed result is known, and its operations."""
+    folder = tmp_path_factory.mktemp(request.param)
+    (folder / "place").mkdir()
+    made = COMMANDS[request.param](folder / "place", small_model)
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setenv("PI_LORA_CACHE", str(folder / "cache"))
+        made.reference()
+        emptied(made.place)
+        status, errors, made.operations = started(python, made, 0, 0)
+        assert (status, errors) == (0, ""), errors
+        made.check()
+        yield made
+
+
 @pytest.mark.parametrize("by", ["SIGKILL", "signals"])
-def test_a_command_struck_at_any_moment_continues_to_the_same_result(
-    by: str, command: Command, python: str, request: pytest.FixtureRequest
-) -> None:
-    name = request.node.callspec.params["command"]
-    emptied(command.place)
-    status, errors, operations = started(python, command, 0, 0)
-    assert (status, errors) == (0, ""), errors
-    command.check()
-    wanted = max(2, round(STRIKES * SHARES[name]))
+def test_a_command_struck_at_any_moment_continues_to_the_same_result(by: str, command: Command, python: str) -> None:
+    wanted = max(1, round(STRIKES * command.share))
+    operations = len(command.operations)
     for strike in range(wanted):
         # Spread over all operations; those of signals lie between those of kills.
-        at = 1 + (2 * strike + (by == "signals")) * len(operations) // (2 * wanted)
+        at = 1 + (2 * strike + (by == "signals")) * operations // (2 * wanted)
         number = signal.SIGKILL if by == "SIGKILL" else SIGNALS[strike % 3]
         emptied(command.place)
         status, errors, on = started(python, command, at, number)
-        where = f"{number.name} before operation {at} of {len(operations)}: {' '.join(on)}"
+        where = f"{number.name} before operation {at} of {operations}: {' '.join(on)}"
         assert on, where
         if by == "SIGKILL":
             assert status == -number, (where, errors)

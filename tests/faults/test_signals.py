@@ -9,19 +9,20 @@ import signal
 import subprocess
 import time
 from pathlib import Path
-from types import ModuleType
 
 import pytest
 
-import conftest
-from conftest import small_recipe, train
+from conftest import refused, small_recipe, train
+from operations import before_each
 from pi_lora.errors import Interrupted
-from pi_lora.models import saving
 from pi_lora.recipe.files import dump_recipe
+from pi_lora.recipe.schema import Recipe
 from pi_lora.run import Run
 from pi_lora.staging import staging_path
 from pi_lora.training.callbacks import ScheduledMeasurements
 
+ONE_STEP = {"steps": 1, "global_batch_size": 2, "activation_checkpointing": False}
+MEASURED = {"every": 2, "passkey": {"depths": 2, "trials": 2}}
 # What these tests start inherits it.
 heard = pytest.mark.skipif(
     signal.getsignal(signal.SIGHUP) is signal.SIG_IGN, reason="SIGHUP is ignored here, as nohup does it"
@@ -68,80 +69,65 @@ def test_training_continues_under_nohup(small_model: Path, tmp_path: Path) -> No
         signal.signal(signal.SIGHUP, before)
 
 
-@heard
-def test_a_signal_during_a_measurement_ends_training_after_a_checkpoint(small_model: Path, tmp_path: Path) -> None:
-    """The checkpoint is written first, and the resumed run measures what was left out."""
-    recipe = small_recipe(small_model, evaluation={"every": 2, "passkey": {"depths": 2, "trials": 2}})
-    measured: list[int] = []
-
-    def hang_up(self: ScheduledMeasurements, step: int) -> None:
-        measured.append(step)
-        if measured == [0, 2]:
-            os.kill(os.getpid(), signal.SIGHUP)
-        measure(self, step)
-
+def hang_up_before_measuring(step: int, recipe: Recipe, output: Path, *, resume: bool = False) -> list[int]:
+    """Train, with a signal before a step is measured; return the steps that were to be measured."""
     measure = ScheduledMeasurements.measure
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(ScheduledMeasurements, "measure", hang_up)
-        with pytest.raises(Interrupted, match="interrupted while step 2 was measured; continue with --resume"):
-            train(recipe, tmp_path / "run")
-        staging = staging_path(tmp_path / "run")
-        assert [path.name for path in Run(staging).checkpoints] == ["checkpoint-2"]
-        assert Run(staging).last_checkpoint
-        train(recipe, tmp_path / "run", resume=True)
-    assert measured == [0, 2, 2, 4]
-    assert (tmp_path / "run" / "scores" / "passkey-step-2.json").is_file()
-    assert (tmp_path / "run" / "scores" / "passkey-step-4.json").is_file()
-
-
-@heard
-@pytest.mark.parametrize(
-    ("step", "remedy", "kept"),
-    [
-        (0, "no step was done, and nothing is kept; start it again", False),
-        (2, "continue with --resume", True),
-        (4, "the run is finished; measure it with pi-lora eval all .*run", True),
-    ],
-)
-def test_the_message_of_an_interrupted_measurement_says_what_is_kept(
-    step: int, remedy: str, kept: bool, small_model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    recipe = small_recipe(small_model, evaluation={"every": 2, "passkey": {"depths": 2, "trials": 2}})
-    measure = ScheduledMeasurements.measure
+    asked: list[int] = []
 
     def hang_up(self: ScheduledMeasurements, at: int) -> None:
+        asked.append(at)
         if at == step:
             os.kill(os.getpid(), signal.SIGHUP)
         measure(self, at)
 
-    monkeypatch.setattr(ScheduledMeasurements, "measure", hang_up)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(ScheduledMeasurements, "measure", hang_up)
+        train(recipe, output, resume)
+    return asked
+
+
+@heard
+def test_a_signal_during_a_measurement_ends_training_after_a_checkpoint(small_model: Path, tmp_path: Path) -> None:
+    """The checkpoint is written first, and the resumed run measures what was left out."""
+    recipe, output = small_recipe(small_model, evaluation=MEASURED), tmp_path / "run"
+    with refused(Interrupted, f"{output}: ", "step 2", "--resume"):
+        hang_up_before_measuring(2, recipe, output)
+    staging = staging_path(output)
+    assert [path.name for path in Run(staging).checkpoints] == ["checkpoint-2"]
+    assert Run(staging).last_checkpoint
+    assert hang_up_before_measuring(-1, recipe, output, resume=True) == [2, 4]
+    assert {path.name for path in (output / "scores").iterdir()} == {f"passkey-step-{step}.json" for step in (0, 2, 4)}
+
+
+@heard
+@pytest.mark.parametrize(
+    ("step", "remedy", "kept"), [(0, "start it again", False), (4, "pi-lora eval all {output}", True)]
+)
+def test_the_message_of_an_interrupted_measurement_says_what_is_kept(
+    step: int, remedy: str, kept: bool, small_model: Path, tmp_path: Path
+) -> None:
     output = tmp_path / "run"
-    with pytest.raises(Interrupted, match=f"interrupted while step {step} was measured; {remedy}$"):
-        train(recipe, output)
+    with refused(Interrupted, f"{output}: ", f"step {step}", remedy.format(output=output)):
+        hang_up_before_measuring(step, small_recipe(small_model, evaluation=MEASURED), output)
     assert (output.is_dir() or staging_path(output).is_dir()) is kept
 
 
-LATE = (
-    (saving, "save_config", signal.SIGINT),
-    (saving, "save_tokenizer", signal.SIGTERM),
-    (conftest, "write_card", signal.SIGHUP),
+@pytest.mark.parametrize(
+    ("file", "number"),
+    [("config.json", signal.SIGINT), ("tokenizer.json", signal.SIGTERM), ("README.md", signal.SIGHUP)],
 )
-
-
-@pytest.mark.parametrize(("module", "where", "number"), LATE)
 def test_a_signal_during_the_final_save_keeps_the_run(
-    module: ModuleType, where: str, number: int, small_model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    file: str, number: int, small_model: Path, tmp_path: Path
 ) -> None:
     """The last step is done, and no checkpoint was written."""
-    save = getattr(module, where)
     asked = []
 
-    def interrupted(*arguments: object) -> None:
-        asked.append(arguments)
-        os.kill(os.getpid(), number)
-        save(*arguments)
+    def interrupt(_number: int, _event: str, path: str) -> None:
+        if file in path and not asked:
+            asked.append(path)
+            os.kill(os.getpid(), number)
 
-    monkeypatch.setattr(module, where, interrupted)
-    run = train(small_recipe(small_model), tmp_path / "run")
+    with before_each(tmp_path, interrupt):
+        run = train(small_recipe(small_model, training=ONE_STEP), tmp_path / "run")
     assert asked
     assert {"adapter_model.safetensors", "run.json", "README.md"} <= {path.name for path in run.iterdir()}

@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import shutil
 import signal
 from collections.abc import Iterator
@@ -13,6 +14,7 @@ from safetensors.torch import load_file
 
 import pi_lora
 from conftest import refused, run_command, small_recipe, train
+from operations import before_each
 from pi_lora.errors import Diverged, Interrupted, RecipeError, RunExistsError
 from pi_lora.recipe.files import dump_recipe
 from pi_lora.recipe.schema import Recipe
@@ -127,6 +129,31 @@ def test_an_interrupted_run_is_resumed_to_the_same_weights(
     assert Run(output).log[-1]["seconds"] > before["seconds"] > 0
     assert Run(output).metadata.peak_memory == 2**40, "the process before the resume is forgotten"
     assert not (output / "checkpoints").exists()
+
+
+@pytest.mark.parametrize(
+    ("file", "kept"), [(r"checkpoint-4/trainer_state", 2), (r"checkpoint-4/\W*complete", 2), (r"\.partial$", 6)]
+)
+def test_an_error_at_any_file_of_a_save_keeps_the_checkpoint_before(
+    file: str, kept: int, small_model: Path, whole: dict[str, torch.Tensor], tmp_path: Path
+) -> None:
+    """At one of the checkpoint itself, at its mark, or when the run is renamed."""
+    output = tmp_path / "run"
+
+    class Killed(BaseException):
+        pass
+
+    def strike(_number: int, _event: str, path: str) -> None:
+        if re.search(file, path) and Run(staging_path(output)).last_checkpoint:
+            raise Killed
+
+    with pytest.raises(Killed), before_each(tmp_path, strike):
+        train(recipe_for(small_model), output)
+    assert not output.exists()
+    last = Run(staging_path(output)).last_checkpoint
+    assert last
+    assert step_of(last) == kept
+    assert_same_weights(train(recipe_for(small_model), output, resume=True), whole)
 
 
 def test_commands_name_an_interrupted_run_and_train_resumes_it(
