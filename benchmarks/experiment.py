@@ -15,7 +15,7 @@ from pathlib import Path
 
 import record  # first: it finds scripts/
 from arguments import parser_of, train_words
-from pi_lora.cli import app
+from pi_lora import cli
 
 RESULTS = Path("benchmarks/results/smollm2_16k")
 NOVELS = Path("100_english_novels/corpus")
@@ -207,7 +207,7 @@ def run_missing(commands: Iterable[Command]) -> None:
     for file, words in commands:
         if not file.exists():
             print("pi-lora", *words, file=sys.stderr, flush=True)
-            app(words, exit_on_error=False, result_action="return_value")
+            cli.run(words)
             if words[0] == "eval":
                 results = file.parent.resolve().relative_to(record.RESULTS)
                 record.write_row(f"{results}/machines", (file.stem,), {})

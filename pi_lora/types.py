@@ -1,9 +1,10 @@
 """Types that every room shares."""
 
-from collections.abc import Callable
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextvars import ContextVar
 from dataclasses import dataclass
-from typing import Any, TypeAlias
+from typing import Any, TypeAlias, cast
 
 Json = dict[str, Any]
 
@@ -58,3 +59,24 @@ class UI:
 
 
 SILENT = UI()
+current_ui: ContextVar[UI] = ContextVar("current_ui", default=SILENT)
+
+
+class _CurrentUI:
+    """The functions of the current UI, which the command line and calls with `progress=True` set."""
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(current_ui.get(), name)
+
+
+ui = cast("UI", _CurrentUI())
+
+
+@contextmanager
+def showing(shown: UI) -> Iterator[None]:
+    """Show the work of the context by other functions."""
+    before = current_ui.set(shown)
+    try:
+        yield
+    finally:
+        current_ui.reset(before)

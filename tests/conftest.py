@@ -19,7 +19,7 @@ if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
     signal.signal(signal.SIGINT, signal.default_int_handler)
 
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from pathlib import Path
 
 import jinja2
@@ -44,7 +44,7 @@ from pi_lora.recipe.data import Source
 from pi_lora.recipe.schema import Recipe
 from pi_lora.report.card import write_card
 from pi_lora.training.job import TrainingJob
-from pi_lora.types import NO_PERMISSIONS, Permissions, Progress, silent
+from pi_lora.types import NO_PERMISSIONS, UI, Permissions, Progress, showing, silent
 from processes import ImportedPython, settings_of_imports, without_progress
 
 pytest_plugins = ["lanes"]
@@ -151,6 +151,11 @@ def train(
     source = check(recipe, output, resume=resume, permissions=permissions)
     training = TrainingJob(recipe, source, output, resume)
     return training.run(training.pack(), progress=progress, write_card=write_card).path
+
+
+def reporting(progress: Progress) -> AbstractContextManager[None]:
+    """Call `progress` with the work that the functions of pi_lora do in this context."""
+    return showing(UI(progress=lambda title: nullcontext(progress)))
 
 
 def extend(source: ModelSource, output: Path, probe: Probe | None = None) -> Path:

@@ -8,8 +8,8 @@ import pytest
 from safetensors.torch import load_file, save_file
 
 import pi_lora
-from conftest import run_captured, small_recipe
-from pi_lora import api
+from conftest import reporting, run_captured, small_recipe
+from pi_lora import api, terminal
 from pi_lora.errors import Interrupted, PiLoraError, RecipeError
 from pi_lora.evaluation.measurement import as_json
 from pi_lora.recipe.files import dump_recipe
@@ -28,8 +28,6 @@ def test_paths_are_taken_where_strings_are(small_model: Path, lora_run: Path, tm
 
 
 def test_wrong_arguments_are_refused_before_work_begins(lora_run: Path, tmp_path: Path) -> None:
-    with pytest.raises(PiLoraError, match="progress: takes a function with three arguments: done, total and note"):
-        pi_lora.train("demo", output=tmp_path / "run", progress=lambda done, total: None)  # type: ignore[misc,arg-type]
     with pytest.raises(PiLoraError, match="check: logit: is not known; choose from tensors, logits, none"):
         pi_lora.merge(lora_run, tmp_path / "merged", check="logit")  # type: ignore[arg-type]
     with pytest.raises(IsADirectoryError):
@@ -43,21 +41,22 @@ def test_functions_return_what_commands_write(
 ) -> None:
     monkeypatch.chdir(tmp_path)
     Path("mine.yaml").write_text(dump_recipe(small_recipe(small_model)))
-    steps: list[int] = []
+    monkeypatch.setattr(terminal, "LINE_INTERVAL", 0.0)
     pi_lora.train("mine", {"training.steps": 1}, output="adapters/one", progress=False)
-    assert not capsys.readouterr().err
-    made = pi_lora.train("mine", "training.steps=2", progress=lambda done, total, note: steps.append(total))
+    assert not any(capsys.readouterr())
+    steps: list[int] = []
+    with reporting(lambda done, total, note: steps.append(total)):
+        made = pi_lora.train("mine", "training.steps=2")
     assert (made.path, steps[-1]) == (Path("adapters/mine"), 2)
     assert pi_lora.merge(made).folder == Path("models/mine")
     assert str(pi_lora.load("models/mine")) == "models/mine: 128 tokens, scale 2, torch.float32 on cpu"
 
     perplexity = pi_lora.evaluate_perplexity(made, "builtin:stdlib", [64, 128], documents=1)
-    notes: list[str] = []
     loaded = pi_lora.load(made)
-    passkey = pi_lora.evaluate_passkey(
-        loaded, depths=2, trials=1, progress=lambda done, total, note: notes.append(note)
-    )
-    assert notes == ["", ""]
+    capsys.readouterr()
+    passkey = pi_lora.evaluate_passkey(loaded, depths=2, trials=1, progress=True)
+    out, err = capsys.readouterr()
+    assert (out, err.partition(":")[0]) == ("", f"passkey {made}")
     plan = pi_lora.plan("mine", gpu="cpu")
     options = {
         "perplexity": f"eval perplexity {made} --data builtin:stdlib --windows 64,128 --documents 1".split(),
@@ -191,6 +190,6 @@ def test_a_loaded_model_has_no_journal_since_its_weights_may_change(
         raise KeyboardInterrupt
 
     for model, is_journalled in ((pi_lora.load(small_model), False), (small_model, True)):
-        with pytest.raises((KeyboardInterrupt, Interrupted)):
-            pi_lora.evaluate(model, "passkey", target=256, depths=2, trials=1, progress=stop)
+        with reporting(stop), pytest.raises((KeyboardInterrupt, Interrupted)):
+            pi_lora.evaluate(model, "passkey", target=256, depths=2, trials=1)
         assert bool(list(tmp_path.glob("evaluations/*"))) is is_journalled

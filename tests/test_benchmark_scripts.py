@@ -221,7 +221,7 @@ def test_the_commands_of_the_experiments_parse(commands: Iterator[experiment.Com
 def test_a_command_whose_result_exists_is_left_out(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     ran: list[list[str]] = []
     noted: list[str] = []
-    monkeypatch.setattr(experiment, "app", lambda words, **_options: ran.append(words))
+    monkeypatch.setattr(experiment.cli, "run", ran.append)
     monkeypatch.setattr(record, "RESULTS", tmp_path)
     monkeypatch.setattr(record, "write_row", lambda name, path, _row: noted.append(f"{name} {path}"))
     (tmp_path / "search").mkdir()

@@ -4,14 +4,25 @@ from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
 from tempfile import TemporaryDirectory
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING
 
-from pi_lora.api.inputs import AnyModel, FilePath, dtype_of, name_of, optional_path, path_of, resolve, tokens_of, ui_of
+from pi_lora.api.inputs import (
+    AnyModel,
+    FilePath,
+    command,
+    dtype_of,
+    name_of,
+    optional_path,
+    path_of,
+    resolve,
+    tokens_of,
+)
 from pi_lora.errors import ModelError, PiLoraError
-from pi_lora.types import LIBRARIES, NO_PERMISSIONS, UI, Permissions, Progress
+from pi_lora.types import LIBRARIES, NO_PERMISSIONS, Permissions, Progress, ui
 
 if TYPE_CHECKING:
-    from pi_lora.merging.merging import Merged
+    from pi_lora.merging.merging import Check, Merged
+    from pi_lora.models.source import ModelSource
     from pi_lora.scaling.config import Method
     from pi_lora.serving.check import Verdict
     from pi_lora.serving.reference import Reference
@@ -19,16 +30,17 @@ if TYPE_CHECKING:
 # Each function imports what it needs: a plan does without torch.
 
 
+@command
 def merge(
     run: AnyModel,
     output: FilePath | None = None,
     *,
     base: FilePath | None = None,
     dtype: str | None = None,
-    check: Literal["tensors", "logits", "none"] = "tensors",
+    check: "Check" = "tensors",
     reference: bool = False,
     permissions: Permissions = NO_PERMISSIONS,
-    progress: Progress | bool | UI = False,
+    progress: bool = False,
 ) -> "Merged":
     """Add an adapter to the weights of its base as `pi-lora merge` does, and check the sum. Every engine loads
     the folder of full weights with its scaling.
@@ -41,7 +53,7 @@ def merge(
         check: Compare the written tensors with base + adapter, or their logits too, or nothing.
         reference: Also write the answers that `check_server` compares into the folder.
         permissions: Whether code of the model may run, and a run be used whose base changed.
-        progress: Whether to show a progress bar, or a function that is called with the bytes done and all bytes.
+        progress: Whether to show a progress bar.
 
     Returns:
         The `folder` of full weights, `lines` of what was checked, and the commands that serve the folder (`serving`).
@@ -50,50 +62,50 @@ def merge(
         ModelError: `run` is no adapter folder, its base is missing or another one, or the check failed.
         RunExistsError: `output` exists.
     """
-    ui = ui_of(progress)
     with ui.working(LIBRARIES):
-        from pi_lora.merging.merging import CHECKS, MERGE_FILE, Merged, plan_merge
-        from pi_lora.models.files import CARD
-        from pi_lora.report.card import card_of
-        from pi_lora.report.scores import MeasuredRun
-        from pi_lora.serving.commands import serving_lines
+        from pi_lora.merging.merging import CHECKS
         from pi_lora.serving.reference import REFERENCE_FILE
-        from pi_lora.staging import check_output, staged
-        from pi_lora.storage import write_json, write_whole
 
     if check not in CHECKS:
         raise PiLoraError(f"check: {check}: is not known; choose from {', '.join(CHECKS)}")
-    name = name_of(run)
-    folder = optional_path(output) or Path("models", Path(name).resolve().name)
+    folder = optional_path(output) or Path("models", Path(name_of(run)).resolve().name)
     source = resolve(run, base=base, permissions=permissions)
-    check_output(folder)
     with ui.progress("merging bytes") as written:
-        planned = plan_merge(source, dtype=dtype_of(dtype))
-        with staged(folder) as staging:
-            planned.write_small_files(staging)
-            merged_run = MeasuredRun(
-                planned.run,
-                merged=staging,
-                base_name=planned.source.base.name,
-            )
-            card_of(merged_run)  # damaged scores show before the weights are written
-            planned.write_weights(staging, check, written)
-            card = card_of(merged_run, merged=planned.lines, serving=serving_lines(planned.typed_config))
-            write_whole(staging / CARD, card)
-            write_json(
-                staging / MERGE_FILE,
-                {"base": planned.source.base.name, "run": name, "checks": planned.lines},
-            )
+        merged = _merge(source, folder, dtype=dtype_of(dtype), check=check, written=written)
     if reference:
-        write_reference(folder, folder / REFERENCE_FILE, permissions=permissions, progress=ui)
-    for line in planned.lines:
+        write_reference(folder, folder / REFERENCE_FILE, permissions=permissions)
+    for line in merged.lines:
         ui.show(line)
     ui.show(f"{folder}: merged; it loads like any model, its scaling is in config.json")
-    merged = Merged(folder, planned.lines, serving_lines(planned.typed_config, folder))
-    _show_commands(ui, merged.serving)
+    _show_commands(merged.serving)
     return merged
 
 
+def _merge(run: "ModelSource", folder: Path, *, dtype: str | None, check: "Check", written: Progress) -> "Merged":
+    """Write the merged weights of a run with their card into a new folder."""
+    from pi_lora.merging.merging import MERGE_FILE, Merged, plan_merge
+    from pi_lora.models.files import CARD
+    from pi_lora.report.card import card_of
+    from pi_lora.report.scores import MeasuredRun
+    from pi_lora.serving.commands import serving_lines
+    from pi_lora.staging import check_output, staged
+    from pi_lora.storage import write_json, write_whole
+
+    check_output(folder)
+    planned = plan_merge(run, dtype=dtype)
+    base = run.base.name
+    with staged(folder) as staging:
+        planned.write_small_files(staging)
+        merged_run = MeasuredRun(planned.run, merged=staging, base_name=base)
+        card_of(merged_run)  # damaged scores show before the weights are written
+        planned.write_weights(staging, check, written)
+        card = card_of(merged_run, merged=planned.lines, serving=serving_lines(planned.typed_config))
+        write_whole(staging / CARD, card)
+        write_json(staging / MERGE_FILE, {"base": base, "run": run.name, "checks": planned.lines})
+    return Merged(folder, planned.lines, serving_lines(planned.typed_config, folder))
+
+
+@command
 def extend(
     model: AnyModel,
     output: FilePath,
@@ -104,7 +116,7 @@ def extend(
     factors: FilePath | None = None,
     probe: FilePath | None = None,
     permissions: Permissions = NO_PERMISSIONS,
-    progress: Progress | bool | UI = False,
+    progress: bool = False,
 ) -> Path:
     """Write a base with a longer window and no tuning as `pi-lora extend` does, for every engine, and return the
     folder. Weights are hard links where the disk allows it, else copies.
@@ -118,14 +130,13 @@ def extend(
         factors: For the scaling `factors`, the file that `search` wrote.
         probe: A file that `probe` wrote: the scores of the scaling go to the card and to `scores/`.
         permissions: Whether code of the model may run.
-        progress: Whether to show a progress bar, or a function that is called with the files done and all files.
+        progress: Whether to show a progress bar.
 
     Raises:
         ModelError: A file of weights is missing or damaged, or the probe is of another model.
         ScalingError: The model cannot be extended so.
         RunExistsError: `output` exists.
     """
-    ui = ui_of(progress)
     with ui.working(LIBRARIES):
         from pi_lora.evaluation.probe import read_probe
         from pi_lora.evaluation.suite import write_scores
@@ -171,10 +182,11 @@ def extend(
         write_whole(staging / CARD, card_of(run, serving=serving_lines(source.typed_config)))
         link_weights(files, staging, linked)
     ui.show(f"{folder}: written; it loads like any model, its scaling is in config.json")
-    _show_commands(ui, serving_lines(source.typed_config, folder))
+    _show_commands(serving_lines(source.typed_config, folder))
     return folder
 
 
+@command
 def export_gguf(
     model: AnyModel,
     output: FilePath | None = None,
@@ -183,7 +195,7 @@ def export_gguf(
     dtype: str | None = None,
     base: FilePath | None = None,
     permissions: Permissions = NO_PERMISSIONS,
-    progress: Progress | bool | UI = False,
+    progress: bool = False,
 ) -> Path:
     """Convert a model, or a run after merging it, with llama.cpp's converter, set its window, and return the file.
 
@@ -194,13 +206,12 @@ def export_gguf(
         dtype: `f32`, `f16`, `bf16` or `q8_0`; by default the dtype of the weights.
         base: Where the base of a run is now, if it moved.
         permissions: Whether code of the model may run, and a run be used whose base changed.
-        progress: Whether to show a progress bar, or a function that is called with the bytes done and all bytes.
+        progress: Whether to show a progress bar.
 
     Raises:
         ModelError: There is no converter, it drops the scaling of the model, or it fails.
         RunExistsError: `output` exists.
     """
-    ui = ui_of(progress)
     with ui.working(LIBRARIES):
         from pi_lora.serving.commands import llama_cpp_lines
         from pi_lora.serving.gguf import export_gguf, find_converter
@@ -212,15 +223,16 @@ def export_gguf(
     with ui.progress("exporting") as done, TemporaryDirectory(prefix=f".{name}.", dir=file.parent) as temporary:
         full = source
         if source.adapter:
-            merged = merge(source, Path(temporary, name), progress=done)
+            merged = _merge(source, Path(temporary, name), dtype=None, check="tensors", written=done)
             full = resolve(merged.folder, permissions=permissions)
         done(0, 0, "converting")
         export_gguf(full, file, script, dtype)
     ui.show(f"{file}: written for llama.cpp, with a window of {source.window:,} tokens")
-    _show_commands(ui, llama_cpp_lines(file, source.window, source.name, base))
+    _show_commands(llama_cpp_lines(file, source.window, source.name, base))
     return file
 
 
+@command
 def check_server(
     url: str | None,
     model: AnyModel | None = None,
@@ -233,7 +245,7 @@ def check_server(
     base: FilePath | None = None,
     permissions: Permissions = NO_PERMISSIONS,
     json: FilePath | None = None,
-    progress: Progress | bool | UI = False,
+    progress: bool = False,
 ) -> "list[Verdict]":
     """Check whether a running server computes a model beyond its original window, as `pi-lora check-server` does.
 
@@ -248,12 +260,11 @@ def check_server(
         base: Where the base of a run is now, if it moved.
         permissions: Whether code of the model may run, and a run be used whose base changed.
         json: A file to write the verdicts to.
-        progress: Whether to show a progress bar, or a function that is called with notes.
+        progress: Whether to show a progress bar.
 
     Raises:
         PiLoraError: The server cannot be reached, or the model or reference cannot be read.
     """
-    ui = ui_of(progress)
     if not url or (model is None) == (reference is None):
         raise PiLoraError(
             "check-server: takes URL MODEL, URL --reference FILE, or --write-reference MODEL --reference FILE"
@@ -279,10 +290,12 @@ def check_server(
         write_json(file, {"url": server.url, "model": known.model, "right": right, "prompts": rows})
     ui.show_table(check.verdicts_table(f"{server.url}: {known.model}", verdicts))
     if server.choices and not right:
-        ui.say(f"{server.url}: has several models, and chose one; name one with --served: {', '.join(server.choices)}")
+        choices = ", ".join(server.choices)
+        ui.say(f"{server.url}: has several models, and chose one; name one with --served: {choices}")
     return verdicts
 
 
+@command
 def write_reference(
     model: AnyModel,
     file: FilePath,
@@ -291,7 +304,7 @@ def write_reference(
     dtype: str | None = None,
     base: FilePath | None = None,
     permissions: Permissions = NO_PERMISSIONS,
-    progress: Progress | bool | UI = False,
+    progress: bool = False,
 ) -> Path:
     """Compute the answers that `check_server` compares, and write them to a file: then a check needs no weights.
 
@@ -302,12 +315,11 @@ def write_reference(
         dtype: The dtype of the weights, as for `load`.
         base: Where the base of a run is now, if it moved.
         permissions: Whether code of the model may run, and a run be used whose base changed.
-        progress: Whether to show a progress bar, or a function that is called with notes.
+        progress: Whether to show a progress bar.
 
     Raises:
         PiLoraError: The model or the text cannot be read.
     """
-    ui = ui_of(progress)
     with ui.working(LIBRARIES):
         from pi_lora.storage import check_can_write, write_whole
 
@@ -339,7 +351,7 @@ def _reference(
     return reference, partial(compute_answers, reference, source, dtype_of(dtype), progress)
 
 
-def _show_commands(ui: UI, lines: Sequence[str]) -> None:
+def _show_commands(lines: Sequence[str]) -> None:
     """Show the commands that serve a model, in lines that can be copied."""
     ui.show("")
     ui.copy("Serve it:")

@@ -3,8 +3,8 @@
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from pi_lora.api.inputs import AnyModel, FilePath, Override, as_words, name_of, path_of, ui_of
-from pi_lora.types import UI, Progress
+from pi_lora.api.inputs import AnyModel, FilePath, Override, as_words, command, name_of, path_of
+from pi_lora.types import ui
 
 if TYPE_CHECKING:
     from pi_lora.recipe.files import ResolvedRecipe
@@ -43,6 +43,7 @@ def recipe_keys() -> str:
     return reference_page()
 
 
+@command
 def theory(
     output: FilePath = "theory",
     *,
@@ -51,7 +52,6 @@ def theory(
     original: int = 2048,
     target: int | None = None,
     json: FilePath | None = None,
-    progress: Progress | bool | UI = False,
 ) -> list[Path]:
     """Compute the bounds and draw the figures of the paper (section 2), by default for LLaMA-7B; return the figures.
 
@@ -62,12 +62,10 @@ def theory(
         original: L in tokens.
         target: L' in tokens; twice L by default.
         json: A file to write the bounds to.
-        progress: A `UI` is shown the bounds as a table.
 
     Raises:
         ScalingError: `target` is not longer than `original`.
     """
-    ui = ui_of(progress)
     with ui.working("computing the bounds"):
         from dataclasses import asdict
 
@@ -111,7 +109,8 @@ def write_report(run: AnyModel, *, html: bool = False) -> list[Path]:
     return card.write_report(run_folder(name_of(run)), html=html)
 
 
-def push(run: AnyModel, repo: str, *, private: bool = False, progress: Progress | bool | UI = False) -> str:
+@command
+def push(run: AnyModel, repo: str, *, private: bool = False, progress: bool = False) -> str:
     """Upload a run or a merged model to the Hugging Face hub, with its card and without checkpoints. Return the
     address.
 
@@ -119,12 +118,11 @@ def push(run: AnyModel, repo: str, *, private: bool = False, progress: Progress 
         run: A folder, or what `train` returns.
         repo: The repository, as `you/name`; created if it does not exist.
         private: Create a private repository.
-        progress: Whether to show a progress bar, or a function that is called with the number of files of weights.
+        progress: Whether to show a progress bar.
 
     Raises:
         ModelError: The folder is unfinished or lacks a file, or the hub refuses.
     """
-    ui = ui_of(progress)
     folder = path_of(name_of(run))
     from pi_lora.report.upload import push
 

@@ -3,13 +3,13 @@
 import inspect
 import json
 import os
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import nullcontext
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import wraps
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypeAlias, TypeVar, Union
+from typing import TYPE_CHECKING, Any, ParamSpec, TypeAlias, TypeVar, Union
 
 from pi_lora.errors import ModelError, PiLoraError
-from pi_lora.types import NO_PERMISSIONS, SILENT, UI, Permissions, Progress
+from pi_lora.types import NO_PERMISSIONS, SILENT, UI, Permissions, current_ui, showing
 
 if TYPE_CHECKING:
     from pi_lora.models.loaded import LoadedModel
@@ -24,6 +24,8 @@ FilePath: TypeAlias = str | Path
 AnyModel: TypeAlias = Union[str, os.PathLike[str], "ModelSource", "LoadedModel"]
 Override: TypeAlias = str | Mapping[str, Any]
 SectionT = TypeVar("SectionT", bound="Section")
+P = ParamSpec("P")
+R = TypeVar("R")
 SHORT_DTYPES = {"bf16": "bfloat16", "fp16": "float16", "fp32": "float32"}
 
 
@@ -108,25 +110,27 @@ def refuse_options(model: "ModelSource | LoadedModel", **options: object) -> Non
         raise PiLoraError(f"{', '.join(given)}: {model.name} is resolved already; give the name of the model instead")
 
 
-def ui_of(progress: Progress | bool | UI) -> UI:
-    """Return the functions that show a user what happens; a command begins with it."""
-    if isinstance(progress, UI):
-        return progress
-    from pi_lora.hub import ask_again
+def command(function: Callable[P, R]) -> Callable[P, R]:
+    """Ask the hub anew in each call of a function, and show progress bars if it is called with `progress=True`. The
+    command line shows everything.
+    """
+    progress = inspect.signature(function).parameters.get("progress")
 
-    ask_again()
-    if progress is True:
-        from pi_lora.terminal import progress_bar
+    @wraps(function)
+    def call(*arguments: P.args, **options: P.kwargs) -> R:
+        from pi_lora.hub import ask_again
 
-        return UI(progress=progress_bar)
-    if progress is False:
-        return SILENT
-    report = progress
-    try:
-        inspect.signature(report).bind(0, 0, "")
-    except TypeError:
-        raise PiLoraError("progress: takes a function with three arguments: done, total and note") from None
-    return UI(progress=lambda title: nullcontext(report))
+        shown = current_ui.get()
+        if shown is SILENT:
+            ask_again()
+            if progress and options.get("progress", progress.default):
+                from pi_lora.terminal import progress_bar
+
+                shown = UI(progress=progress_bar)
+        with showing(shown):
+            return function(*arguments, **options)
+
+    return call
 
 
 def path_of(file: FilePath) -> Path:

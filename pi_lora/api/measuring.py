@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any, Literal, overload
 from pi_lora.api.inputs import (
     AnyModel,
     FilePath,
+    command,
     dtype_of,
     join_launched_processes,
     name_of,
@@ -18,10 +19,9 @@ from pi_lora.api.inputs import (
     refuse_options,
     resolve,
     section_of,
-    ui_of,
 )
 from pi_lora.errors import PiLoraError
-from pi_lora.types import LIBRARIES, NO_PERMISSIONS, UI, Permissions, Progress
+from pi_lora.types import LIBRARIES, NO_PERMISSIONS, Permissions, ui
 
 if TYPE_CHECKING:
     from pi_lora.evaluation.benchmarks import BenchmarkScores
@@ -56,6 +56,7 @@ def evaluate(model: AnyModel, measurement: Literal["summarization"], **options: 
 def evaluate(model: AnyModel, measurement: Literal["chat"], **options: Any) -> "ChatScores": ...
 @overload
 def evaluate(model: AnyModel, measurement: str, **options: Any) -> "Scores": ...
+@command
 def evaluate(
     model: AnyModel,
     measurement: str,
@@ -65,7 +66,7 @@ def evaluate(
     base: FilePath | None = None,
     permissions: Permissions = NO_PERMISSIONS,
     json: FilePath | None = None,
-    progress: Progress | bool | UI = False,
+    progress: bool = False,
     **options: Any,
 ) -> "Scores":
     """Measure a model as `pi-lora eval MEASUREMENT` does. An interrupted measurement continues when it is called again.
@@ -78,7 +79,7 @@ def evaluate(
         base: Where the base of a run is now, if it moved.
         permissions: Whether code of the model may run, and a run be used whose base changed.
         json: A file to write the scores to.
-        progress: Whether to show a progress bar, or a function that is called with the work done and all work.
+        progress: Whether to show a progress bar.
         options: The options of the command, such as `windows=[4096, 8192]`.
 
     Raises:
@@ -98,6 +99,7 @@ def evaluate(
     return scores
 
 
+@command
 def evaluate_models(
     models: Sequence[AnyModel],
     measurement: str,
@@ -108,7 +110,7 @@ def evaluate_models(
     base: FilePath | None = None,
     permissions: Permissions = NO_PERMISSIONS,
     json: FilePath | None = None,
-    progress: Progress | bool | UI = False,
+    progress: bool = False,
 ) -> "list[Scores]":
     """Measure several models with the same options, side by side.
 
@@ -126,7 +128,6 @@ def evaluate_models(
     Raises:
         PiLoraError: An option is wrong, or a model or the data cannot be read.
     """
-    ui = ui_of(progress)
     with ui.working(LIBRARIES):
         from pi_lora.evaluation.suite import MEASUREMENTS, evaluate, scores_table
         from pi_lora.models.loaded import LoadedModel
@@ -143,11 +144,12 @@ def evaluate_models(
                 resolved.append(resolve(model, extension=extension, base=base, permissions=permissions))
         join_launched_processes()
     files = {measurement: path_of(json)} if json else {}
-    scores = evaluate(resolved, {measurement: section}, files, dtype=dtype_of(dtype), ui=ui)[measurement]
+    scores = evaluate(resolved, {measurement: section}, files, dtype=dtype_of(dtype))[measurement]
     ui.show_table(scores_table(scores))
     return scores
 
 
+@command
 def evaluate_perplexity(
     model: AnyModel,
     data: FilePath | None = None,
@@ -156,7 +158,7 @@ def evaluate_perplexity(
     stride: int | None = None,
     documents: int | None = None,
     truncate: int | None = None,
-    progress: Progress | bool | UI = False,
+    progress: bool = False,
 ) -> "PerplexityScores":
     """Measure sliding-window perplexity as `pi-lora eval perplexity` does (paper, section 3.2).
 
@@ -168,7 +170,7 @@ def evaluate_perplexity(
         stride: Tokens that a window moves; by default 256, or half the shortest window where that is less.
         documents: Only the first so many that are at least as long as the longest window.
         truncate: Read this many tokens of a document, from the start; by default all.
-        progress: Whether to show a progress bar, or a function that is called with the work done and all work.
+        progress: Whether to show a progress bar.
 
     Returns:
         Scores whose `windows` hold the `perplexity` of each length, and the number of `tokens` that it is the mean of.
@@ -190,6 +192,7 @@ def evaluate_perplexity(
     )
 
 
+@command
 def evaluate_passkey(
     model: AnyModel,
     target: int | None = None,
@@ -197,7 +200,7 @@ def evaluate_passkey(
     depths: int = 32,
     trials: int = 10,
     seed: int = 0,
-    progress: Progress | bool | UI = False,
+    progress: bool = False,
 ) -> "PasskeyScores":
     """Measure passkey retrieval as `pi-lora eval passkey` does (paper, section 3.3).
 
@@ -207,7 +210,7 @@ def evaluate_passkey(
         depths: Distances between passkey and question, evenly spaced to `target`.
         trials: Random passkeys at each.
         seed: Of the passkeys.
-        progress: Whether to show a progress bar, or a function that is called with the work done and all work.
+        progress: Whether to show a progress bar.
 
     Returns:
         Scores with the `success_rate` at each of `depths`, and `k_max`, the distance in tokens up to which each is
@@ -228,6 +231,7 @@ def evaluate_passkey(
     )
 
 
+@command
 def evaluate_run(
     run: AnyModel,
     *,
@@ -236,7 +240,7 @@ def evaluate_run(
     dtype: str | None = None,
     base: FilePath | None = None,
     permissions: Permissions = NO_PERMISSIONS,
-    progress: Progress | bool | UI = False,
+    progress: bool = False,
 ) -> "dict[str, Scores]":
     """Measure what the recipe of a run names, as `pi-lora eval all` does, and keep the scores in the run.
 
@@ -247,12 +251,11 @@ def evaluate_run(
         dtype: The dtype of the weights, as for `load`.
         base: Where the base of the run is now, if it moved.
         permissions: Whether code of the model may run, and a run be used whose base changed.
-        progress: Whether to show a progress bar, or a function that is called with the work done and all work.
+        progress: Whether to show a progress bar.
 
     Raises:
         PiLoraError: The run, the base or the data cannot be read.
     """
-    ui = ui_of(progress)
     name = name_of(run)
     with ui.working(LIBRARIES):
         from pi_lora.evaluation.suite import requested_of_run, scores_of, scores_table
@@ -263,13 +266,14 @@ def evaluate_run(
         join_launched_processes()
     resolve_run = partial(resolve, name, base=base, permissions=permissions)
     requested = requested_of_run(folder, optional_name(data))
-    scores = scores_of(folder, TUNED, requested, resolve_run, again=again, dtype=dtype_of(dtype), ui=ui)
+    scores = scores_of(folder, TUNED, requested, resolve_run, again=again, dtype=dtype_of(dtype))
     for each in scores.values():
         ui.show_table(scores_table([each]))
     ui.say(_saved(folder.path))
     return scores
 
 
+@command
 def compare(
     base: AnyModel,
     run: AnyModel,
@@ -283,7 +287,7 @@ def compare(
     moved_base: FilePath | None = None,
     permissions: Permissions = NO_PERMISSIONS,
     json: FilePath | None = None,
-    progress: Progress | bool | UI = False,
+    progress: bool = False,
 ) -> "Comparison":
     """Compare a run with its base as `pi-lora compare` does: what the extension gained and cost, with intervals.
 
@@ -299,7 +303,7 @@ def compare(
         moved_base: Where the base of the run is now, if it moved.
         permissions: Whether code of the models may run, and a run be used whose base changed.
         json: A file to write the comparison to.
-        progress: Whether to show a progress bar, or a function that is called with the work done and all work.
+        progress: Whether to show a progress bar.
 
     Returns:
         The comparison: the `verdict` in words, and `rows` with a metric of the base and of the run.
@@ -308,7 +312,6 @@ def compare(
         ModelError: `base` is not the base of the run.
         PiLoraError: A measurement cannot be made.
     """
-    ui = ui_of(progress)
     with ui.working(LIBRARIES):
         from pi_lora.distributed import is_main_process
         from pi_lora.models.resolve import run_folder
@@ -334,7 +337,6 @@ def compare(
         untuned=untuned,
         again=again,
         dtype=dtype_of(dtype),
-        ui=ui,
     )
     ui.show_table(comparison_table(comparison))
     if set(scores.glob("*")) != kept:

@@ -7,22 +7,23 @@ from typing import TYPE_CHECKING, Any
 from pi_lora.api.inputs import (
     AnyModel,
     FilePath,
+    command,
     dtype_of,
     join_launched_processes,
     optional_path,
     path_of,
     resolve,
     section_of,
-    ui_of,
 )
 from pi_lora.errors import RunExistsError
-from pi_lora.types import LIBRARIES, NO_PERMISSIONS, UI, Permissions, Progress
+from pi_lora.types import LIBRARIES, NO_PERMISSIONS, Permissions, ui
 
 if TYPE_CHECKING:
     from pi_lora.evaluation.probe import Probe
     from pi_lora.evaluation.search import SearchResult
 
 
+@command
 def probe(
     model: AnyModel,
     target: int | str | Sequence[int | str],
@@ -30,7 +31,7 @@ def probe(
     dtype: str | None = None,
     permissions: Permissions = NO_PERMISSIONS,
     json: FilePath | None = None,
-    progress: Progress | bool | UI = False,
+    progress: bool = False,
     **options: Any,
 ) -> "Probe":
     """Measure before any tuning which scaling suits a model, as `pi-lora probe` does.
@@ -41,7 +42,7 @@ def probe(
         dtype: The dtype of the weights; by default bfloat16 where it is fast.
         permissions: Whether code of the model may run.
         json: A file to write the probe to, for `new` and `extend`.
-        progress: Whether to show a progress bar, or a function that is called with the work done and all work.
+        progress: Whether to show a progress bar.
         options: The options of the command: `data`, `scalings`, `factors`, `documents`, `trials`, `seed`, `column`.
 
     Returns:
@@ -50,7 +51,6 @@ def probe(
     Raises:
         PiLoraError: An option is wrong, the model is a run, or a scaling does not suit it.
     """
-    ui = ui_of(progress)
     with ui.working(LIBRARIES):
         from pi_lora.evaluation import probe as probing
         from pi_lora.recipe.evaluation import ProbeOptions
@@ -60,12 +60,12 @@ def probe(
         source = resolve(model, permissions=permissions)
         join_launched_processes()
     file = optional_path(json)
-    probed = probing.probe(source, section, json=file, dtype=dtype_of(dtype), ui=ui)
-    _show_probe(probed, file, ui)
+    probed = probing.probe(source, section, json=file, dtype=dtype_of(dtype))
+    _show_probe(probed, file)
     return probed
 
 
-def _show_probe(probed: "Probe", file: Path | None, ui: UI) -> None:
+def _show_probe(probed: "Probe", file: Path | None) -> None:
     """Show the results of a probe that is kept in `file`, and what to do next."""
     from pi_lora.evaluation.probe import next_command, probe_table
 
@@ -80,6 +80,7 @@ def _show_probe(probed: "Probe", file: Path | None, ui: UI) -> None:
         ui.copy(next_command(probed, result, file))
 
 
+@command
 def search(
     model: AnyModel,
     target: int,
@@ -87,7 +88,7 @@ def search(
     *,
     dtype: str | None = None,
     permissions: Permissions = NO_PERMISSIONS,
-    progress: Progress | bool | UI = False,
+    progress: bool = False,
     **options: Any,
 ) -> "SearchResult":
     """Search for the divisors of the rotary frequencies with which a model reads and retrieves best at a target window,
@@ -99,7 +100,7 @@ def search(
         output: The new file. It serves as `context.factors` of a recipe, and as the probe of `new` and `extend`.
         dtype: The dtype of the weights; by default bfloat16 where it is fast.
         permissions: Whether code of the model may run.
-        progress: Whether to show a progress bar, or a function that is called with the work done and all work.
+        progress: Whether to show a progress bar.
         options: The options of the command: `data`, `column`, `minutes`, `documents`, `trials`, `seed`.
 
     Returns:
@@ -108,7 +109,6 @@ def search(
     Raises:
         PiLoraError: An option is wrong, the file exists, the model cannot be extended so, or the text is too short.
     """
-    ui = ui_of(progress)
     with ui.working(LIBRARIES):
         from pi_lora.evaluation import probe as probing
         from pi_lora.evaluation.search import options_of_test, search, untested_result
@@ -123,11 +123,11 @@ def search(
         raise RunExistsError(f"{file}: exists, and is not overwritten; remove it, or name another --output")
     check_can_write(file)
     if result is None:
-        result = search(source, section, dtype=dtype_of(dtype), ui=ui)
+        result = search(source, section, dtype=dtype_of(dtype))
         write_json(file, result.model_dump(mode="json", exclude_none=True))
     ui.show(f"{file}: divisors found in {result.steps:,} steps; now they are measured on other text")
-    probed = probing.probe(source, options_of_test(source, result, file), dtype=dtype_of(dtype), ui=ui)
+    probed = probing.probe(source, options_of_test(source, result, file), dtype=dtype_of(dtype))
     tested = probed.as_json()
     write_json(file, {**result.model_dump(mode="json", exclude_none=True), **tested})
-    _show_probe(probed, file, ui)
+    _show_probe(probed, file)
     return result.model_copy(update={"targets": tested["targets"]})

@@ -5,13 +5,13 @@ from typing import TYPE_CHECKING, Any
 from pi_lora.api.inputs import (
     AnyModel,
     FilePath,
+    command,
     join_launched_processes,
     load,
     name_of,
     section_of,
-    ui_of,
 )
-from pi_lora.types import LIBRARIES, NO_PERMISSIONS, UI, Permissions, Progress
+from pi_lora.types import LIBRARIES, NO_PERMISSIONS, Permissions, ui
 
 if TYPE_CHECKING:
     from pi_lora.models.loaded import LoadedModel
@@ -19,6 +19,7 @@ if TYPE_CHECKING:
 # Each function imports what it needs: a plan does without torch.
 
 
+@command
 def generate(
     model: AnyModel,
     prompt: str,
@@ -31,7 +32,6 @@ def generate(
     dtype: str | None = None,
     base: FilePath | None = None,
     permissions: Permissions = NO_PERMISSIONS,
-    progress: Progress | bool | UI = False,
 ) -> str:
     """Return the text that a model writes after a prompt, as `pi-lora generate` does.
 
@@ -46,20 +46,18 @@ def generate(
         dtype: The dtype of the weights, as for `load`.
         base: Where the base of a run is now, if it moved.
         permissions: Whether code of the model may run, and a run be used whose base changed.
-        progress: A `UI` is shown the work.
 
     Raises:
         DataError: The prompt is empty, or leaves no room in the window.
         ModelError: The model cannot be found or loaded.
         PiLoraError: An option is wrong.
     """
-    ui = ui_of(progress)
     with ui.working(LIBRARIES):
         from pi_lora.evaluation.generation import answer
         from pi_lora.recipe.evaluation import Sampling
 
     sampling = section_of(Sampling, {"temperature": temperature, "max_new_tokens": tokens, "seed": seed})
-    loaded = _load_shown(model, ui, dtype=dtype, base=base, permissions=permissions)
+    loaded = _load_shown(model, dtype=dtype, base=base, permissions=permissions)
     return answer(loaded, prompt, sampling, chat_template=chat_template, stream=stream)
 
 
@@ -77,6 +75,7 @@ def read_prompt(file: FilePath) -> str:
     return read_document(str(file))
 
 
+@command
 def summarize(
     model: AnyModel,
     file: FilePath,
@@ -84,7 +83,6 @@ def summarize(
     dtype: str | None = None,
     base: FilePath | None = None,
     permissions: Permissions = NO_PERMISSIONS,
-    progress: Progress | bool | UI = False,
     **sampling: Any,
 ) -> str:
     """Return the summary of a document, by the prompt that a model was tuned on, or the paper's; and print the summary
@@ -96,14 +94,12 @@ def summarize(
         dtype: The dtype of the weights, as for `load`.
         base: Where the base of a run is now, if it moved.
         permissions: Whether code of the model may run, and a run be used whose base changed.
-        progress: A `UI` is shown the work.
         sampling: `temperature`, `top_p`, `max_new_tokens` and `seed`.
 
     Raises:
         DataError: The document cannot be read, or the prompt needs more than a document.
         PiLoraError: An option is wrong, or the model cannot be loaded.
     """
-    ui = ui_of(progress)
     with ui.working(LIBRARIES):
         from pi_lora.data.documents import read_document
         from pi_lora.evaluation.summarization import summarize
@@ -111,12 +107,12 @@ def summarize(
 
         text = read_document(str(file))
         section = section_of(Sampling, sampling)
-    loaded = _load_shown(model, ui, dtype=dtype, base=base, permissions=permissions)
+    loaded = _load_shown(model, dtype=dtype, base=base, permissions=permissions)
     return summarize(loaded, str(file), text, section, ui.say)
 
 
 def _load_shown(
-    model: AnyModel, ui: UI, *, dtype: str | None, base: FilePath | None, permissions: Permissions
+    model: AnyModel, *, dtype: str | None, base: FilePath | None, permissions: Permissions
 ) -> "LoadedModel":
     """Load a model, and show that this goes on."""
     join_launched_processes()

@@ -6,9 +6,19 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from pi_lora.api.inputs import AnyModel, FilePath, Override, as_words, name_of, optional_path, path_of, tokens_of, ui_of
+from pi_lora.api.inputs import (
+    AnyModel,
+    FilePath,
+    Override,
+    as_words,
+    command,
+    name_of,
+    optional_path,
+    path_of,
+    tokens_of,
+)
 from pi_lora.errors import ModelError, RecipeError
-from pi_lora.types import LIBRARIES, NO_PERMISSIONS, UI, Permissions, Progress
+from pi_lora.types import LIBRARIES, NO_PERMISSIONS, Permissions, ui
 
 if TYPE_CHECKING:
     from pi_lora.planning.training_plan import TrainingPlan
@@ -18,6 +28,7 @@ if TYPE_CHECKING:
 # Each function imports what it needs: a plan does without torch.
 
 
+@command
 def train(
     recipe: FilePath,
     *overrides: Override,
@@ -25,7 +36,7 @@ def train(
     resume: bool = False,
     force: bool = False,
     permissions: Permissions = NO_PERMISSIONS,
-    progress: Progress | bool | UI = True,
+    progress: bool = True,
 ) -> "Run":
     """Tune a model to its target window as `pi-lora train` does, and return the run.
 
@@ -36,8 +47,7 @@ def train(
         resume: Continue an interrupted run of the same recipe, or `recipe`, the folder of an interrupted run.
         force: Train even if the plan says that it does not fit.
         permissions: Whether code of the model may run, and a run be used whose base changed.
-        progress: Whether to show a progress bar, or a function: it is called with the step, the number of steps, and a
-            line with loss, tokens a second and memory.
+        progress: Whether to show a progress bar.
 
     Raises:
         PiLoraError: All mistakes in recipe, model, data or output that show before weights are read, at once.
@@ -45,7 +55,6 @@ def train(
         Diverged: The loss or a weight became infinite or NaN.
         Interrupted: SIGINT, SIGTERM or SIGHUP, after a checkpoint was written.
     """
-    ui = ui_of(progress)
     job = resolve_training(
         recipe,
         *overrides,
@@ -54,11 +63,11 @@ def train(
         force=force,
         permissions=permissions,
         launches=False,
-        progress=ui,
     )
-    return run_training(job, progress=ui)
+    return run_training(job, progress=progress)
 
 
+@command
 def resolve_training(
     recipe: FilePath,
     *overrides: Override,
@@ -68,7 +77,6 @@ def resolve_training(
     permissions: Permissions = NO_PERMISSIONS,
     ask_hub: bool = False,
     launches: bool = True,
-    progress: Progress | bool | UI = False,
 ) -> "TrainingJob":
     """Resolve and check a training: recipe, model, data, output, and a plan that fits. Of launched processes only the
     one that launched them checks.
@@ -82,7 +90,6 @@ def resolve_training(
         permissions: As for `train`.
         ask_hub: Also ask the hub for weights and texts.
         launches: Whether the caller launches the processes of a recipe that asks for several.
-        progress: As for `train`; the lines of the plan are shown.
 
     Raises:
         PiLoraError: All mistakes that show before weights are read, at once.
@@ -90,7 +97,6 @@ def resolve_training(
     from pi_lora.distributed import check_launched, enable_expandable_segments, is_launched
     from pi_lora.staging import resolve_run
 
-    ui = ui_of(progress)
     resolved, output = resolve_run(path_of(recipe), as_words(overrides), optional_path(output), resume)
     processes = resolved.hardware.processes
     if processes > 1 and not launches and not is_launched():
@@ -119,9 +125,8 @@ def resolve_training(
     return job
 
 
-def run_training(
-    job: "TrainingJob", *, launch: Sequence[str] | None = None, progress: Progress | bool | UI = True
-) -> "Run":
+@command
+def run_training(job: "TrainingJob", *, launch: Sequence[str] | None = None, progress: bool = True) -> "Run":
     """Pack the data of a resolved training and run it.
 
     Args:
@@ -138,7 +143,6 @@ def run_training(
     from pi_lora.report.card import write_card
     from pi_lora.training.job import closing_lines
 
-    ui = ui_of(progress)
     title = "preparing examples" if job.recipe.data.has_examples else "packing sequences"
     with ui.progress(title) as packed:
         data = job.pack(packed)
@@ -181,11 +185,12 @@ def launch_arguments(
     return launch_arguments(job.recipe, command, rank, address, port)
 
 
+@command
 def prepare(
     recipe: FilePath,
     *overrides: Override,
     permissions: Permissions = NO_PERMISSIONS,
-    progress: Progress | bool | UI = True,
+    progress: bool = True,
 ) -> list[str]:
     """Tokenize and pack the training data of a recipe into the cache, and return what was made and left out. Documents
     that the recipe selects by gain are scored first, by the base.
@@ -194,12 +199,11 @@ def prepare(
         recipe: A recipe file, or the name of one that comes with pi-lora.
         overrides: Keys to change, as for `train`.
         permissions: Whether code of the model may run.
-        progress: Whether to show a progress bar, or a function that is called with the rows made and all rows.
+        progress: Whether to show a progress bar.
 
     Raises:
         PiLoraError: The recipe, the model or the data is wrong.
     """
-    ui = ui_of(progress)
     with ui.working(LIBRARIES):
         from pi_lora.preflight import check_data
         from pi_lora.recipe.files import load_recipe
@@ -216,13 +220,13 @@ def prepare(
     return data.messages
 
 
+@command
 def plan(
     recipe: FilePath,
     *overrides: Override,
     gpu: str | None = None,
     permissions: Permissions = NO_PERMISSIONS,
     json: FilePath | None = None,
-    progress: Progress | bool | UI = False,
 ) -> "TrainingPlan":
     """Plan the memory, tokens and hours of a recipe as `pi-lora plan` does, before anything is downloaded or loaded.
 
@@ -233,7 +237,6 @@ def plan(
             that the recipe names as `hardware.gpu`, else this machine's.
         permissions: Whether code of the model may run, and a changed run be used.
         json: A file to write the plan to.
-        progress: A `UI` is shown the plan.
 
     Returns:
         The plan: `fits`, `memory.peak` in bytes on each device, `tokens`, and `hours`, which is None where the peak of
@@ -251,7 +254,6 @@ def plan(
     from pi_lora.storage import write_json
 
     resolved = load_recipe(path_of(recipe), as_words(overrides)).recipe
-    ui = ui_of(progress)
     device = device_for(resolved, gpu)
     planned = plan_training(resolved, resolve_for_training(resolved, permissions=permissions, shipped=True), device)
     if json:
@@ -261,6 +263,7 @@ def plan(
     return planned
 
 
+@command
 def new(
     model: AnyModel,
     target: int,
@@ -271,7 +274,6 @@ def new(
     probe: FilePath | None = None,
     output: FilePath | None = None,
     permissions: Permissions = NO_PERMISSIONS,
-    progress: Progress | bool | UI = False,
 ) -> Path:
     """Write a commented recipe that extends a model to a target window and fits a device, and return the file.
 
@@ -284,14 +286,12 @@ def new(
         probe: A file that `probe` wrote, which names the scaling.
         output: The recipe file; by default `MODEL_TARGET.yaml`.
         permissions: Whether code of the model may run.
-        progress: A `UI` is shown the plan and notes.
 
     Raises:
         RunExistsError: The file exists.
         ModelError: The model is an adapter, has weights that cannot be tuned, or is not that of the probe.
         PiLoraError: No tuning of the model fits the device, or a text cannot be read.
     """
-    ui = ui_of(progress)
     given = [data] if isinstance(data, str | Path) else data
     texts = [name_of(text) for text in given]
     target = tokens_of(target)

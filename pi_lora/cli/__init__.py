@@ -6,7 +6,8 @@ import re
 import sys
 import tempfile
 import traceback
-from typing import NoReturn, cast
+from collections.abc import Sequence
+from typing import Any, NoReturn, cast
 
 from cyclopts import CycloptsError, MissingArgumentError
 from pydantic import ValidationError
@@ -16,9 +17,10 @@ from pi_lora.cli.app import app
 from pi_lora.distributed import enable_expandable_segments, is_to_report
 from pi_lora.errors import Interrupted, PiLoraError, RecipeError, ScalingError, first_line
 from pi_lora.storage import problem_text
-from pi_lora.terminal import err
+from pi_lora.terminal import TERMINAL, err
+from pi_lora.types import showing
 
-__all__ = ["app", "main"]
+__all__ = ["app", "main", "run"]
 
 # In the help, the commands of a group are in the order in which they stand in these files; --help is last.
 for place, name in enumerate(name for name in app if not name.startswith("-")):
@@ -44,7 +46,7 @@ def main() -> NoReturn:
     # A terminal that is not UTF-8 gets escapes for what it cannot print.
     cast("io.TextIOWrapper", sys.stdout).reconfigure(errors="backslashreplace")
     try:
-        app(sys.argv[1:], exit_on_error=False, print_error=False, result_action="return_value")
+        run(sys.argv[1:])
     except CycloptsError as mistake:
         _fail(2, _usage_problem(mistake))
     except KeyboardInterrupt:
@@ -65,6 +67,12 @@ def main() -> NoReturn:
             problems = [re.sub(r"^context\.", "--", problem) for problem in problems]
         _fail(INTERRUPTED if isinstance(error, Interrupted) else 2, *problems)
     sys.exit()
+
+
+def run(words: Sequence[str]) -> Any:
+    """Run a command on the terminal; its errors are raised."""
+    with showing(TERMINAL):
+        return app(words, exit_on_error=False, print_error=False, result_action="return_value")
 
 
 def _usage_problem(mistake: CycloptsError) -> str:

@@ -26,7 +26,7 @@ from pi_lora.cli.app import (
     app,
 )
 from pi_lora.scaling.config import Method
-from pi_lora.terminal import TERMINAL, out
+from pi_lora.terminal import out
 from pi_lora.types import NO_PERMISSIONS
 
 
@@ -53,13 +53,12 @@ def train(
         force=force,
         permissions=permissions,
         ask_hub=dry_run,
-        progress=TERMINAL,
     )
     if dry_run:
         return
     # A launched process gets the command line as it is.
     launch = api.launch_arguments(job, sys.argv[1:], rank=machine_rank, address=main_process_ip, port=main_process_port)
-    api.run_training(job, launch=launch, progress=TERMINAL)
+    api.run_training(job, launch=launch)
 
 
 @app.command(group=EXTEND)
@@ -81,7 +80,6 @@ def merge(
         check=check,
         reference=reference,
         **vars(loading),
-        progress=TERMINAL,
     )
 
 
@@ -108,14 +106,13 @@ def extend(
         factors=factors,
         probe=probe,
         permissions=permissions,
-        progress=TERMINAL,
     )
 
 
 @app.command(group=EXTEND)
 def prepare(recipe: RecipeFile, /, *overrides: Override, permissions: Permitted = NO_PERMISSIONS) -> None:
     """Tokenize and pack the training data of RECIPE into the cache; no GPU is needed."""
-    api.prepare(recipe, *overrides, permissions=permissions, progress=TERMINAL)
+    api.prepare(recipe, *overrides, permissions=permissions)
 
 
 export_app = App(name="export", help="Write a model in the format of another engine.", group=EXTEND)
@@ -143,7 +140,6 @@ def gguf(
         dtype=dtype,
         base=base,
         permissions=permissions,
-        progress=TERMINAL,
     )
 
 
@@ -168,7 +164,6 @@ def check_server(
             reference,
             text=text,
             **vars(loading),
-            progress=TERMINAL,
         )
         out.lines(f"{reference}: written; pi-lora check-server URL --reference {reference} needs no weights")
         return
@@ -181,6 +176,5 @@ def check_server(
         tolerance=tolerance,
         **vars(loading),
         json=json,
-        progress=TERMINAL,
     )
     sys.exit(any(verdict.verdict != "right" for verdict in verdicts))

@@ -37,7 +37,7 @@ from pi_lora.recipe.evaluation import (
 from pi_lora.recipe.factors import read_factors
 from pi_lora.scaling.config import Method
 from pi_lora.scaling.extension import Extension
-from pi_lora.terminal import TERMINAL, out, working
+from pi_lora.terminal import out, working
 
 Models = Annotated[list[str], Parameter(name="MODEL", help="Hub ids, folders, runs or builtin:tiny.")]
 Again = Annotated[bool, Parameter(help="Repeat measurements that have scores.")]
@@ -77,7 +77,6 @@ def _measure(name: str, models: list[str], options: Any, measuring: Measuring, t
         extension=extension,
         json=measuring.json,
         **vars(measuring.loading),
-        progress=TERMINAL,
     )
 
 
@@ -193,7 +192,6 @@ def everything(
         data=data,
         again=again,
         **vars(loading),
-        progress=TERMINAL,
     )
 
 
@@ -215,7 +213,6 @@ def probe(
         dtype=loading.dtype,
         permissions=loading.permissions,
         json=json,
-        progress=TERMINAL,
         **options.model_dump(exclude_defaults=True),
     )
 
@@ -238,7 +235,6 @@ def search(
         output=output,
         dtype=loading.dtype,
         permissions=loading.permissions,
-        progress=TERMINAL,
         **options.model_dump(exclude_defaults=True),
     )
 
@@ -276,7 +272,6 @@ def compare(
         moved_base=loading.base,
         permissions=loading.permissions,
         json=json,
-        progress=TERMINAL,
     )
 
 
@@ -318,7 +313,6 @@ def generate(
         seed=seed,
         stream=True,
         **vars(loading),
-        progress=TERMINAL,
     )
 
 
@@ -339,7 +333,6 @@ def summarize(
         model,
         file,
         **vars(loading),
-        progress=TERMINAL,
         **sampling.model_dump(exclude_defaults=True),
     )
 
@@ -353,4 +346,4 @@ def push(
     private: Annotated[bool, Parameter(help="Create a private repository.")] = False,
 ) -> None:
     """Upload a run or a merged model to the Hugging Face hub, with the card, without checkpoints."""
-    out.lines(api.push(model, repo, private=private, progress=TERMINAL))
+    out.lines(api.push(model, repo, private=private))

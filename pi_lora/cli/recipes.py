@@ -22,7 +22,7 @@ from pi_lora.cli.app import (
     app,
     read_length,
 )
-from pi_lora.terminal import TERMINAL, out, working
+from pi_lora.terminal import out, working
 from pi_lora.types import NO_PERMISSIONS
 
 GpuName = Annotated[str | None, Parameter(help="Name (4090, H100), memory size (48GB), or cpu.")]
@@ -51,7 +51,6 @@ def new(
         probe=probe,
         output=output,
         permissions=permissions,
-        progress=TERMINAL,
     )
 
 
@@ -65,7 +64,7 @@ def plan(
     json: JsonFile = None,
 ) -> None:
     """Estimate memory, tokens and hours of a training on --gpu, or on hardware.gpu of RECIPE."""
-    api.plan(recipe, *overrides, gpu=gpu, permissions=permissions, json=json, progress=TERMINAL)
+    api.plan(recipe, *overrides, gpu=gpu, permissions=permissions, json=json)
 
 
 @app.command(group=RECIPES)
@@ -116,7 +115,6 @@ def theory(
         original=original,
         target=target,
         json=json,
-        progress=TERMINAL,
     )
 
 

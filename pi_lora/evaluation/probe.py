@@ -27,7 +27,7 @@ from pi_lora.run import BASE, STEP_0
 from pi_lora.scaling.config import Method, window_of
 from pi_lora.scaling.extension import Extension, methods_for
 from pi_lora.storage import check_can_write, read_json, write_json
-from pi_lora.types import SILENT, UI, Json
+from pi_lora.types import Json, ui
 
 # Scalings that no recipe tunes by default; a probe shows them for comparison.
 FOR_COMPARISON = ("direct", "dynamic")
@@ -162,7 +162,6 @@ def probe(
     *,
     json: Path | None = None,
     dtype: str | None = None,
-    ui: UI = SILENT,
 ) -> Probe:
     """Measure a plain base without and with each scaling, untuned, at each target; all in the same dtype.
 
@@ -175,8 +174,7 @@ def probe(
     dtype = dtype or ("bfloat16" if has_fast_bfloat16() else None)
     with Session(say=ui.say, journalled=True) as session:
         results = [
-            _probe_target(base, target, options, dtype=dtype, session=session, ui=ui)
-            for target in sorted(options.target)
+            _probe_target(base, target, options, dtype=dtype, session=session) for target in sorted(options.target)
         ]
         probed = Probe(
             model=base.name,
@@ -207,7 +205,7 @@ def _models_to_probe(
 
 
 def _probe_target(
-    base: ModelSource, target: int, options: ProbeOptions, *, dtype: str | None, session: Session, ui: UI
+    base: ModelSource, target: int, options: ProbeOptions, *, dtype: str | None, session: Session
 ) -> TargetResult:
     """Measure the base and the scalings at one target."""
     factors = read_factors(Path(options.factors)) if options.factors else None

@@ -42,7 +42,7 @@ from pi_lora.recipe.evaluation import ProbeOptions, SearchOptions, TextOptions
 from pi_lora.scaling.config import Config, Method, rotary_frequencies_of
 from pi_lora.scaling.extension import Extension, extend_config, methods_for
 from pi_lora.scaling.rope import attention_factor_of, scaled_frequencies_of
-from pi_lora.types import SILENT, UI
+from pi_lora.types import ui
 
 # The untuned scalings that the result is measured beside, as far as they suit the model. The search begins with the
 # first one.
@@ -254,7 +254,7 @@ def descent(start: torch.Tensor, gradient_of: Callable[[torch.Tensor], torch.Ten
         yield point.clone()
 
 
-def search(base: ModelSource, options: SearchOptions, *, dtype: str | None = None, ui: UI = SILENT) -> SearchResult:
+def search(base: ModelSource, options: SearchOptions, *, dtype: str | None = None) -> SearchResult:
     """Search for the divisors with which a plain base reads and retrieves best at L' tokens.
 
     Every result is journalled, so that an interrupted search continues. Raise ScalingError if the model cannot be
@@ -265,7 +265,8 @@ def search(base: ModelSource, options: SearchOptions, *, dtype: str | None = Non
     frequencies = len(rotary_frequencies_of(base.config))
     base.extended(Extension(options.target, scaling="factors", factors=(2.0,) * frequencies))
     start = start_of(base, options.target)
-    with Session(say=ui.say, journalled=True) as session, ui.progress(f"searching at {options.target:,}") as progress:
+    title = f"searching at {options.target:,}"
+    with Session(say=ui.say, journalled=True) as session, ui.progress(title) as progress:
         searched = Searched(base, options, dtype)
         decided_by = {**options.model_dump(exclude={"minutes"}), "texts": [text.digest for text in searched.texts]}
         folder = session.journal(searched.loaded, decided_by)

@@ -28,7 +28,7 @@ from pi_lora.recipe.evaluation import Evaluation, PasskeyOptions, PerplexityOpti
 from pi_lora.recipe.section import Section
 from pi_lora.run import TUNED, Run, check_tuned
 from pi_lora.storage import check_can_write, first_problem, read_json, write_json
-from pi_lora.types import SILENT, UI, Progress, silent
+from pi_lora.types import Progress, silent, ui
 
 # By the names of the sections of a recipe's `evaluation` and of the files in a run's scores, the paper's first.
 MEASUREMENTS: Mapping[str, Measurement[Any, Any]] = {
@@ -47,7 +47,6 @@ def evaluate(
     files: Mapping[str, Path],
     *,
     dtype: str | None = None,
-    ui: UI = SILENT,
 ) -> dict[str, list[Scores]]:
     """Return the scores of models by measurement. Each measurement is written to the file in `files` as soon as all
     models have scores, and journalled until then.
@@ -111,7 +110,6 @@ def scores_of(
     *,
     again: bool = False,
     dtype: str | None = None,
-    ui: UI = SILENT,
 ) -> dict[str, Scores]:
     """Return scores of a run, or of the base of a run, by the names of the score files.
 
@@ -127,7 +125,7 @@ def scores_of(
             scores_by_name[name] = scores
     missing = {name: section for name, section in requested.items() if name not in scores_by_name}
     if missing:
-        measured = evaluate([resolve()], missing, files, dtype=dtype, ui=ui)
+        measured = evaluate([resolve()], missing, files, dtype=dtype)
         for name, [scores] in measured.items():
             scores_by_name[name] = scores
     return {name: scores_by_name[name] for name in requested}

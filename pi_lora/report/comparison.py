@@ -25,7 +25,6 @@ from pi_lora.models.source import ModelSource
 from pi_lora.report.scores import MeasuredRun, shown_metrics
 from pi_lora.report.verdict import changes, verdict_of
 from pi_lora.run import BASE, STEP_0, TUNED
-from pi_lora.types import UI
 
 # Formats of values by unit; other values have three decimals.
 VALUE_FORMATS = {"tokens": "{:,.0f}", "points": "{:.1f} %"}
@@ -65,7 +64,6 @@ def compare_run(
     untuned: bool,
     again: bool,
     dtype: str | None,
-    ui: UI,
 ) -> Comparison:
     """Compare a run with its base in the scores of the run, the measurements of its recipe, and `requested` ones.
 
@@ -82,7 +80,6 @@ def compare_run(
         untuned: Compare also with the base under the scaling of the run, without tuning.
         again: Measure again what has scores.
         dtype: The dtype of the weights.
-        ui: Shows the work.
 
     Raises:
         ModelError: `base` is not the base of the run.
@@ -95,7 +92,7 @@ def compare_run(
         raise ModelError(
             f"{run}: was tuned from another model ({folder.base.name}) than {base.name}; name its own, or add --another"
         )
-    measure = partial(scores_of, folder, again=again, dtype=dtype, ui=ui)
+    measure = partial(scores_of, folder, again=again, dtype=dtype)
     run_scores = measure(TUNED, all_requested, lambda: resolve(run))
     used_options = {name: scores.options for name, scores in run_scores.items()}
     base_name = base.name
@@ -107,7 +104,7 @@ def compare_run(
             untuned_scores = measure(STEP_0, used_options, partial(base.extended, extension))
     else:
         base_name += " (another model)"
-        measured = evaluate([base], used_options, {}, dtype=dtype, ui=ui)
+        measured = evaluate([base], used_options, {}, dtype=dtype)
         base_scores = {name: scores[0] for name, scores in measured.items()}
     original = folder.metadata.original
     verdict = verdict_of(base_scores, untuned_scores, run_scores, original)

@@ -311,7 +311,7 @@ def test_the_command_writes_a_file_for_recipes_new_and_extend(
     file, model, target = tmp_path / "found.json", str(small_model), 256
     words = ["search", model, "--target", str(target), "--minutes", "0.2", "--documents", "1", "--trials", "1"]
     words += ["--data", str(texts_of_words), "--output", str(file)]
-    assert not cli.app(words, result_action="return_value")
+    assert not cli.run(words)
     printed = capsys.readouterr().out
     assert "passkeys" in printed
     assert f"--probe {file}" in printed.replace("\n", " ")

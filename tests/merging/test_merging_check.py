@@ -11,7 +11,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from conftest import refused
+from conftest import refused, reporting
 from pi_lora.api import merge
 from pi_lora.errors import ModelError
 from pi_lora.merging.check import check_logits, check_model, check_tensors
@@ -183,8 +183,8 @@ def test_a_merge_that_fails_a_check_is_removed(check: Any, named: str, run: Path
         if (note, done) == (("writing", total) if check == "tensors" else ("comparing logits", 0)):
             from_base("*.safetensors")(folder, run)
 
-    with refused(ModelError, f"{run}: ", "not kept", named):
-        merge(run, tmp_path / "merged", check=check, progress=break_weights)
+    with reporting(break_weights), refused(ModelError, f"{run}: ", "not kept", named):
+        merge(run, tmp_path / "merged", check=check)
     assert list(tmp_path.iterdir()) == []
 
 

@@ -13,7 +13,7 @@ from safetensors.torch import save_file
 from transformers import AutoModelForCausalLM, BitsAndBytesConfig, LlamaConfig
 
 from architectures import small_config
-from conftest import refused, run_command, small_recipe, train
+from conftest import refused, reporting, run_command, small_recipe, train
 from hub import Hub
 from pi_lora.api import extend, load, merge
 from pi_lora.errors import ModelError
@@ -185,10 +185,13 @@ def test_fp8_blocks_that_transformers_dequantizes_wrongly_are_not_loaded(tmp_pat
         lambda: check_loadable(base, headers),
         lambda: load(base.name),
         lambda: check(small_recipe(base.name), tmp_path / "trained"),
-        lambda: merge(run, tmp_path / "merged", check="logits", progress=lambda done, total, note: notes.append(note)),
+        lambda: merge(run, tmp_path / "merged", check="logits"),
     )
     for refuse in refuses:
-        with refused(ModelError, f"{base.name}: {name}: ", 96, 64, "bfloat16"):
+        with (
+            reporting(lambda done, total, note: notes.append(note)),
+            refused(ModelError, f"{base.name}: {name}: ", 96, 64, "bfloat16"),
+        ):
             refuse()
     assert "writing" not in notes
     merged = stored(merge(run, tmp_path / "merged").folder)

@@ -143,7 +143,7 @@ def test_a_model_is_measured_with_the_divisors_of_a_file(
     name, *options = measurement.split()
     scores = tmp_path / "scores.json"
     words = ["eval", name, str(small_model), "--factors", str(found), "--target", "256", *options]
-    assert not cli.app([*words, "--json", str(scores)], result_action="return_value")
+    assert not cli.run([*words, "--json", str(scores)])
     assert json.loads(scores.read_text())["scale"] == 4
 
 
@@ -158,7 +158,7 @@ def test_an_extended_model_has_the_divisors_of_the_file_and_is_extended_no_furth
 ) -> None:
     folder = tmp_path / "extended"
     words = ["extend", str(small_model), "--target", "256", "--scaling", "factors", "--factors", str(found)]
-    assert not cli.app([*words, "--output", str(folder)], result_action="return_value")
+    assert not cli.run([*words, "--output", str(folder)])
     source = resolve_model(str(folder))
     rope = full_attention_rope(source.config)
     assert rope["long_factor"] == rope["short_factor"] == DIVISORS

@@ -27,7 +27,7 @@ from pi_lora.evaluation.probe import (
 from pi_lora.models.resolve import resolve_model
 from pi_lora.recipe.evaluation import PasskeyOptions, PerplexityOptions, ProbeOptions
 from pi_lora.scaling.extension import Extension
-from pi_lora.types import UI
+from pi_lora.types import UI, showing
 
 TARGET = 256
 
@@ -83,8 +83,8 @@ def test_an_interrupted_probe_continues(small_model: Path, texts: Path, monkeypa
             raise KeyboardInterrupt
         yield lambda *_: None
 
-    with pytest.raises(Interrupted, match="the same command goes on"):
-        probe(resolve_model(str(small_model)), options, ui=UI(progress=until_passkeys))
+    with showing(UI(progress=until_passkeys)), pytest.raises(Interrupted, match="the same command goes on"):
+        probe(resolve_model(str(small_model)), options)
     measured = len(passes)
     assert measured >= 4
     [reach] = probe(resolve_model(str(small_model)), options).targets

@@ -60,7 +60,7 @@ def test_a_run_is_merged_and_converted_with_its_window(
     converter(tmp_path / "sources")
     monkeypatch.setenv("LLAMA_CPP", str(tmp_path / "sources"))
     output = tmp_path / "out" / "model.gguf"
-    assert not cli.app(["export", "gguf", str(lora_run), "--output", str(output)], result_action="return_value")
+    assert not cli.run(["export", "gguf", str(lora_run), "--output", str(output)])
     assert read(output, "llama.context_length", "llama.rope.scaling.type", "outtype") == [128, "linear", "f32"]
     assert list(output.parent.iterdir()) == [output]
     printed = capsys.readouterr().out
@@ -81,8 +81,8 @@ def test_a_run_is_converted_on_a_base_that_moved(
     output = tmp_path / "model.gguf"
     words = ["export", "gguf", str(run), "--output", str(output), "--converter", str(sources)]
     with pytest.raises(ModelError, match="say where it is with --base MODEL"):
-        cli.app(words, result_action="return_value")
-    assert not cli.app([*words, "--base", str(small_model)], result_action="return_value")
+        cli.run(words)
+    assert not cli.run([*words, "--base", str(small_model)])
     assert read(output, "llama.context_length") == [128]
     printed = capsys.readouterr().out
     assert f"{output}: written for llama.cpp" in printed
@@ -97,8 +97,8 @@ def test_a_run_on_a_changed_base_is_converted_if_that_is_allowed(lora_run: Path,
     sources = converter(tmp_path / "sources").parent
     words = ["export", "gguf", str(run), "--converter", str(sources), "--output", str(tmp_path / "model.gguf")]
     with pytest.raises(ModelError, match="or use these with --allow-mismatch"):
-        cli.app(words, exit_on_error=False, result_action="return_value")
-    assert not cli.app([*words, "--allow-mismatch"], result_action="return_value")
+        cli.run(words)
+    assert not cli.run([*words, "--allow-mismatch"])
 
 
 def test_full_weights_on_the_hub_are_downloaded(

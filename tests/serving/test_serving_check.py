@@ -206,7 +206,7 @@ def untrained(lora_run: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """L = 64, L' = 128, with its reference."""
     folder = tmp_path_factory.mktemp("served") / "untrained"
     words = ["merge", str(lora_run), "--reference", "--output", str(folder)]
-    cli.app(words, exit_on_error=False, result_action="return_value")
+    cli.run(words)
     return folder
 
 
@@ -237,7 +237,7 @@ def judged(
 
 def check(*words: str) -> int:
     try:
-        cli.app(["check-server", *words], exit_on_error=False, result_action="return_value")
+        cli.run(["check-server", *words])
     except SystemExit as ended:
         return int(ended.code or 0)
     return 0
