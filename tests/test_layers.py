@@ -1,12 +1,12 @@
 """The layers of docs/design.md: a file imports only from layers below its own."""
 
 import ast
+from functools import cache
 from graphlib import TopologicalSorter
 from pathlib import Path
 
-import pi_lora
+from sources import PACKAGE, ROOT, nodes_of, tree_of
 
-ROOT = Path(pi_lora.__file__).parent
 FLOORS = {
     "errors": 0,
     "types": 0,
@@ -42,28 +42,28 @@ HOMES = {
     "cyclopts": {"cli"},
 }
 # The package's own door re-exports; it belongs to no floor.
-DOOR = ROOT / "__init__.py"
+DOOR = PACKAGE / "__init__.py"
 
 
 def sources() -> list[Path]:
-    return [path for path in sorted(ROOT.rglob("*.py")) if path != DOOR]
+    return [path for path in sorted(PACKAGE.rglob("*.py")) if path != DOOR]
 
 
 def place(path: Path) -> str:
     """The file or package directly below `pi_lora` that a source belongs to."""
-    return path.relative_to(ROOT).parts[0].removesuffix(".py")
+    return path.relative_to(PACKAGE).parts[0].removesuffix(".py")
 
 
 def is_module(name: str) -> bool:
-    path = ROOT.parent.joinpath(*name.split("."))
+    path = ROOT.joinpath(*name.split("."))
     return path.is_dir() or path.with_suffix(".py").is_file()
 
 
-def imports(path: Path, at_once: bool = False) -> set[str]:
+@cache
+def imports(path: Path, at_once: bool = False) -> frozenset[str]:
     """The modules that a file imports anywhere, or `at_once` when it is imported itself."""
-    tree = ast.parse(path.read_text())
     found = set()
-    for node in tree.body if at_once else ast.walk(tree):
+    for node in tree_of(path).body if at_once else nodes_of(path):
         if isinstance(node, ast.Import):
             found |= {alias.name for alias in node.names}
         elif isinstance(node, ast.ImportFrom):
@@ -72,7 +72,7 @@ def imports(path: Path, at_once: bool = False) -> set[str]:
             # `from pi_lora.models import device as devices` imports a module.
             below = {f"{module}.{alias.name}" for alias in node.names}
             found |= {each for each in below if is_module(each)} or {module}
-    return found
+    return frozenset(found)
 
 
 def test_every_file_has_a_floor() -> None:
@@ -88,7 +88,7 @@ def test_files_import_only_from_lower_floors() -> None:
 
 def test_packages_have_no_import_circles() -> None:
     graph = {
-        ".".join(path.relative_to(ROOT.parent).with_suffix("").parts).removesuffix(".__init__"): {
+        ".".join(path.relative_to(ROOT).with_suffix("").parts).removesuffix(".__init__"): {
             name for name in imports(path) if name.startswith("pi_lora.")
         }
         for path in sources()
@@ -101,13 +101,13 @@ def test_packages_have_no_import_circles() -> None:
 def test_each_large_library_has_one_home() -> None:
     for library, home in HOMES.items():
         users = [path for path in sources() if any(n.split(".")[0] == library for n in imports(path))]
-        at_home = [path for path in users if any((ROOT / each) in (path, *path.parents) for each in home)]
+        at_home = [path for path in users if any((PACKAGE / each) in (path, *path.parents) for each in home)]
         assert users == at_home != [], library
 
 
 def test_recipes_and_configs_need_no_torch() -> None:
     light = [path for path in sources() if place(path) in {"errors", "types", "storage", "recipe"}]
-    light += [ROOT / "scaling" / "config.py", ROOT / "scaling" / "extension.py"]
+    light += [PACKAGE / "scaling" / "config.py", PACKAGE / "scaling" / "extension.py"]
     for path in light:
         assert not {n.split(".")[0] for n in imports(path)} & {"torch", "transformers", "numpy"}, path
 
@@ -116,7 +116,7 @@ def test_a_merge_imports_no_library_that_it_does_not_need() -> None:
     """Of its memory, nine tenths are libraries; that of `datasets` alone was a fifth."""
     waiting, found = ["pi_lora.merging.merging"], set()
     while waiting:
-        path = ROOT.parent / waiting.pop().replace(".", "/")
+        path = ROOT / waiting.pop().replace(".", "/")
         path = path / "__init__.py" if path.is_dir() else path.with_suffix(".py")
         new = imports(path, at_once=True) - found
         found |= new
@@ -136,7 +136,7 @@ def test_commands_call_the_api_alone() -> None:
 def test_scripts_have_no_import_circles() -> None:
     files = {
         ".".join(path.relative_to(folder).with_suffix("").parts): path
-        for folder in (ROOT.parent / "benchmarks", ROOT.parent / "scripts")
+        for folder in (ROOT / "benchmarks", ROOT / "scripts")
         for path in folder.rglob("*.py")
     }
     assert {"tables", "on_gpu.parts", "pages"} <= files.keys()

@@ -1,3 +1,5 @@
+"""A recipe is checked before anything is downloaded, tokenized or loaded: every mistake, all of them at once."""
+
 import importlib.util
 import json
 import shutil
@@ -9,7 +11,7 @@ import pytest
 import torch
 
 import architectures
-from conftest import plan_of, small_recipe
+from conftest import plan_of, refused, small_recipe
 from hub import Hub
 from pi_lora import api
 from pi_lora.data.tokens import token_spans
@@ -18,6 +20,7 @@ from pi_lora.models.resolve import resolve_model
 from pi_lora.planning.gpus import find_gpu
 from pi_lora.planning.training_plan import TrainingPlan
 from pi_lora.preflight import check, check_data, plan_or_refuse
+from pi_lora.recipe.schema import Recipe
 from pi_lora.serving.reference import reference_of
 from pi_lora.staging import staging_path
 from random_runs import save_base
@@ -26,43 +29,61 @@ from small_configs import llama
 LLAMA = "huggyllama/llama-7b"
 
 
-def test_a_check_that_passes_finds_the_model_and_writes_nothing(small_model: Path, tmp_path: Path) -> None:
-    checked = check(small_recipe(small_model), tmp_path / "run")
+@pytest.fixture
+def recipe(small_model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Recipe:
+    """A recipe that names files of its own in the current folder."""
+    monkeypatch.chdir(tmp_path)
+    shutil.copytree(small_model, "model")
+    Path("notes.jsonl").write_text('{"text": "some text"}')
+    Path("held_out.txt").write_text("other text " * 100)
+    evaluation = {"perplexity": {"data": "held_out.txt"}}
+    return small_recipe("model", data={"source": "notes.jsonl"}, evaluation=evaluation)
+
+
+def changed(model: Path, folder: Path, **changes: object) -> Path:
+    """A copy of a model with another config."""
+    shutil.copytree(model, folder)
+    config = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps({**config, **changes}))
+    return folder
+
+
+def small_base(kind: str, folder: Path, **changes: object) -> Path:
+    """A random model of an architecture with the built-in tokenizer."""
+    config: Any = architectures.small_config(kind)
+    config.update({"vocab_size": 1024, "bos_token_id": 0, **changes})
+    return save_base(config, folder)
+
+
+def test_a_check_that_passes_finds_the_model_and_writes_nothing(recipe: Recipe, tmp_path: Path) -> None:
+    files = sorted(tmp_path.rglob("*"))
+    checked = check(recipe, tmp_path / "runs" / "run", ask_hub=True)
     assert (checked.original, checked.window, checked.scale) == (64, 128, 2)
-    assert not list(tmp_path.iterdir())
+    assert sorted(tmp_path.rglob("*")) == files
 
 
 @pytest.mark.parametrize(
-    ("file", "damage", "line"),
+    ("file", "damage", "where", "name"),
     [
-        ("model.safetensors", lambda whole: whole[:-100], "missing, damaged or not safetensors"),
-        ("model.safetensors", None, "has no model.safetensors"),
-        ("tokenizer.json", lambda whole: whole[:100], "has no tokenizer that can be read"),
-        ("notes.jsonl", lambda whole: b'{"body": "a"}', "has no text in column text"),
-        ("notes.jsonl", lambda whole: b'{"text": " "}', "holds no text"),
-        ("held_out.txt", None, "evaluation.perplexity.data: "),
-        ("runs", lambda whole: b"a file", "is in a place that cannot be written"),
+        ("model/model.safetensors", lambda whole: whole[:-100], "model/model.safetensors: ", "damaged"),
+        ("model/model.safetensors", None, "model: ", "model.safetensors"),
+        ("model/tokenizer.json", lambda whole: whole[:100], "model: ", "tokenizer"),
+        ("notes.jsonl", lambda whole: b'{"body": "a"}', "data.source: notes.jsonl:1: ", "column text"),
+        ("notes.jsonl", lambda whole: b'{"text": " "}', "data.source: notes.jsonl: ", "text"),
+        ("held_out.txt", None, "evaluation.perplexity.data: held_out.txt: ", "no such file"),
+        ("runs", lambda whole: b"a file", "runs/run: ", "--output"),
     ],
 )
 def test_a_dry_run_reports_every_failure_of_the_run(
-    small_model: Path, tmp_path: Path, file: str, damage: Callable[[bytes], bytes] | None, line: str
+    recipe: Recipe, file: str, damage: Callable[[bytes], bytes] | None, where: str, name: str
 ) -> None:
-    model, notes, held_out = tmp_path / "model", tmp_path / "notes.jsonl", tmp_path / "held_out.txt"
-    shutil.copytree(small_model, model)
-    notes.write_text('{"text": "some text"}')
-    held_out.write_text("other text " * 100)
-    data, measured = {"source": str(notes)}, {"perplexity": {"data": str(held_out)}}
-    recipe = small_recipe(model, data=data, evaluation=measured)
-    check(recipe, tmp_path / "runs" / "run", ask_hub=True)
-    place = model / file if (model / file).exists() else tmp_path / file
+    place = Path(file)
     whole = place.read_bytes() if place.exists() else b""
     place.unlink(missing_ok=True)
     if damage:
         place.write_bytes(damage(whole))
-    with pytest.raises(PiLoraError) as raised:
-        check(recipe, tmp_path / "runs" / "run", ask_hub=True)
-    assert line in str(raised.value)
-    assert "\n" not in str(raised.value)
+    with refused(PiLoraError, where, name):
+        check(recipe, Path("runs/run"), ask_hub=True)
 
 
 def test_data_that_the_tokenizer_cannot_encode_is_refused(small_model: Path, tmp_path: Path) -> None:
@@ -70,11 +91,11 @@ def test_data_that_the_tokenizer_cannot_encode_is_refused(small_model: Path, tmp
     (tmp_path / "x.jsonl").write_text('{"messages": [], "q": "a", "a": "b"}')
     chats = {"source": {"name": str(tmp_path / "x.jsonl"), "column": "messages"}}
     examples = {"source": str(tmp_path / "x.jsonl"), "template": "Q: {q}", "completion": "a", "completion_tokens": 9}
-    for data, line in (
-        (chats, "has no chat template"),
-        ({**examples, "template": "<s>Q: {q}"}, "data.template: <s> is a special token"),
+    for data, where, name in (
+        (chats, "data.source: ", "chat template"),
+        ({**examples, "template": "<s>Q: {q}"}, "data.template: <s> ", "data.special_tokens: true"),
     ):
-        with pytest.raises(RecipeError, match=line):
+        with refused(RecipeError, where, name):
             check(small_recipe(small_model, data=data), tmp_path / "run")
     slow = save_base(llama(), tmp_path / "slow")
     (slow / "tokenizer.json").unlink()
@@ -83,59 +104,53 @@ def test_data_that_the_tokenizer_cannot_encode_is_refused(small_model: Path, tmp
     settings = {"tokenizer_class": "CTRLTokenizer", "eos_token": "a", "unk_token": "<unk>", "chat_template": "{}"}
     (slow / "tokenizer_config.json").write_text(json.dumps(settings))
     for data in (chats, examples):
-        with pytest.raises(RecipeError, match=r"CTRLTokenizer: does not know the characters of its tokens, which"):
+        with refused(RecipeError, "CTRLTokenizer: ", "tokenizer.json"):
             check(small_recipe(slow, data=data), tmp_path / "run")
     source = resolve_model(str(slow))
     for use in (reference_of, lambda model: token_spans(model.tokenizer, "a")):
-        with pytest.raises(DataError, match=r"^CTRLTokenizer: does not know"):
+        with refused(DataError, "CTRLTokenizer: ", "tokenizer.json"):
             use(source)
 
 
 @pytest.mark.parametrize(
-    ("kind", "tuning", "line"),
+    ("kind", "tuning", "where", "names"),
     [
-        ("qwen3_moe", {"dropout": 0.1}, r"^tuning\.dropout: PEFT has none for experts; set it to 0"),
-        ("qwen3_moe", {"target_modules": ["up_proj"]}, "tuning: Cannot convert PEFT target.* also targeting gate_proj"),
-        ("laguna", {}, "tuning: PEFT would not load .*down_proj.lora_A.weight again; name other target_modules"),
-        ("axk2", {}, "tuning: PEFT would not load .* again; name other target_modules"),
-        ("hrm_text", {}, "q_proj.weight: files store it in a form into which no adapter can be merged"),
+        ("qwen3_moe", {"dropout": 0.1}, "tuning.dropout: ", ("experts", "0", "target_modules")),
+        ("qwen3_moe", {"target_modules": ["up_proj"]}, "tuning: ", ("up_proj", "gate_proj")),
+        ("laguna", {}, "tuning: ", ("down_proj.lora_A.weight", "target_modules")),
+        ("axk2", {}, "tuning: ", ("lora_A", "target_modules")),
+        ("hrm_text", {}, "model.L_module.layers.0.self_attn.q_proj.weight: ", ("no adapter can be merged",)),
     ],
 )
 def test_an_adapter_that_cannot_be_made_or_merged_is_refused(
-    kind: str, tuning: dict[str, Any], line: str, tmp_path: Path
+    kind: str, tuning: dict[str, Any], where: str, names: tuple[str, ...], tmp_path: Path
 ) -> None:
-    config: Any = architectures.small_config(kind)
-    config.vocab_size = 1024
-    base = save_base(config, tmp_path / "base")
-    with pytest.raises(PiLoraError, match=line):
+    base = small_base(kind, tmp_path / "base")
+    with refused(PiLoraError, where, *names):
         check(small_recipe(base, tuning=tuning), tmp_path / "run")
 
 
 @pytest.mark.parametrize(
-    ("changes", "line"),
+    ("changes", "names"),
     [
-        ({"num_hidden_layers": 3}, r"config.json: model\.layers\.2\..* is missing; .*; download all of its files"),
-        ({"num_hidden_layers": 1}, r"config.json: model\.layers\.1\..* is not in its config; "),
-        ({"intermediate_size": 40}, r"config.json: .*down_proj\.weight is \[32, 48\] instead of \[32, 40\]"),
+        ({"num_hidden_layers": 3}, ("model.layers.2.", "is missing")),
+        ({"num_hidden_layers": 1}, ("model.layers.1.", "is not in its config")),
+        ({"intermediate_size": 40}, ("down_proj.weight", "[32, 48]", "[32, 40]")),
     ],
 )
 def test_weights_of_another_config_are_refused_before_anything_is_packed(
-    changes: dict[str, int], line: str, small_model: Path, tmp_path: Path
+    changes: dict[str, int], names: tuple[str, ...], small_model: Path, tmp_path: Path
 ) -> None:
-    model = Path(shutil.copytree(small_model, tmp_path / "model"))
-    config = json.loads((model / "config.json").read_text())
-    (model / "config.json").write_text(json.dumps({**config, **changes}))
-    with pytest.raises(PiLoraError, match=line):
+    model = changed(small_model, tmp_path / "model", **changes)
+    with refused(PiLoraError, f"{model}: ", "config.json", *names):
         check(small_recipe(model), tmp_path / "run")
-    with pytest.raises(PiLoraError, match=line):
+    with refused(PiLoraError, f"{model}: ", "config.json", *names):
         api.extend(model, tmp_path / "extended", target=128, scaling="pi")
 
 
 def test_chunks_of_a_model_without_dense_mlps_are_refused(tmp_path: Path) -> None:
-    config: Any = architectures.small_config("qwen3_moe")
-    config.vocab_size = 1024
-    base = save_base(config, tmp_path / "base")
-    with pytest.raises(PiLoraError, match=r"training\.mlp_chunk_tokens: the model has no dense MLP; leave the key out"):
+    base = small_base("qwen3_moe", tmp_path / "base")
+    with refused(PiLoraError, "training.mlp_chunk_tokens: "):
         check(small_recipe(base, training={"mlp_chunk_tokens": 16}), tmp_path / "run")
 
 
@@ -162,11 +177,8 @@ def test_all_problems_are_reported_at_once(small_model: Path, tmp_path: Path) ->
 @pytest.mark.parametrize(
     ("changes", "where"),
     [
-        ({"evaluation": {"perplexity": {"stride": 129}}}, "evaluation: the target window is 128"),
-        (
-            {"evaluation": {"perplexity": {}, "while_training": {"truncate": 127}}},
-            "evaluation: the target window is 128",
-        ),
+        ({"evaluation": {"perplexity": {"stride": 129}}}, "evaluation: "),
+        ({"evaluation": {"perplexity": {}, "while_training": {"truncate": 127}}}, "evaluation: "),
         ({"training": {"optimizer": "paged_adamw_8bit"}, "hardware": {"gpus": 2}}, "training.optimizer: paged"),
     ],
 )
@@ -174,7 +186,7 @@ def test_recipes_that_would_fail_during_training_are_refused(
     small_model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, changes: dict[str, Any], where: str
 ) -> None:
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 8)
-    with pytest.raises(RecipeError, match=rf"(?m)^{where}"):
+    with refused(RecipeError, where, "128" if "evaluation" in changes else "adamw"):
         check(small_recipe(small_model, **changes), tmp_path / "run")
 
 
@@ -185,39 +197,24 @@ def test_measurements_that_do_not_fit_do_not_hide_other_mistakes(small_model: Pa
     assert {"./gone", "stride"} <= {line.split(": ")[0] for line in str(raised.value).splitlines()}
 
 
-def test_sdpa_is_refused_for_models_with_soft_caps(small_model: Path, tmp_path: Path) -> None:
-    model = tmp_path / "capped"
-    config = architectures.small_config("gemma2")
-    config.update({"vocab_size": 1024, "bos_token_id": 0})
-    architectures.small_model(type(config), config.to_dict()).save_pretrained(model)
-    for tokenizer in small_model.glob("tokenizer*"):
-        shutil.copy(tokenizer, model)
+def test_sdpa_is_refused_for_models_with_soft_caps(tmp_path: Path) -> None:
+    model = small_base("gemma2", tmp_path / "capped")
     check(small_recipe(model), tmp_path / "run")
-    recipe = small_recipe(model, model={"name": str(model), "attention": "sdpa"})
-    line = r"^model\.attention: sdpa computes no models of type gemma2; leave it out$"
-    with pytest.raises(RecipeError, match=line):
-        check(recipe, tmp_path / "run")
+    with refused(RecipeError, "model.attention: sdpa ", "gemma2"):
+        check(small_recipe(model, model={"name": str(model), "attention": "sdpa"}), tmp_path / "run")
 
 
 def test_context_parallel_is_refused_for_models_with_sliding_windows(
     small_model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 8)
-    recipe = small_recipe(small_model, hardware={"gpus": 2, "context_parallel": 2})
-    check(recipe, tmp_path / "run")
-
-    sliding = tmp_path / "sliding"
-    config = architectures.small_config("gemma3_text")
-    config.update({"vocab_size": 1024, "sliding_window": 16, "bos_token_id": 0})
-    architectures.small_model(type(config), config.to_dict()).save_pretrained(sliding)
-    for tokenizer in small_model.glob("tokenizer*"):
-        shutil.copy(tokenizer, sliding)
+    hardware = {"gpus": 2, "context_parallel": 2}
+    check(small_recipe(small_model, hardware=hardware), tmp_path / "run")
+    sliding = small_base("gemma3_text", tmp_path / "sliding", sliding_window=16)
     check(small_recipe(sliding), tmp_path / "run")
-    recipe = small_recipe(sliding, hardware={"gpus": 2, "context_parallel": 2})
-    line = "hardware.context_parallel: the model has sliding windows of 16 tokens; leave it out"
-    for refuses in (lambda: check(recipe, tmp_path / "run"), lambda: check_data(recipe)):
-        with pytest.raises(RecipeError, match=rf"(?m)^{line}$"):
-            refuses()
+    for refuses in (lambda recipe: check(recipe, tmp_path / "run"), check_data):
+        with refused(RecipeError, "hardware.context_parallel: ", "windows of 16 tokens"):
+            refuses(small_recipe(sliding, hardware=hardware))
 
 
 @pytest.mark.parametrize(
@@ -226,12 +223,9 @@ def test_context_parallel_is_refused_for_models_with_sliding_windows(
 def test_quantized_weights_that_cannot_be_tuned_are_refused(
     kind: str, method: str, small_model: Path, tmp_path: Path
 ) -> None:
-    model = Path(shutil.copytree(small_model, tmp_path / "model"))
-    config = json.loads((model / "config.json").read_text())
-    config["quantization_config"] = {"quant_method": kind, "bits": 4, "load_in_4bit": True}
-    (model / "config.json").write_text(json.dumps(config))
-    expected = f"model: has weights quantized by {kind}, which .*; .*name the model that it was made from"
-    with pytest.raises(ModelError, match=expected):
+    quantization = {"quant_method": kind, "bits": 4, "load_in_4bit": True}
+    model = changed(small_model, tmp_path / "model", quantization_config=quantization)
+    with refused(ModelError, f"{model}: ", kind):
         check(small_recipe(model, tuning={"method": method}), tmp_path / "run")
 
 
@@ -240,17 +234,14 @@ def test_documents_that_fill_no_window_are_named_before_the_training(small_model
     for number in range(3):
         (tmp_path / "short" / f"{number}.txt").write_text("é" * (40 + number))
     perplexity = {"data": str(tmp_path / "short"), "stride": 32}
-    with pytest.raises(RecipeError) as raised:
+    where = f"evaluation.perplexity.data: {tmp_path / 'short'}: "
+    with refused(RecipeError, where, "84 bytes", "128 tokens", "evaluation.perplexity.windows") as raised:
         check(small_recipe(small_model, evaluation={"perplexity": perplexity}), tmp_path / "run")
-    [line] = raised.value.problems
-    assert line == (
-        f"evaluation.perplexity.data: {tmp_path / 'short'}: the longest document has 84 bytes, and 128 tokens "
-        "are needed; name longer texts, or lower evaluation.perplexity.windows"
-    )
+    assert len(raised.value.problems) == 1
     lower = {**perplexity, "windows": [64]}
     check(small_recipe(small_model, evaluation={"perplexity": lower}), tmp_path / "run")
     (tmp_path / "short" / "words.txt").write_text("import os\n" * 30)
-    with pytest.raises(RecipeError, match=r"short: the longest document has \d\d tokens, and 128 tokens are needed"):
+    with refused(RecipeError, where, "91 tokens", "128 tokens"):
         check(small_recipe(small_model, evaluation={"perplexity": perplexity}), tmp_path / "run")
     (tmp_path / "short" / "long.txt").write_text("é" * 128)
     check(small_recipe(small_model, evaluation={"perplexity": perplexity}), tmp_path / "run")
@@ -265,20 +256,21 @@ def test_every_text_of_the_evaluation_is_there_before_the_training(small_model: 
     }
     with pytest.raises(RecipeError) as raised:
         check(small_recipe(small_model, evaluation=evaluation), tmp_path / "run")
-    assert [problem.partition("; ")[0] for problem in raised.value.problems] == [
-        "evaluation.chat.data: the tokenizer of the model has no chat template, which chats need",
-        "evaluation.chat.data: ./no-chats.jsonl: no such file or folder",
-        "evaluation.context.data: ./no-text: no such file or folder",
-        "evaluation.summarization.data: ./no-reports.jsonl: no such file or folder",
-        "evaluation.context.key_tokens: keys.json: no such file",
-        "evaluation.benchmarks.data: boolq: gone.jsonl: no such file",
+    wheres = [
+        "evaluation.chat.data: the tokenizer ",
+        "evaluation.chat.data: ./no-chats.jsonl: ",
+        "evaluation.context.data: ./no-text: ",
+        "evaluation.summarization.data: ./no-reports.jsonl: ",
+        "evaluation.context.key_tokens: keys.json: ",
+        "evaluation.benchmarks.data: boolq: gone.jsonl: ",
     ]
+    problems = raised.value.problems
+    assert [problem.startswith(where) for problem, where in zip(problems, wheres, strict=True)] == [True] * 6
 
 
 def test_a_problem_of_a_template_names_the_section(small_model: Path, tmp_path: Path) -> None:
     summaries = {"data": "builtin:stdlib", "template": "</s> {document}", "document": "text", "completion": "text"}
-    line = r"^evaluation\.summarization\.data: data\.template: "
-    with pytest.raises(RecipeError, match=line):
+    with refused(RecipeError, "evaluation.summarization.data: data.template: ", "{text}"):
         check(small_recipe(small_model, evaluation={"summarization": summaries}), tmp_path / "run")
 
 
@@ -308,15 +300,12 @@ def test_chats_and_examples_that_cannot_train_are_refused(with_chat_template: Pa
     examples = {"source": str(rows), "template": "Q: {q}", "completion": "a", "completion_tokens": 9}
     usable = {"source": chats(tmp_path / "usable.jsonl", "gpt")}
     check(small_recipe(with_chat_template, data=usable), tmp_path / "run")
-    for data, reasons in (
-        (
-            {"source": chats(tmp_path / "bots.jsonl", "bot")},
-            "chats with turns of the bot, which is no role, left out: 3",
-        ),
-        (examples, "empty rows left out: 3"),
-        ({**examples, "completion": "q", "template": "Q: {q}" + "x" * 500}, "rows too long for the window left out: 3"),
+    for file, data, reason in (
+        ("bots.jsonl", {"source": chats(tmp_path / "bots.jsonl", "bot")}, "turns of the bot"),
+        ("rows.jsonl", examples, "empty rows"),
+        ("rows.jsonl", {**examples, "completion": "q", "template": "Q: {q}" + "x" * 500}, "rows too long"),
     ):
-        with pytest.raises(RecipeError, match=rf"^data\.source: .*: none of the 3 rows can be used \({reasons}\)"):
+        with refused(RecipeError, f"data.source: {tmp_path / file}: ", "3 rows", reason, "left out: 3"):
             check(small_recipe(with_chat_template, data=data), tmp_path / "run")
 
 
@@ -326,7 +315,7 @@ def test_usable_rows_may_follow_the_first_ones(tmp_path: Path, small_model: Path
     rows.write_text(json.dumps({"q": "x" * 500, "a": "b"}) + "\n")
     examples = {"source": str(rows), "template": "Q: {q}", "completion": "a", "completion_tokens": 9}
     recipe = small_recipe(small_model, data=examples)
-    with pytest.raises(RecipeError, match="none of the 1 rows can be used"):
+    with refused(RecipeError, f"data.source: {rows}: ", "1 rows"):
         check(recipe, tmp_path / "run")
     rows.write_text(rows.read_text() * 500)
     assert check(recipe, tmp_path / "run")
@@ -354,31 +343,21 @@ def test_measurements_that_cannot_work_are_refused_before_the_training(
         ),
         tmp_path / "run",
     )
-    for model, evaluation, line in (
-        (small_model, {"chat": {"data": usable["name"], "column": "conversations"}}, "chat.data: .* no chat template"),
-        (
-            with_chat_template,
-            {"chat": {"data": bots["name"], "column": "conversations"}},
-            "chat.data: .*turns of the bot",
-        ),
-        (
-            small_model,
-            {"context": {"data": str(text), "window": 256}},
-            "context.data: .*; .* lower evaluation.context.window",
-        ),
+    for model, evaluation, *names in (
+        (small_model, {"chat": {"data": usable["name"], "column": "conversations"}}, "chat template"),
+        (with_chat_template, {"chat": {"data": bots["name"], "column": "conversations"}}, "turns of the bot"),
+        (small_model, {"context": {"data": str(text), "window": 256}}, "256 tokens", "evaluation.context.window"),
         (
             small_model,
             {"perplexity": {"data": str(text), "min_tokens": 300}},
-            "perplexity.data: .* 300 tokens are needed; .* evaluation.perplexity.min_tokens",
+            "300 tokens",
+            "evaluation.perplexity.min_tokens",
         ),
-        (
-            small_model,
-            {"summarization": {**summaries, "summary": "none"}},
-            "summarization.data: .*empty rows left out: 1",
-        ),
-        (small_model, {"summarization": {**summaries, "max_new_tokens": 127}}, "summarization.data: .*rows too long"),
+        (small_model, {"summarization": {**summaries, "summary": "none"}}, "empty rows left out: 1"),
+        (small_model, {"summarization": {**summaries, "max_new_tokens": 127}}, "rows too long"),
     ):
-        with pytest.raises(RecipeError, match=f"^evaluation.{line}"):
+        [measurement] = evaluation
+        with refused(RecipeError, f"evaluation.{measurement}.data: ", *names):
             check(small_recipe(model, evaluation=evaluation), tmp_path / "run")
 
 
@@ -389,22 +368,20 @@ def test_more_chunks_than_tokens_are_refused(small_model: Path, tmp_path: Path, 
     if chunks == 64:
         check(recipe, tmp_path / "run")
         return
-    with pytest.raises(
-        RecipeError, match=r"^data\.chunks: 65 are more than the 64 tokens of a PoSE sequence; lower them$"
-    ):
+    with refused(RecipeError, "data.chunks: 65 ", "64 tokens"):
         check(recipe, tmp_path / "run")
 
 
 @pytest.mark.skipif(not Path("/proc/self").exists(), reason="there is no /proc")
 def test_an_output_where_no_folder_can_be_made_is_refused_first(small_model: Path, lora_run: Path) -> None:
     """Nobody can make a folder in /proc, though root may write there by its rights."""
-    refused = pytest.raises(RunExistsError, match=r"^/proc/nope: is in a place that cannot be written")
-    with refused:
-        check(small_recipe(small_model), Path("/proc/nope"))
-    with refused:
-        api.merge(lora_run, "/proc/nope")
-    with refused:
-        api.extend(str(small_model), "/proc/nope", target=128, scaling="pi")
+    for write in (
+        lambda: check(small_recipe(small_model), Path("/proc/nope")),
+        lambda: api.merge(lora_run, "/proc/nope"),
+        lambda: api.extend(str(small_model), "/proc/nope", target=128, scaling="pi"),
+    ):
+        with refused(RunExistsError, "/proc/nope: ", "--output"):
+            write()
 
 
 @pytest.mark.parametrize(
@@ -467,12 +444,11 @@ def test_an_output_where_no_folder_can_be_made_is_refused_first(small_model: Pat
 def test_what_a_recipe_lacks_here_is_a_line_before_anything_is_loaded(
     changes: dict[str, Any], lines: list[str], small_model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """On a machine without a GPU, bitsandbytes and wandb."""
+    """On a machine without a GPU, bitsandbytes and wandb. The sentences are promised here, once."""
     found = importlib.util.find_spec
     lacking = ("bitsandbytes", "wandb")
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 0)
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None if name in lacking else found(name))
-    check(small_recipe(small_model), tmp_path / "run")
     with pytest.raises(RecipeError) as raised:
         check(small_recipe(small_model, **changes), tmp_path / "run")
     assert list(raised.value.problems) == lines
@@ -487,21 +463,18 @@ def test_weights_of_the_hub_are_asked_for_before_a_training_only(small_model: Pa
     assert hub.asked("safetensors")
     files = hub.files("models/someone/model")
     hub.add("models/someone/model", {name: files[name] for name in files if name != "model.safetensors"})
-    line = r"^someone/model: weights cannot be read \('someone/model' is not a safetensors repo.*\); name another base$"
-    with pytest.raises(ModelError, match=line):
+    with refused(ModelError, "someone/model: ", "safetensors"):
         check(recipe, tmp_path / "run", ask_hub=True)
 
 
 def test_data_that_cannot_be_prepared_is_refused_in_a_line(small_model: Path, tmp_path: Path) -> None:
     (tmp_path / "rows.jsonl").write_text('{"body": "a"}')
-    for source, line in {
-        "gone.txt": "data.source: gone.txt: no such file",
-        str(tmp_path / "rows.jsonl"): "data.source: .*rows.jsonl:1: has no text in column text; .*its columns: body",
-    }.items():
-        with pytest.raises(RecipeError, match=f"^{line}") as raised:
+    rows = str(tmp_path / "rows.jsonl")
+    for source, where, name in (("gone.txt", "gone.txt: ", "no such file"), (rows, f"{rows}:1: ", "columns: body")):
+        with refused(RecipeError, f"data.source: {where}", name) as raised:
             check_data(small_recipe(small_model, data={"source": source}))
         assert len(raised.value.problems) == 1
-    with pytest.raises(ModelError, match=r"^\./gone: no such model"):
+    with refused(ModelError, "./gone: "):
         check_data(small_recipe("./gone"))
 
 
@@ -522,7 +495,7 @@ def test_text_that_is_too_short_is_refused_before_it_is_packed(enough: bool, sma
         check_data(recipe)
         return
     for refuse in (check_data, lambda recipe: check(recipe, tmp_path / "run")):
-        with pytest.raises(RecipeError, match=r"short\.txt: holds fewer than 7 sequences of 128 .*; 6 are needed"):
+        with refused(RecipeError, f"data.source: {text}: ", "7 sequences of 128 tokens", "6 are needed"):
             refuse(recipe)
 
 
@@ -533,27 +506,25 @@ def test_a_plan_that_does_not_fit_is_refused_except_with_force() -> None:
 
     assert plan_or_refuse(LLAMA, plan(8192, "H100"))[0].startswith(f"{LLAMA}: 2048 to 8192 tokens, ")
     tight = plan(131072, "T4")
-    line = "it does not fit on T4; the cheapest change that fits: tuning.method=qlora data.positions=pose"
-    with pytest.raises(PiLoraError, match=f"^{line}; or train all the same with --force$"):
+    with refused(PiLoraError, "it does not fit on T4", "tuning.method=qlora data.positions=pose", "--force"):
         plan_or_refuse(LLAMA, tight)
-    assert plan_or_refuse(LLAMA, tight, force=True)[-1] == line
-    assert plan_or_refuse(LLAMA, None) == [f"{LLAMA}: no plan for a model of this kind; watch its memory"]
+    assert "tuning.method=qlora data.positions=pose" in plan_or_refuse(LLAMA, tight, force=True)[-1]
+    [line] = plan_or_refuse(LLAMA, None)
+    assert line.startswith(f"{LLAMA}: no plan")
 
 
-@pytest.mark.parametrize(("attention", "refused"), [("auto", False), ("sdpa", False), ("eager", True)])
+@pytest.mark.parametrize(("attention", "fails"), [("auto", False), ("sdpa", False), ("eager", True)])
 def test_context_parallelism_takes_all_gpus_and_one_kernel(
-    small_model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, attention: str, refused: bool
+    small_model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, attention: str, fails: bool
 ) -> None:
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
     model = {"name": str(small_model), "attention": attention}
     recipe = small_recipe(small_model, model=model, hardware={"gpus": 2, "context_parallel": 2})
-    if not refused:
+    if not fails:
         check(recipe, tmp_path / "run")
         return
-    with pytest.raises(RecipeError) as raised:
+    with refused(RecipeError, "hardware.context_parallel: ", "model.attention: sdpa"):
         check(recipe, tmp_path / "run")
-    line = "hardware.context_parallel: needs hardware.gpus, and model.attention: sdpa"
-    assert list(raised.value.problems) == [line]
 
 
 def test_what_needs_a_gpu_is_allowed_on_one(small_model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -568,8 +539,8 @@ def test_an_interrupted_run_is_checked_against_its_recipe(lora_run: Path, small_
     recipe = small_recipe(small_model)
     check(recipe, tmp_path / "run", resume=True)
     other = small_recipe(small_model, tuning={"rank": 8})
-    with pytest.raises(PiLoraError, match=r"tuning\.rank"):
+    with refused(PiLoraError, "tuning.rank: 8 ", "4"):
         check(other, tmp_path / "run", resume=True)
     shutil.rmtree(staging)
-    with pytest.raises(PiLoraError):
+    with refused(PiLoraError, f"{tmp_path / 'run'}: ", "--resume"):
         check(recipe, tmp_path / "run", resume=True)

@@ -6,14 +6,12 @@ import ast
 import inspect
 import pkgutil
 import re
-from collections.abc import Iterator
-from pathlib import Path
+from collections.abc import Iterable, Iterator
 
 import pytest
 
-import pi_lora
+from sources import PACKAGE, ROOT, nodes_of
 
-ROOT = Path(__file__).parent.parent
 ROW = re.compile(r"^\| `([\w-]+)` \| `([\w.]+)` \|", re.MULTILINE)
 LISTED: list[tuple[str, str]] = ROW.findall((ROOT / "docs" / "design.md").read_text())
 MOST = 12
@@ -29,16 +27,19 @@ def private(name: str) -> bool:
     return name.startswith("_") and not name.startswith("__")
 
 
-def own_names(trees: list[ast.Module]) -> set[str]:
+Nodes = Iterable[ast.AST]
+
+
+def own_names(files: Iterable[Nodes]) -> set[str]:
     """Names that the package defines itself."""
     kinds = (ast.FunctionDef, ast.ClassDef)
-    return {node.name for tree in trees for node in ast.walk(tree) if isinstance(node, kinds)}
+    return {node.name for nodes in files for node in nodes if isinstance(node, kinds)}
 
 
-def libraries(tree: ast.Module) -> set[str]:
+def libraries(nodes: Nodes) -> set[str]:
     """Names that a file imports from elsewhere than the package."""
     found = set()
-    for node in ast.walk(tree):
+    for node in nodes:
         if isinstance(node, ast.Import):
             found |= {(alias.asname or alias.name).partition(".")[0] for alias in node.names}
         elif isinstance(node, ast.ImportFrom) and not (node.module or "").startswith("pi_lora"):
@@ -46,9 +47,9 @@ def libraries(tree: ast.Module) -> set[str]:
     return found - {"pi_lora"}
 
 
-def private_names(tree: ast.Module, own: set[str]) -> Iterator[str]:
+def private_names(nodes: Nodes, own: set[str]) -> Iterator[str]:
     """Private names of others: imported, read from an object, of a method that is called on super(), or as text."""
-    for node in ast.walk(tree):
+    for node in nodes:
         if isinstance(node, ast.ImportFrom) and not (node.module or "").startswith("pi_lora"):
             yield from (alias.name for alias in node.names if private(alias.name))
         elif isinstance(node, ast.Constant) and isinstance(node.value, str) and WORD.fullmatch(node.value):
@@ -59,10 +60,10 @@ def private_names(tree: ast.Module, own: set[str]) -> Iterator[str]:
                 yield node.attr
 
 
-def patches(tree: ast.Module) -> Iterator[str]:
+def patches(nodes: Nodes) -> Iterator[str]:
     """Names of what is replaced in a library: an attribute of what is imported, or set by name, or a model's method."""
-    imported = libraries(tree)
-    for node in ast.walk(tree):
+    imported = libraries(nodes)
+    for node in nodes:
         by_name = isinstance(node, ast.Call) and ast.unparse(node.func) in PATCHERS
         if by_name and ast.unparse(node.args[0]).partition(".")[0] in imported:
             yield ast.unparse(node.args[1])
@@ -74,24 +75,37 @@ def patches(tree: ast.Module) -> Iterator[str]:
                     yield target.attr
 
 
+def names_in(node: ast.AST) -> Iterator[str]:
+    """Names that a node reads, imports, defines or holds as text."""
+    match node:
+        case ast.Attribute(attr=name) | ast.Name(id=name) | ast.alias(name=name) | ast.FunctionDef(name=name):
+            yield name
+        case ast.Constant(value=str(text)):
+            yield from text.split(".")
+
+
 def test_private_and_patched_names_of_libraries_are_listed() -> None:
-    trees = [ast.parse(path.read_text()) for path in sorted(Path(pi_lora.__file__).parent.rglob("*.py"))]
-    own = own_names(trees)
-    found = {name for tree in trees for name in (*private_names(tree, own), *patches(tree))} - DOCUMENTED
+    files = [nodes_of(path) for path in sorted(PACKAGE.rglob("*.py"))]
+    own = own_names(files)
+    found = {name for nodes in files for name in (*private_names(nodes, own), *patches(nodes))} - DOCUMENTED
     listed = {path.rpartition(".")[2] for _, path in LISTED}
     assert found
     assert found <= listed
     assert len(LISTED) <= MOST
-    sources = "".join(map(ast.unparse, trees))
-    assert [name for name in listed if not re.search(rf"\b{name}\b", sources)] == []
+    used = {name for nodes in files for node in nodes for name in names_in(node)}
+    assert listed - used == set()
+
+
+def nodes_in(source: str) -> list[ast.AST]:
+    return [*ast.walk(ast.parse(source))]
 
 
 def test_private_and_patched_names_are_detected() -> None:
     source = "from a import _b, C\nc._d; super()._own; self._f; g._own; h(**{'_i_j': 1, '_k': 2})"
-    assert {*private_names(ast.parse(source), {"_own"})} == {"_b", "_d", "_own", "_i_j"}
+    assert {*private_names(nodes_in(source), {"_own"})} == {"_b", "_d", "_own", "_i_j"}
     source = "import a\nfrom b import C\nimport pi_lora\na.x.y = 1\nC.m, d = 1, 2\nsetattr(a.e, 'n', 1)\n"
     source += "model.forward = f\nself.forward = g\npi_lora.z = 1\nrow.value = 2"
-    assert {*patches(ast.parse(source))} == {"y", "m", "'n'", "forward"}
+    assert {*patches(nodes_in(source))} == {"y", "m", "'n'", "forward"}
 
 
 @pytest.mark.parametrize(("library", "path"), LISTED)

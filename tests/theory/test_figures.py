@@ -28,15 +28,15 @@ def test_theory_prints_its_numbers_and_draws_its_figures(
 
 
 @pytest.mark.parametrize(
-    ("options", "line"),
+    ("options", "where"),
     [
-        (["--target", "2048"], "--target: 2048 is not longer than the window of 2048"),
-        (["--output", "README.md/figures"], "README.md/figures: Not a directory; name another file or folder"),
+        (["--target", "2048"], "--target: 2048 "),
+        (["--output", "README.md/figures"], "README.md/figures: "),
     ],
 )
 def test_mistakes_in_theory_are_one_line(
     options: list[str],
-    line: str,
+    where: str,
     tmp_path: Path,
     capsys: pytest.CaptureFixture[str],
     monkeypatch: pytest.MonkeyPatch,
@@ -45,4 +45,4 @@ def test_mistakes_in_theory_are_one_line(
     Path("README.md").write_text("text")
     status, _, errors = run_captured(capsys, monkeypatch, "theory", *options)
     assert (status, len(errors.splitlines())) == (2, 1), errors
-    assert line in errors
+    assert errors.startswith(where)
