@@ -157,7 +157,7 @@ def test_rows_are_saved_at_once_and_only_failed_ones_are_repeated(tmp_path: Path
     options.minutes, options.again, options.lengths, options.methods = 0.1, True, None, None
     with pytest.raises(SystemExit, match=r"^--minutes 0\.1"):
         gpu.measure(FakeBench(), gpu.Rows(file, TINY, None), options)
-    with pytest.raises(SystemExit, match="gpu.json"):
+    with pytest.raises(SystemExit, match=r"gpu\.json"):
         gpu.Rows(file, TINY, "another card")
 
 

@@ -50,8 +50,9 @@ def options_of(command: App) -> set[str]:
 
 @cache
 def all_options() -> set[str]:
-    """The options of pi-lora, and those that benchmarks and scripts add to their parsers."""
+    """The options of pi-lora, and those that benchmarks, scripts and the tests add to their parsers."""
     files = [file for folder in ("benchmarks", "scripts") for file in (ROOT / folder).glob("*.py")]
+    files.append(ROOT / "tests" / "lanes.py")
     added = {option for file in files for option in re.findall(r'"(--[a-z][\w-]*)"', file.read_text())}
     return options_of(app) | added
 

@@ -1,6 +1,7 @@
-"""Workflows may do no more than they need, and the site has every page."""
+"""Workflows may do no more than they need and run both lanes of the tests, and the site has every page."""
 
 import re
+import tomllib
 from pathlib import Path
 from runpy import run_path
 from typing import Any
@@ -37,6 +38,25 @@ def test_workflows_have_read_permissions_unless_they_publish(path: Path) -> None
     used = [step["uses"] for step in steps(workflow) if "uses" in step]
     assert used
     assert all(re.fullmatch(r"[\w-]+/[\w-]+@(v\d+|release/v\d+|[0-9a-f]{40})", each) for each in used)
+
+
+def jobs_of(name: str) -> dict[str, Any]:
+    """The job of each command that a workflow runs."""
+    jobs = read(ROOT / ".github" / "workflows" / name)["jobs"].values()
+    return {step["run"]: job for job in jobs for step in job["steps"] if "run" in step}
+
+
+def test_every_push_runs_both_lanes_and_every_night_all_versions() -> None:
+    """The first lane on every Python that the package names."""
+    classifiers = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["classifiers"]
+    pythons = re.findall(r"Python :: (3\.\d+)", "\n".join(classifiers))
+    on_push = jobs_of("ci.yml")
+    assert on_push["make test"]["strategy"]["matrix"]["python"] == pythons
+    assert {"make lint", "make test-all", "make docs"} <= on_push.keys()
+    assert {"make test-newest", "make test-oldest", "make test-slow"} <= jobs_of("nightly.yml").keys()
+    makefile = (ROOT / "Makefile").read_text()
+    for target in ("test-all", "test-oldest", "test-newest", "test-slow"):
+        assert " --all" in makefile.partition(f"\n{target}:")[2].partition("\n\n")[0], target
 
 
 def test_the_site_has_every_page() -> None:
