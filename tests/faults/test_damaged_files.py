@@ -30,7 +30,9 @@ DAMAGES: dict[str, Callable[[bytes], bytes]] = {
     # Within a line: YAML that ends behind one may be a whole recipe.
     "cut off": lambda content: content[: content.rfind(b": ", 0, len(content) // 2)],
     "of zeros": lambda content: bytes(len(content)),
-    "of wrong types": lambda content: b'{"model": 3, "model_type": [], "windows": 3, "text": 3}\n',
+    "of wrong types": lambda content: (
+        b'{"measurement": "perplexity", "model": 3, "model_type": [], "windows": 3, "text": 3}\n'
+    ),
 }
 
 
