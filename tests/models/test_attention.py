@@ -74,14 +74,31 @@ def tensors(heads: int, key_heads: int, queries: int, keys: int, seed: int = 0) 
     return [each.requires_grad_() for each in drawn]
 
 
-def assert_same_gradients(
-    got: torch.Tensor, expected: torch.Tensor, inputs: list[torch.Tensor], tolerance: float = 1e-11
+def assert_computed(
+    mask: Any,
+    visible: torch.Tensor,
+    inputs: list[torch.Tensor],
+    cap_and_sinks: tuple[float | None, bool],
+    *,
+    groups: int = 2,
+    bias: torch.Tensor | float = 0.0,
 ) -> None:
-    """Compare outputs, and the gradients of a sum of them with random factors."""
-    torch.testing.assert_close(got, expected, rtol=tolerance, atol=tolerance)
+    """Under a mask, the kernel gives the outputs of queries that see something, and the gradients of a sum of them with
+    random factors, as they are written out: of query, key, value and sinks.
+    """
+    softcap, with_sinks = cap_and_sinks
+    *qkv, sinks = inputs
+    if not with_sinks:
+        inputs, sinks = qkv, None
+    visible = visible.expand(2, -1 if visible.dim() == 4 else 1, -1, -1)
+    real = visible.any(dim=-1).transpose(1, 2)[..., None]
+    got, _ = blockwise_attention(Layer(groups), *qkv, mask, softcap=softcap, s_aux=sinks, dropout=0.0)
+    expected = written_out(*qkv, visible, sinks, softcap, bias)
     factors = torch.randn(got.shape, generator=torch.Generator().manual_seed(9), dtype=got.dtype)
-    gradients = [torch.autograd.grad((each * factors).sum(), inputs) for each in (got, expected)]
-    torch.testing.assert_close(*gradients, rtol=tolerance, atol=tolerance)
+    both = [each.where(real, 0) for each in (got, expected)]
+    torch.testing.assert_close(*both, rtol=1e-11, atol=1e-11)
+    gradients = [torch.autograd.grad((each * factors).sum(), inputs) for each in both]
+    torch.testing.assert_close(*gradients, rtol=1e-11, atol=1e-11)
 
 
 @given(
@@ -108,7 +125,6 @@ def test_a_mask_of_a_model_is_obeyed(
     seed: int,
 ) -> None:
     """A cache, which drops the keys before a window, and padding on the left of the second sequence."""
-    softcap, with_sinks = cap_and_sinks
     total = cached + length
     padding = min(padding, total - 1)
     dropped = max(0, cached - window + 1) if window else 0
@@ -121,7 +137,7 @@ def test_a_mask_of_a_model_is_obeyed(
     given_mask = torch.ones(2, total, dtype=torch.bool)
     given_mask[1, :padding] = False
 
-    query, key, value, sinks = tensors(key_heads * groups, key_heads, length, len(keys), seed)
+    inputs = tensors(key_heads * groups, key_heads, length, len(keys), seed)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(attention, "BLOCK", block)
         mask = blockwise_mask(
@@ -134,14 +150,7 @@ def test_a_mask_of_a_model_is_obeyed(
             attention_mask=given_mask,
             local_size=window,
         )
-        got, _ = blockwise_attention(
-            Layer(groups), query, key, value, mask, softcap=softcap, s_aux=sinks if with_sinks else None
-        )
-    expected = written_out(query, key, value, visible, sinks if with_sinks else None, softcap)
-    # Padding itself sees nothing.
-    real = visible.any(dim=-1).transpose(1, 2)[..., None]
-    inputs = [query, key, value, sinks] if with_sinks else [query, key, value]
-    assert_same_gradients(got.where(real, 0), expected.where(real, 0), inputs)
+        assert_computed(mask, visible, inputs, cap_and_sinks, groups=groups)
 
 
 @given(
@@ -152,11 +161,11 @@ def test_a_mask_of_a_model_is_obeyed(
 @settings(max_examples=25)
 def test_packed_texts_are_apart(first: list[int], window: int | None, cap_and_sinks: tuple[float | None, bool]) -> None:
     """The second row holds the texts of the first in the reverse order."""
-    softcap, with_sinks = cap_and_sinks
     length = sum(first)
     text = torch.stack([torch.arange(len(each)).repeat_interleave(torch.tensor(each)) for each in (first, first[::-1])])
     sees = sliding_window_causal_mask_function(window) if window else causal_mask_function
-    query, key, value, sinks = tensors(4, 2, length, length)
+    ago = torch.arange(length)[:, None] - torch.arange(length)
+    visible = (ago >= 0) & (ago < (window or length)) & (text[:, :, None] == text[:, None, :])
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(attention, "BLOCK", BLOCK)
         mask = blockwise_mask(
@@ -167,22 +176,14 @@ def test_packed_texts_are_apart(first: list[int], window: int | None, cap_and_si
             local_size=window,
             allow_is_causal_skip=False,
         )
-        got, _ = blockwise_attention(
-            Layer(2), query, key, value, mask, softcap=softcap, s_aux=sinks if with_sinks else None
-        )
-    ago = torch.arange(length)[:, None] - torch.arange(length)
-    visible = (ago >= 0) & (ago < (window or length)) & (text[:, :, None] == text[:, None, :])
-    expected = written_out(query, key, value, visible[:, None], sinks if with_sinks else None, softcap)
-    inputs = [query, key, value, sinks] if with_sinks else [query, key, value]
-    assert_same_gradients(got, expected, inputs)
+        assert_computed(mask, visible[:, None], tensors(4, 2, length, length), cap_and_sinks)
 
 
 @pytest.mark.usefixtures("small_blocks")
-@pytest.mark.parametrize(("softcap", "with_sinks"), CAPS_AND_SINKS)
-def test_later_keys_are_seen_where_the_mask_says_so(softcap: float | None, with_sinks: bool) -> None:
+@pytest.mark.parametrize("cap_and_sinks", CAPS_AND_SINKS)
+def test_later_keys_are_seen_where_the_mask_says_so(cap_and_sinks: tuple[float | None, bool]) -> None:
     """Windows to both sides, as in embedding models."""
     length, window = 30, 5
-    query, key, value, sinks = tensors(4, 2, length, length)
     mask = blockwise_mask(
         batch_size=2,
         q_length=length,
@@ -191,47 +192,40 @@ def test_later_keys_are_seen_where_the_mask_says_so(softcap: float | None, with_
         local_size=window,
         allow_is_causal_skip=False,
     )
-    got, _ = blockwise_attention(
-        Layer(2), query, key, value, mask, softcap=softcap, s_aux=sinks if with_sinks else None
-    )
     visible = (torch.arange(length)[:, None] - torch.arange(length)).abs() <= window
-    expected = written_out(query, key, value, visible, sinks if with_sinks else None, softcap)
-    inputs = [query, key, value, sinks] if with_sinks else [query, key, value]
-    assert_same_gradients(got, expected, inputs)
+    assert_computed(mask, visible, tensors(4, 2, length, length), cap_and_sinks)
 
 
-@pytest.mark.parametrize(("softcap", "with_sinks"), CAPS_AND_SINKS)
+@pytest.mark.usefixtures("small_blocks")
+@pytest.mark.parametrize("cap_and_sinks", CAPS_AND_SINKS)
 @pytest.mark.parametrize("heads_of_mask", [1, 4])
-@pytest.mark.parametrize("kind", ["bool", "additive", "none"])
+@pytest.mark.parametrize("kind", ["bool", "additive"])
 def test_tensors_that_models_make_are_obeyed(
-    kind: str, heads_of_mask: int, softcap: float | None, with_sinks: bool, monkeypatch: pytest.MonkeyPatch
+    kind: str, heads_of_mask: int, cap_and_sinks: tuple[float | None, bool]
 ) -> None:
     """They need not be causal: images are seen as a whole."""
-    monkeypatch.setattr(attention, "BLOCK", BLOCK)
-    length, cached = 21, 5
-    query, key, value, sinks = tensors(4, 2, length, length + cached if kind != "none" else length)
-    bias: torch.Tensor | float = 0.0
+    queries, keys = 21, 26
     generator = torch.Generator().manual_seed(3)
-    visible = torch.rand(2, heads_of_mask, length, key.shape[2], generator=generator) < 0.5
+    visible = torch.rand(2, heads_of_mask, queries, keys, generator=generator) < 0.5
     visible[..., 0] = True
-    mask: torch.Tensor | None = visible
+    mask: torch.Tensor = visible
+    bias: torch.Tensor | float = 0.0
     if kind == "additive":
         bias = torch.randn(visible.shape, generator=generator, dtype=torch.float64)
         mask = bias.masked_fill(~visible, torch.finfo(torch.float64).min)
-    if kind == "none":
-        visible = torch.ones(length, length, dtype=torch.bool).tril()
-        mask = None
-    got, _ = blockwise_attention(
-        Layer(2), query, key, value, mask, softcap=softcap, s_aux=sinks if with_sinks else None, dropout=0.0
-    )
-    expected = written_out(query, key, value, visible, sinks if with_sinks else None, softcap, bias)
-    inputs = [query, key, value, sinks] if with_sinks else [query, key, value]
-    assert_same_gradients(got, expected, inputs)
+    assert_computed(mask, visible, tensors(4, 2, queries, keys), cap_and_sinks, bias=bias)
 
 
+@pytest.mark.usefixtures("small_blocks")
+@pytest.mark.parametrize("cap_and_sinks", CAPS_AND_SINKS)
+def test_without_a_mask_attention_is_causal(cap_and_sinks: tuple[float | None, bool]) -> None:
+    visible = torch.ones(21, 21, dtype=torch.bool).tril()
+    assert_computed(None, visible, tensors(4, 2, 21, 21), cap_and_sinks)
+
+
+@pytest.mark.usefixtures("small_blocks")
 @pytest.mark.parametrize(("softcap", "with_sinks"), CAPS_AND_SINKS)
-def test_bfloat16_is_close_to_float32(softcap: float | None, with_sinks: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(attention, "BLOCK", BLOCK)
+def test_bfloat16_is_close_to_float32(softcap: float | None, with_sinks: bool) -> None:
     length = 45
     rounded = [each.detach().bfloat16() for each in tensors(4, 2, length, length)]
     query, key, value, sinks = rounded
