@@ -194,16 +194,19 @@ def test_an_adapter_merges_into_the_whole_checkpoint(
     assert (text_logits(whole) - text_logits(untuned)).abs().max() > 0.01
 
 
-def test_peft_finds_the_weights_of_an_adapter_in_the_whole_model(composite: Path, adapter: Path) -> None:
-    config = resolve_model(str(adapter)).typed_config
+def test_peft_finds_the_weights_of_an_adapter_in_the_whole_model(
+    composite: Path, adapter: Path, tmp_path: Path
+) -> None:
+    """Also where its settings have last names of modules, which the towers have too."""
     whole_class = type(AutoModelForImageTextToText.from_pretrained(composite))
-    whole = whole_class.from_pretrained(composite, config=config, dtype=torch.float32)
-    with without_known_warnings():
-        adapted = PeftModel.from_pretrained(whole, adapter)
-    towers = [name for name, _ in adapted.named_parameters() if "lora" in name and ("vis" in name or "modal" in name)]
-    assert not towers
-    language = load_model(resolve_model(str(adapter))).module
-    torch.testing.assert_close(text_logits(adapted), text_logits(language), rtol=1e-4, atol=1e-4)
+    for run in (adapter, random_adapter(composite, tmp_path / "run", target_modules="attention")):
+        source = resolve_model(str(run))
+        whole = whole_class.from_pretrained(composite, config=source.typed_config, dtype=torch.float32)
+        with without_known_warnings():
+            adapted = PeftModel.from_pretrained(whole, run)
+        adapted_names = [name for name, _ in adapted.named_parameters() if "lora" in name]
+        assert not [name for name in adapted_names if "vis" in name or "modal" in name]
+        torch.testing.assert_close(text_logits(adapted), text_logits(load_model(source).module), rtol=1e-4, atol=1e-4)
 
 
 def test_interrupted_full_tuning_goes_on_to_the_same_weights(composite: Path, full: Path, tmp_path: Path) -> None:
