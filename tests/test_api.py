@@ -8,7 +8,7 @@ import pytest
 from safetensors.torch import load_file, save_file
 
 import pi_lora
-from conftest import reporting, run_captured, small_recipe
+from conftest import refused, reporting, run_captured, small_recipe
 from pi_lora import api, terminal
 from pi_lora.errors import Interrupted, PiLoraError, RecipeError
 from pi_lora.evaluation.measurement import as_json
@@ -28,7 +28,7 @@ def test_paths_are_taken_where_strings_are(small_model: Path, lora_run: Path, tm
 
 
 def test_wrong_arguments_are_refused_before_work_begins(lora_run: Path, tmp_path: Path) -> None:
-    with pytest.raises(PiLoraError, match="check: logit: is not known; choose from tensors, logits, none"):
+    with refused(PiLoraError, "check: logit: ", "tensors, logits, none"):
         pi_lora.merge(lora_run, tmp_path / "merged", check="logit")  # type: ignore[arg-type]
     with pytest.raises(IsADirectoryError):
         pi_lora.plan("demo", gpu="cpu", json=tmp_path)
@@ -72,7 +72,7 @@ def test_functions_return_what_commands_write(
 
 def test_train_refuses_a_recipe_for_several_processes(tmp_path: Path) -> None:
     two = ("hardware.gpus=2", "training.per_device_batch_size=1")
-    with pytest.raises(RecipeError, match=r"^hardware: asks for 2 processes; start them with pi-lora train "):
+    with refused(RecipeError, "hardware: ", 2, "pi-lora train"):
         pi_lora.train("demo", *two, output=tmp_path / "run")
 
 
@@ -80,16 +80,15 @@ def test_a_rank_beyond_the_machines_is_refused_before_data_is_packed(tmp_path: P
     """Counted from 1, the last machine would wait for another one."""
     two = ("hardware.machines=2", "training.per_device_batch_size=1")
     job = api.resolve_training("demo", *two, output=tmp_path / "run")
-    with pytest.raises(RecipeError, match=r"^--machine-rank: 2: hardware.machines is 2, and ranks begin at 0"):
+    with refused(RecipeError, "--machine-rank: 2: ", "hardware.machines", "begin at 0"):
         api.launch_arguments(job, ["train", "demo"], rank=2, address="10.0.0.1")
 
 
 @pytest.mark.parametrize("target", [-5, 0, "far"])
 def test_a_target_that_is_no_number_of_tokens_is_one_line(target: int, tmp_path: Path) -> None:
-    refused = pytest.raises(PiLoraError, match=r"^target: input should be [^\n]+$")
-    with refused:
+    with refused(PiLoraError, "target: "):
         pi_lora.new("builtin:tiny", target, output=tmp_path / "new.yaml")
-    with refused:
+    with refused(PiLoraError, "target: "):
         pi_lora.extend("builtin:tiny", tmp_path / "extended", target=target, scaling="pi")
 
 
@@ -112,23 +111,23 @@ def test_a_dtype_may_be_short(small_model: Path) -> None:
     loaded = pi_lora.load(small_model, dtype="bf16")
     assert loaded.dtype == "bfloat16"
     assert pi_lora.evaluate(loaded, "passkey", target=256, depths=1, trials=1).dtype == "bfloat16"
-    with pytest.raises(PiLoraError, match="dtype: int8: is not known; choose from bfloat16, float16, float32"):
+    with refused(PiLoraError, "dtype: int8: ", "bfloat16, float16, float32"):
         pi_lora.load(small_model, dtype="int8")
 
 
 @pytest.mark.parametrize(
-    ("measurement", "options", "message"),
+    ("measurement", "options", "where", "name"),
     [
-        ("perplexitty", {}, "perplexitty: no such measurement; choose from perplexity, context"),
-        ("passkey", {"depths": 0}, "depths: input should be greater than 0, not 0"),
-        ("passkey", {"deaths": 1}, "deaths: unknown option; did you mean depths?"),
-        ("perplexity", {"windows": [64], "stride": 65}, "stride: 65 is longer than the shortest window, 64; lower it"),
+        ("perplexitty", {}, "perplexitty: ", "perplexity, context"),
+        ("passkey", {"depths": 0}, "depths: ", "greater than 0"),
+        ("passkey", {"deaths": 1}, "deaths: ", "depths"),
+        ("perplexity", {"windows": [64], "stride": 65}, "stride: 65 ", "64"),
     ],
 )
 def test_a_wrong_option_is_one_line(
-    small_model: Path, measurement: str, options: dict[str, object], message: str
+    small_model: Path, measurement: str, options: dict[str, object], where: str, name: str
 ) -> None:
-    with pytest.raises(PiLoraError, match=message):
+    with refused(PiLoraError, where, name):
         pi_lora.evaluate(small_model, measurement, **options)
 
 
@@ -139,7 +138,7 @@ def test_permissions_are_given_in_python_as_on_the_command_line(
     shutil.copytree(small_model, base)
     weights = load_file(base / "model.safetensors")
     save_file({name: tensor * 2 for name, tensor in weights.items()}, base / "model.safetensors", {"format": "pt"})
-    with pytest.raises(PiLoraError, match="has other weights than those that it was tuned on"):
+    with refused(PiLoraError, f"{lora_run}: ", base, "weights", "allow"):
         pi_lora.load(lora_run, base=str(base))
     assert pi_lora.load(lora_run, base=str(base), permissions=pi_lora.Permissions(allow_mismatch=True))
 
@@ -147,15 +146,13 @@ def test_permissions_are_given_in_python_as_on_the_command_line(
 def test_a_module_is_measured_beside_what_resolve_returns(small_model: Path) -> None:
     module = pi_lora.load(small_model).module
     for function in (pi_lora.load, pi_lora.resolve):
-        with pytest.raises(
-            PiLoraError, match=r"LlamaForCausalLM: is no model here; .* LoadedModel\(resolve\(name\), module"
-        ):
+        with refused(PiLoraError, "LlamaForCausalLM: ", "LoadedModel(resolve(name), module"):
             function(module)
     loaded = pi_lora.LoadedModel(pi_lora.resolve(small_model), module)
     assert (
         pi_lora.evaluate(loaded, "perplexity", data="builtin:stdlib", windows=[32], documents=1).windows[0].window == 32
     )
-    with pytest.raises(PiLoraError, match="an empty name: no such model"):
+    with refused(PiLoraError, "an empty name: "):
         pi_lora.resolve("")
 
 
@@ -174,10 +171,10 @@ def test_options_that_come_too_late_are_refused(small_model: Path, lora_run: Pat
         lambda: pi_lora.generate(loaded, "x", base="elsewhere"),
         lambda: pi_lora.resolve(pi_lora.resolve(lora_run), base="elsewhere"),
     ):
-        with pytest.raises(PiLoraError, match="is resolved already; give the name of the model instead"):
+        with refused(PiLoraError, "", "resolved already", "name"):
             call()
     assert pi_lora.resolve(pi_lora.resolve(small_model), extension=extension).window == 128
-    with pytest.raises(PiLoraError, match="is extended already"):
+    with refused(PiLoraError, f"{lora_run}: ", "extended already"):
         pi_lora.resolve(pi_lora.resolve(lora_run), extension=extension)
 
 

@@ -85,36 +85,24 @@ def test_a_python_without_docstrings_is_refused() -> None:
 
 
 @pytest.mark.parametrize(
-    ("arguments", "line"),
+    ("arguments", "where", "names"),
     [
-        (["train", "nowhere.yaml"], "nowhere.yaml: no such recipe; pi-lora recipes lists what is there"),
-        (["train", "taken"], "taken: is a folder; name a recipe, such as the recipe.yaml of a run"),
-        (["train", "nowhere", "--resume"], "nowhere: no interrupted run of this name, and no such recipe; correct"),
-        (
-            ["eval", "perplexity", "builtin:tiny", "--data", "gone/"],
-            "gone/: no such file or folder; correct the path",
-        ),
-        (
-            ["eval", "perplexity", "builtin:tiny", "--data", "taken"],
-            "taken: holds no readable file",
-        ),
-        (["eval", "all", "builtin:tiny"], "builtin:tiny: holds no recipe.yaml; name a run folder"),
-        (["train", DEMO, "context.target=200"], "context.target: 200 is not longer than the model's own window of 256"),
-        (["train", DEMO, "--output", "taken"], "taken: already exists and is not overwritten"),
-        (["merge", "nowhere"], "nowhere: no such folder, and HF_HUB_OFFLINE=1 is set"),
-        (["eval", "perplexity", "builtin:tiny", "--windows", "1"], "--windows: input should be greater than 1, not 1"),
-        (
-            ["eval", "perplexity", "builtin:tiny", "--windows", "500000"],
-            "--data: builtin:stdlib: the longest document has",
-        ),
-        (
-            ["eval", "perplexity", "builtin:tiny", "--column", "messages"],
-            "--column: messages holds chats; name a column of texts",
-        ),
-        (["eval", "perplexity", "builtin:tiny", "--stride", "300"], "stride: 300 is longer than the shortest window"),
-        (["eval", "perplexity", "builtin:tiny", "--scaling", "pi"], "--original, --scaling, --factors: need --target"),
-        (["eval", "passkey", "builtin:tiny", "--target", "40"], "--target: 40 tokens do not hold the passkey prompt"),
-        (["trian"], 'pi-lora: Unknown command "trian". Did you mean "train"; see pi-lora --help'),
+        (["train", "nowhere.yaml"], "nowhere.yaml: ", ["pi-lora recipes"]),
+        (["train", "taken"], "taken: ", ["folder", "recipe.yaml"]),
+        (["train", "nowhere", "--resume"], "nowhere: ", ["run", "recipe"]),
+        (["eval", "perplexity", "builtin:tiny", "--data", "gone/"], "gone/: ", ["path"]),
+        (["eval", "perplexity", "builtin:tiny", "--data", "taken"], "taken: ", ["readable"]),
+        (["eval", "all", "builtin:tiny"], "builtin:tiny: ", ["recipe.yaml"]),
+        (["train", DEMO, "context.target=200"], "context.target: 200 ", ["256"]),
+        (["train", DEMO, "--output", "taken"], "taken: ", ["exists"]),
+        (["merge", "nowhere"], "nowhere: ", ["HF_HUB_OFFLINE=1"]),
+        (["eval", "perplexity", "builtin:tiny", "--windows", "1"], "--windows: ", ["greater than 1"]),
+        (["eval", "perplexity", "builtin:tiny", "--windows", "500000"], "--data: builtin:stdlib: ", ["500000"]),
+        (["eval", "perplexity", "builtin:tiny", "--column", "messages"], "--column: messages ", ["chats", "texts"]),
+        (["eval", "perplexity", "builtin:tiny", "--stride", "300"], "stride: 300 ", ["256"]),
+        (["eval", "perplexity", "builtin:tiny", "--scaling", "pi"], "--original, --scaling, --factors: ", ["--target"]),
+        (["eval", "passkey", "builtin:tiny", "--target", "40"], "--target: 40 ", ["passkey"]),
+        (["trian"], "pi-lora: ", ['"trian"', '"train"', "pi-lora --help"]),
     ],
     ids=lambda value: " ".join(value)[-60:] if isinstance(value, list) else "",
 )
@@ -123,7 +111,8 @@ def test_a_mistake_is_one_line_and_status_2(
     monkeypatch: pytest.MonkeyPatch,
     tmp_path: Path,
     arguments: list[str],
-    line: str,
+    where: str,
+    names: list[str],
 ) -> None:
     monkeypatch.chdir(tmp_path)
     (tmp_path / "taken").mkdir()
@@ -131,7 +120,8 @@ def test_a_mistake_is_one_line_and_status_2(
     status, out, err = run_captured(capsys, monkeypatch, *arguments)
     assert (status, out) == (2, "")
     assert err.count("\n") == 1, err
-    assert err.startswith(line)
+    assert err.startswith(where)
+    assert all(name in err for name in names), err
     assert [path.name for path in tmp_path.iterdir()] == ["taken"]
 
 
@@ -164,7 +154,10 @@ def test_a_missing_package_of_an_extra_is_named_before_a_model_is_loaded(
     monkeypatch.setattr("pi_lora.evaluation.suite.load_model", lambda *_: pytest.fail("was read"))
     status, out, err = run_captured(capsys, monkeypatch, "eval", "summarization", "builtin:tiny")
     assert (status, out) == (2, "")
-    assert err.splitlines()[-1] == "pi-lora: needs the package rouge_score; pip install 'pi-lora[eval]'"
+    line = err.splitlines()[-1]
+    assert line.startswith("pi-lora: ")
+    assert "rouge_score" in line
+    assert "pip install 'pi-lora[eval]'" in line
 
 
 def test_an_unforeseen_error_is_one_line_and_its_traceback_a_file(

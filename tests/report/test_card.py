@@ -12,17 +12,20 @@ import torch
 from huggingface_hub import ModelCard
 from huggingface_hub.utils import validate_repo_id
 
-from conftest import run_captured, small_recipe, train
+from conftest import refused, run_captured, small_recipe
 from pi_lora.api import load, merge
 from pi_lora.errors import ModelError
 from pi_lora.evaluation.chat import ChatScores
 from pi_lora.evaluation.perplexity import Perplexity
 from pi_lora.evaluation.suite import read_scores
 from pi_lora.models.adapter import without_known_warnings
+from pi_lora.models.files import BUILTIN_FOLDER
 from pi_lora.recipe.files import dump_recipe, load_recipe
 from pi_lora.report.card import card_of, html_page, refresh_scores, write_card, write_report
 from pi_lora.report.comparison import compare
 from pi_lora.report.scores import MeasuredRun, public_setting
+from pi_lora.scaling.extension import Extension
+from random_runs import save_run
 from reported import benchmarks, make_run, passkey, perplexity, summarization
 
 IDS = torch.randint(2, 1024, (2, 128), generator=torch.Generator().manual_seed(5))
@@ -33,24 +36,32 @@ needs_bitsandbytes = pytest.mark.skipif(
 
 @pytest.fixture(scope="module")
 def qlora_run(small_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return train(small_recipe(small_model, tuning={"method": "qlora", "rank": 4}), tmp_path_factory.mktemp("q") / "run")
+    recipe = small_recipe(small_model, tuning={"method": "qlora", "rank": 2})
+    run = make_run(small_model, tmp_path_factory.mktemp("q") / "run", recipe=recipe)
+    edit(run / "tokenizer_config.json", model_max_length=128)
+    write_card(run)
+    return run
 
 
 @pytest.fixture(scope="module")
 def builtin_run(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A run from the built-in model, which no hub has."""
-    recipe = small_recipe(
-        "builtin:tiny",
-        context={"target": 512},
-        training={**small_recipe("x").training.model_dump(), "steps": 1, "global_batch_size": 1}
-        | {"per_device_batch_size": 1},
-    )
-    return train(recipe, tmp_path_factory.mktemp("builtin") / "run")
+    folder = tmp_path_factory.mktemp("builtin") / "run"
+    run = save_run(BUILTIN_FOLDER / "tiny", folder, Extension(512), r=2, target_modules="all-linear")
+    edit(run / "adapter_config.json", base_model_name_or_path="builtin:tiny")
+    edit(run / "tokenizer_config.json", model_max_length=512)
+    (run / "recipe.yaml").write_text(dump_recipe(small_recipe("builtin:tiny", context={"target": 512})))
+    write_card(run)
+    return run
 
 
 @pytest.fixture(scope="module")
 def merged(lora_run: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     return merge(lora_run, tmp_path_factory.mktemp("merged") / "model").folder
+
+
+def edit(file: Path, **entries: Any) -> None:
+    file.write_text(json.dumps({**json.loads(file.read_text()), **entries}))
 
 
 def card(folder: Path) -> str:
@@ -120,9 +131,7 @@ def test_a_base_and_data_of_the_hub_are_linked(lora_run: Path, tmp_path: Path) -
     fields["model"] |= {"name": "huggyllama/llama-7b", "revision": "v1"}
     fields["data"]["source"] = [{"name": "monology/pile-uncopyrighted", "weight": 3.0}, {"name": "builtin:stdlib"}]
     (run / "recipe.yaml").write_text(dump_recipe(type(recipe).model_validate(fields)))
-    adapter = json.loads((run / "adapter_config.json").read_text())
-    stands_on = {"base_model_name_or_path": "huggyllama/llama-7b", "revision": "v1"}
-    (run / "adapter_config.json").write_text(json.dumps(adapter | stands_on))
+    edit(run / "adapter_config.json", base_model_name_or_path="huggyllama/llama-7b", revision="v1")
     write_card(run)
     found = data(run)
     validate_repo_id(found["base_model"])
@@ -237,7 +246,7 @@ def test_later_scores_are_added_to_the_card_and_nothing_else_changes(
     assert "With the adapter, before it was merged:\n\n- **Reads**: " in card_of(MeasuredRun(run, merged))
     assert all(table in card_of(MeasuredRun(run, merged)) for table in TABLES)
     (run / "scores" / "mine.json").write_text("{")
-    with pytest.raises(ModelError, match=r"mine\.json: is not JSON"):
+    with refused(ModelError, f"{run / 'scores' / 'mine.json'}: ", "JSON"):
         refresh_scores(MeasuredRun(run))
 
 
@@ -283,20 +292,19 @@ def test_the_card_holds_the_measured_scores(run: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("spoil", "line"),
+    ("spoil", "where", "name"),
     [
-        (lambda run: shutil.rmtree(run / "scores"), "was not measured yet; measure it with: pi-lora eval all"),
-        (lambda run: (run / "recipe.yaml").unlink(), "holds no recipe.yaml"),
-        (lambda run: (run / "scores" / "passkey.json").write_text("{"), "passkey.json: is not JSON"),
-        (
-            lambda run: (run / "README.md").write_text("# Mine"),
-            "has no section for scores, so pi-lora did not write it",
-        ),
+        (lambda run: shutil.rmtree(run / "scores"), "mine: ", "pi-lora eval all mine"),
+        (lambda run: (run / "recipe.yaml").unlink(), "mine: ", "recipe.yaml"),
+        (lambda run: (run / "scores" / "passkey.json").write_text("{"), "mine/scores/passkey.json: ", "JSON"),
+        (lambda run: (run / "README.md").write_text("# Mine"), "mine/README.md: ", "scores"),
     ],
+    ids=["no scores", "no recipe", "damaged scores", "another card"],
 )
 def test_mistakes_in_report_are_one_line_and_write_nothing(
     spoil: Any,
-    line: str,
+    where: str,
+    name: str,
     run: Path,
     capsys: pytest.CaptureFixture[str],
     monkeypatch: pytest.MonkeyPatch,
@@ -305,7 +313,8 @@ def test_mistakes_in_report_are_one_line_and_write_nothing(
     monkeypatch.chdir(run.parent)
     status, _, errors = run_captured(capsys, monkeypatch, "report", "mine")
     assert (status, len(errors.splitlines())) == (2, 1), errors
-    assert line in errors
+    assert errors.startswith(where)
+    assert name in errors
     assert not (run / "pictures").exists()
 
 
@@ -419,10 +428,10 @@ def test_scores_of_the_base_on_another_text_are_neither_listed_nor_drawn(
 
 
 def test_results_of_texts_that_train_leave_the_metadata(run: Path) -> None:
-    write_report(run)
+    write_card(run)
     assert results_of(run)
     for file in (run / "scores").iterdir():
-        file.write_text(json.dumps({**json.loads(file.read_text()), "tuned_on": True}))
-    write_report(run)
+        edit(file, tuned_on=True)
+    refresh_scores(MeasuredRun(run))
     assert "the model is tuned on it" in card(run)
     assert "model-index" not in card(run)

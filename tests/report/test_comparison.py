@@ -217,7 +217,7 @@ def test_compare_measures_missing_scores_on_a_named_text(
     words = ["--data", "novel.txt", "--json", "compared.json"]
     status, out, err = run_captured(capsys, monkeypatch, "compare", str(small_model), "run", *words)
     assert status == 0, err
-    assert "run: the scores are saved; to show them in the card: pi-lora report run" in err
+    assert "pi-lora report run" in err
     assert "k_max at" in out
     assert "data novel.txt, split test, column text, windows 128, " in " ".join(out.split())
     assert "novel.txt" in json.loads(Path("compared.json").read_text())["settings"]["perplexity-text_novel_txt"]
@@ -248,9 +248,8 @@ def test_another_model_than_the_base_is_refused_or_named(
     run = make_run(small_model, tmp_path / "run", scores, small_recipe(small_model, evaluation={"passkey": {}}))
     status, out, err = run_captured(capsys, monkeypatch, "compare", "builtin:tiny", str(run))
     assert (status, out, err.count("\n")) == (2, "", 1)
-    assert err.startswith(
-        f"{run}: was tuned from another model ({small_model}) than builtin:tiny; name its own, or add --another"
-    )
+    assert err.startswith(f"{run}: ")
+    assert all(name in err for name in (str(small_model), "builtin:tiny", "--another"))
     status, out, err = run_captured(capsys, monkeypatch, "compare", "builtin:tiny", str(run), "--another")
     assert status == 0, err
     assert "builtin:tiny (another model)" in out
@@ -267,7 +266,8 @@ def test_the_extended_base_is_another_model(
     extended = pi_lora.extend(str(small_model), tmp_path / "extended", target=window, scaling="yarn")
     status, out, err = run_captured(capsys, monkeypatch, "compare", str(extended), str(run))
     assert (status, out) == (2, "")
-    assert f"was tuned from another model ({small_model}) than {extended}; name its own, or add --another" in err
+    assert err.startswith(f"{run}: ")
+    assert all(name in err for name in (str(small_model), str(extended), "--another"))
     status, out, err = run_captured(capsys, monkeypatch, "compare", str(extended), str(run), "--another")
     assert status == 0, err
     assert "(another model)" in out
