@@ -1,9 +1,8 @@
-"""Models and data on the hub, asked over HTTP by the real clients: the whole road, and what goes wrong on it."""
+"""Models, data and runs on the hub, asked over HTTP by the real clients: a pushed run, and every fault."""
 
 import io
 import json
 import os
-import re
 import shutil
 import subprocess
 import sys
@@ -19,7 +18,7 @@ from huggingface_hub import constants
 from safetensors.torch import load_file, save_file
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from conftest import run_captured, small_recipe, train
+from conftest import refused, run_captured, small_recipe, train
 from hub import OTHER_TOKEN, TOKEN, Fault, Hub, forget_commits
 from models.test_composite import other_tensors, save_composite, tuned
 from pi_lora import api
@@ -91,7 +90,7 @@ def test_a_model_that_moved_on_is_read_where_it_was_resolved(hub: Hub, model: st
     newest = hub.add(MODEL, moved)
     assert source.base.weights_digest == resolve_model(str(small_model)).base.weights_digest
     assert resolve_model("me/tiny", revision=model).base.weights_digest == source.base.weights_digest
-    with pytest.raises(ModelError, match=r"^me/tiny: has no config\.json that can be read"):
+    with refused(ModelError, "me/tiny: ", "config.json"):
         resolve_model("me/tiny")
     assert newest in hub.log[-1].path
 
@@ -106,7 +105,7 @@ def test_sharded_weights_are_read_from_all_their_files(hub: Hub, small_model: Pa
     files = hub.files("models/me/sharded")
     shard = max(name for name in files if name.endswith(".safetensors"))
     hub.add("models/me/sharded", {name: content for name, content in files.items() if name != shard})
-    with pytest.raises(ModelError, match=f"^me/sharded: {shard}: is missing"):
+    with refused(ModelError, f"me/sharded: {shard}: "):
         api.load("me/sharded")
 
 
@@ -161,20 +160,21 @@ def kinds(hub: Hub, small_model: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("name", "data", "token", "message"),
+    ("name", "data", "token", "named"),
     [
-        ("me/nope", "", "", "no such folder, and no such model on the hub; check the name, or log in"),
-        ("adapter/gov", "", "", "no such folder, .*; did you mean adapters/gov\\? Otherwise check the name"),
-        ("me/secret", "", "", "no such folder, and no such model .* `hf auth login` if it is private"),
-        ("me/secret", "", OTHER_TOKEN, "no such folder, and no such model .* if it is private"),
-        ("me/gated", "", "", "is gated; accept the terms at http://127.0.0.1:.*/me/gated, then log in with"),
-        ("me/gated", "", OTHER_TOKEN, "is gated; accept the terms at http://127.0.0.1:.*/me/gated, then log in"),
-        ("me/tiny", "", "hf_wrong", "the hub asks for a valid token; log in with `hf auth login`, or correct HF_TOKEN"),
-        ("me/pickled", "", "", r"has no model\.safetensors \(pickle can run code"),
-        ("me/tiny", "me/nope", "", "no such folder, and no such dataset on the hub; check the name"),
-        ("me/tiny", "me/secret", "", "no such folder, and no such dataset on the hub; check the name"),
-        ("me/tiny", "me/gated", "", "is gated; accept the terms at http://.*/datasets/me/gated, then log in"),
+        ("me/nope", "", "", ["no such model", "hf auth login"]),
+        ("adapter/gov", "", "", ["no such model", "adapters/gov?"]),
+        ("me/secret", "", "", ["no such model", "hf auth login", "private"]),
+        ("me/secret", "", OTHER_TOKEN, ["no such model", "private"]),
+        ("me/gated", "", "", ["gated", "http://127.0.0.1:", "/me/gated", "hf auth login"]),
+        ("me/gated", "", OTHER_TOKEN, ["gated", "http://127.0.0.1:", "/me/gated"]),
+        ("me/tiny", "", "hf_wrong", ["token", "hf auth login", "HF_TOKEN"]),
+        ("me/pickled", "", "", ["model.safetensors", "pickle"]),
+        ("me/tiny", "me/nope", "", ["no such dataset"]),
+        ("me/tiny", "me/secret", "", ["no such dataset"]),
+        ("me/tiny", "me/gated", "", ["gated", "http://127.0.0.1:", "/datasets/me/gated"]),
     ],
+    ids=str,
 )
 def test_every_refusal_is_one_line_with_what_to_do(
     hub: Hub,
@@ -185,7 +185,7 @@ def test_every_refusal_is_one_line_with_what_to_do(
     name: str,
     data: str,
     token: str,
-    message: str,
+    named: list[str],
 ) -> None:
     kinds(hub, small_model)
     monkeypatch.chdir(tmp_path)
@@ -198,15 +198,15 @@ def test_every_refusal_is_one_line_with_what_to_do(
     assert errors.count("\n") == 1
     line = errors.replace("--data: ", "")
     assert line.startswith(f"{data or name}: ")
-    assert re.search(message, line)
+    assert all(each in line for each in named), line
     assert "hf_" not in line
 
 
 def test_a_revision_that_is_not_there_is_named(hub: Hub, small_model: Path) -> None:
     kinds(hub, small_model)
-    with pytest.raises(ModelError, match=r"^me/tiny: has no branch, tag or commit v9; check the revision$"):
+    with refused(ModelError, "me/tiny: ", "v9"):
         resolve_model("me/tiny", revision="v9")
-    with pytest.raises(DataError, match=r"^me/books: has no branch, tag or commit v9; check the revision$"):
+    with refused(DataError, "me/books: ", "v9"):
         texts(revision="v9")
 
 
@@ -217,27 +217,22 @@ def test_no_answer_is_not_a_missing_file(hub: Hub, lora_run: Path, small_model: 
     hub.add(MODEL, small_model)
     hub.add("models/me/run", lora_run)
     hub.faults = [Fault(match, status)]
-    message = "the hub fails|does not answer"
 
     def read() -> bool:
         return resolve_model("me/run").adapter is not None and resolve_model("me/tiny").base.weights_digest != ""
 
-    with pytest.raises(ModelError, match=message) as raised:
+    with refused(ModelError, "me/", f"the hub fails (status {status})" if status else f"{hub.url} does not answer"):
         read()
-    assert "\n" not in str(raised.value)
 
 
 def test_what_is_wrong_with_a_data_set_is_named(hub: Hub) -> None:
     """Files with other columns, and a subset to choose."""
     hub.add(BOOKS, {"a.jsonl": jsonl(["one"]), "b.jsonl": b'{"text": "two", "n": 1}\n'})
-    with pytest.raises(
-        DataError, match=r"^me/books: .*generating the dataset: .*\bn\b.*; check the name, and"
-    ) as raised:
+    with refused(DataError, "me/books: ", "generating the dataset", " n: int64"):
         texts()
-    assert "\n" not in str(raised.value)
     card = "---\nconfigs:\n- {config_name: en, data_files: a.jsonl}\n- {config_name: de, data_files: b.jsonl}\n---\n"
     hub.add("datasets/me/subsets", hub.files(BOOKS) | {"README.md": card.encode()})
-    with pytest.raises(DataError, match=r"Config name is missing\. .*\['en', 'de'\].*; check the name, and subset"):
+    with refused(DataError, "me/subsets: ", "['en', 'de']", "subset"):
         texts(name="me/subsets")
 
 
@@ -255,9 +250,9 @@ def test_a_part_of_a_split_is_downloaded(hub: Hub) -> None:
 def test_a_hub_that_fails_is_told_from_one_that_does_not_answer(hub: Hub, small_model: Path) -> None:
     kinds(hub, small_model)
     hub.faults = [Fault("/api/", 503)]
-    with pytest.raises(ModelError, match=r"^me/tiny: the hub fails \(status 503\); try again later$"):
+    with refused(ModelError, "me/tiny: ", "the hub fails", 503):
         resolve_model("me/tiny")
-    with pytest.raises(DataError, match=r"^me/books: "):
+    with refused(DataError, "me/books: "):
         texts()
 
 
@@ -265,7 +260,7 @@ def test_a_hub_that_answers_again_is_asked_again(hub: Hub, model: str) -> None:
     """Only after something was read from the cache is the hub not asked any more."""
     for status in (503, 429):
         hub.faults = [Fault("/api/", status)]
-        with pytest.raises(ModelError, match=f"the hub fails .status {status}"):
+        with refused(ModelError, "me/tiny: ", "the hub fails", status):
             resolve_model("me/tiny")
     hub.faults = []
     assert resolve_model("me/tiny").base.commit == model
@@ -294,12 +289,9 @@ def test_a_command_asks_again_a_hub_that_did_not_answer_the_last_one(
 def test_what_is_cached_is_named_where_the_hub_does_not_answer(hub: Hub, model: str) -> None:
     resolve_model("me/tiny")
     hub.faults = [Fault(".")]
-    with pytest.raises(ModelError, match=r"^me/tiny: .*; in the cache: config\.json, generation_config\.json, token"):
+    with refused(ModelError, "me/tiny: ", "in the cache: config.json, generation_config.json, token"):
         api.load("me/tiny")
-    with pytest.raises(
-        ModelError,
-        match=r"^me/other: .*; in the cache: nothing of it; correct the name, or let this",
-    ):
+    with refused(ModelError, "me/other: ", "in the cache: nothing"):
         resolve_model("me/other")
 
 
@@ -334,10 +326,10 @@ def test_everything_cached_is_read_without_the_hub(
     (Path(constants.HF_HUB_CACHE) / "datasets--me--streamed" / "refs").mkdir(parents=True)
     (Path(constants.HF_HUB_CACHE) / "datasets--me--streamed" / "refs" / "main").write_text("1" * 40)
     reason = "HF_HUB_OFFLINE=1 is set" if offline else "the hub did not answer"
-    with pytest.raises(DataError, match=f"^me/streamed: no such folder, and {reason}"):
+    with refused(DataError, "me/streamed: ", reason):
         find_table(Source(name="me/streamed"))
     absent = small_recipe("me/tiny", data={"source": [{"name": "me/others"}]})
-    with pytest.raises(RecipeError, match=f"me/others: no such folder, and {reason}"):
+    with refused(RecipeError, "data.source", "me/others: ", reason):
         check(absent, tmp_path / "run")
 
 
@@ -361,7 +353,7 @@ def test_a_measurement_without_held_out_text_is_refused_before_the_training(
     hub.add(BOOKS, {"train.jsonl": jsonl([f"The text {row}. " * 30 for row in range(5)])})
     books = Source(name="me/books", hold_out=1e-6)
     recipe = small_recipe("me/tiny", data={"source": [books]}, evaluation={"perplexity": held_out_text(books)})
-    with pytest.raises(RecipeError, match=r"^evaluation.perplexity.data: me/books: holds no text; .* its hold_out"):
+    with refused(RecipeError, "evaluation.perplexity.data: me/books: ", "hold_out"):
         check(recipe, tmp_path / "run", ask_hub=True)
 
 
@@ -402,28 +394,37 @@ def test_a_composite_is_pushed_whole_and_pulled(hub: Hub, tmp_path: Path, monkey
 
 
 @pytest.mark.parametrize(
-    ("words", "message"),
+    ("words", "where", "named"),
     [
-        (["report", "acme/nope"], "acme/nope: no such folder, and no such model on the hub; check the name, or log in"),
-        (["eval", "all", "acme/nope"], "acme/nope: no such folder, and no such model on the hub; check the name, or"),
-        (["eval", "all", "../acme/nope"], "../acme/nope: no such model; give a model folder, a hub id or"),
-        (["push", "acme/nope", "me/run"], "acme/nope: no such folder; name that of a run or model"),
+        (["report", "acme/nope"], "acme/nope: ", ["no such model", "hf auth login"]),
+        (["eval", "all", "acme/nope"], "acme/nope: ", ["no such model", "hf auth login"]),
+        (["eval", "all", "../acme/nope"], "../acme/nope: ", ["no such model", "hub id"]),
+        (["push", "acme/nope", "me/run"], "acme/nope: ", ["no such folder"]),
     ],
+    ids=str,
 )
 def test_commands_say_of_a_run_that_there_is_none(
-    hub: Hub, words: list[str], message: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    hub: Hub,
+    words: list[str],
+    where: str,
+    named: list[str],
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
     status, _, errors = run_captured(capsys, monkeypatch, *words)
+    line = errors.splitlines()[-1]
     assert status == 2
-    assert errors.splitlines()[-1].startswith(message)
+    assert line.startswith(where)
+    assert all(each in line for each in named), line
 
 
 def test_an_upload_without_the_hub_says_nothing_of_folders_and_caches(
     hub: Hub, lora_run: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
-    with pytest.raises(ModelError, match=r"^me/run: HF_HUB_OFFLINE=1 is set$"):
+    with refused(ModelError, "me/run: HF_HUB_OFFLINE=1") as raised:
         push(lora_run, "me/run")
+    assert "cache" not in str(raised.value)
 
 
 def test_a_push_goes_on_where_it_was_interrupted(
@@ -444,7 +445,7 @@ def test_a_push_goes_on_where_it_was_interrupted(
         if done == 2:
             hub.faults = [Fault("PUT", 503)]
 
-    with pytest.raises(ModelError, match=r"^me/run: the hub fails \(status 503\); try again later$"):
+    with refused(ModelError, "me/run: ", "the hub fails", 503):
         push(run, "me/run", progress=report)
     assert sent == ["1 of 2: model-00001-of-00002.safetensors", "2 of 2: model-00002-of-00002.safetensors"]
     hub.faults = []
@@ -462,7 +463,7 @@ def test_a_storage_that_does_not_answer_ends_a_push(hub: Hub, lora_run: Path, mo
     monkeypatch.setattr("pi_lora.report.upload.ANSWER_SECONDS", 0.2)
     hub.faults = [Fault("PUT", hangs=True)]
     began = time.monotonic()
-    with pytest.raises(ModelError, match=r"^me/run: http://.* does not answer"):
+    with refused(ModelError, "me/run: http://", "does not answer"):
         push(lora_run, "me/run")
     assert len(hub.asked("PUT")) <= 6
     assert time.monotonic() - began < 10
