@@ -112,21 +112,6 @@ def test_every_part_of_the_benchmark_becomes_a_table(monkeypatch: pytest.MonkeyP
     assert len([line for line in lines if "###" in line]) == len(parts.PARTS)
 
 
-@pytest.mark.parametrize(
-    ("said", "row"),
-    [
-        (
-            "Traceback:\n  ...\na.b.SomeError: 1 error\nsteps\n  positive\n",
-            {"failed": "a.b.SomeError: 1 error steps positive"},
-        ),
-        ("killed\n", {"failed": "killed"}),
-        ("torch.OutOfMemoryError: CUDA out of memory.", {"out_of_memory": True}),
-    ],
-)
-def test_the_exception_of_a_failed_process_is_kept(said: str, row: dict[str, Any]) -> None:
-    assert parts.failure_of(said) == row
-
-
 class FakeBench:
     """Notes what it is asked for, and fails at some lengths."""
 
@@ -159,27 +144,6 @@ def test_rows_are_saved_at_once_and_only_failed_ones_are_repeated(tmp_path: Path
         gpu.measure(FakeBench(), gpu.Rows(file, TINY, None), options)
     with pytest.raises(SystemExit, match=r"gpu\.json"):
         gpu.Rows(file, TINY, "another card")
-
-
-def test_mfu_is_reported_with_the_share_of_the_measured_matmul() -> None:
-    """A step of one second that needs 3e14 operations where the card does 6e14, and 1e14 more for recomputation."""
-    row = {
-        "part": "training",
-        "method": "lora",
-        "layers": 32,
-        "tokens": 16384,
-        "sequences": 1,
-        "flops": {"forward": 1e14, "recomputation": 1e14, "backward": 2e14},
-        "planned_bytes": 22 * 2**30,
-        "peak_bytes": 20 * 2**30,
-        "step_seconds": [9.0, 1.0, 1.0],
-    }
-    gone = {key: value for key, value in row.items() if key not in ("step_seconds", "peak_bytes")}
-    ceiling = {"part": "ceilings", "product": 6e14, "product_side": 8192, "copy": 4e12, "attention": {"SDPA": 5e14}}
-    rows = [{**each, "contender": "pi-lora", "machine": record.machine()} for each in (ceiling, row, gone)]
-    *_, measured, failed = tables_gpu.tables({"rows": rows})
-    assert all(share in measured for share in ("30.3%", "50.0%", "40.4%", "+10%"))
-    assert "out of memory" in failed
 
 
 @pytest.mark.parametrize("module", [compare_methods, tables_smollm2])
@@ -259,18 +223,6 @@ def test_a_failed_engine_is_recorded_with_the_reason(full_run: Path) -> None:
     assert engines.verdicts_of(command, reference_of(resolve_model(str(full_run))), lambda: None) == {
         "failed": "no such model"
     }
-
-
-def test_failed_engines_are_recorded_as_rows(full_run: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    rows: dict[str, Any] = {}
-    monkeypatch.setattr(sys, "argv", ["engines.py", "--engines", "mlx", "--cases", "demo_1k"])
-    monkeypatch.setattr(engines, "model_of", lambda _case: full_run)
-    monkeypatch.setattr(engines, "python_of", lambda _engine: sys.executable)
-    monkeypatch.setattr(engines, "read", lambda _name: {})
-    monkeypatch.setattr(engines, "verdicts_of", lambda command, *_others: {"failed": f"{command[-1]} | it"})
-    monkeypatch.setattr(engines, "write_row", lambda _name, path, row: rows.update({path[-1]: row}))
-    engines.main()
-    assert rows == {"mlx": {"version": "mlx-lm==0.32.2", "failed": f"{full_run} | it"}}
 
 
 def test_both_kernels_and_the_losses_become_rows(small_model: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -27,6 +27,8 @@ from random_runs import save_base
 from small_configs import llama
 
 LLAMA = "huggyllama/llama-7b"
+TINY = {"name": "builtin:tiny"}
+LONGER = {"context": {"target": 512}}
 
 
 @pytest.fixture
@@ -385,64 +387,57 @@ def test_an_output_where_no_folder_can_be_made_is_refused_first(small_model: Pat
 
 
 @pytest.mark.parametrize(
-    ("changes", "lines"),
+    ("changes", "line"),
     [
-        ({"training": {"precision": "float16"}}, ["training.precision: float16: needs a GPU; leave it out"]),
+        ({"training": {"precision": "float16"}}, "training.precision: float16: needs a GPU; leave it out"),
         (
             {"training": {"optimizer": "paged_adamw_8bit"}},
-            ["training.optimizer: paged_adamw_8bit: needs a GPU; leave it out"],
+            "training.optimizer: paged_adamw_8bit: needs a GPU; leave it out",
         ),
         (
             {"hardware": {"offload_activations": True}, "training": {}},
-            ["hardware.offload_activations: needs a GPU; leave it out"],
+            "hardware.offload_activations: needs a GPU; leave it out",
         ),
+        ({"model": {**TINY, "kernels": "liger"}, **LONGER}, "model.kernels: liger: needs a GPU; leave it out"),
         (
-            {"model": {"name": "builtin:tiny", "kernels": "liger"}, "context": {"target": 512}},
-            ["model.kernels: liger: needs a GPU; leave it out"],
-        ),
-        (
-            {"model": {"name": "builtin:tiny", "attention": "flash_attention_3"}, "context": {"target": 512}},
-            ["model.attention: flash_attention_3: needs a GPU; leave it out"],
+            {"model": {**TINY, "attention": "flash_attention_3"}, **LONGER},
+            "model.attention: flash_attention_3: needs a GPU; leave it out",
         ),
         (
             {"hardware": {"gpus": 1}},
-            [
-                "hardware.gpus: 1 needed on each machine, 0 here; lower it or leave it out (pi-lora plan shows what "
-                "fits)"
-            ],
+            "hardware.gpus: 1 needed on each machine, 0 here; lower it or leave it out (pi-lora plan shows what fits)",
         ),
         (
             {"hardware": {"cpu_processes": 2, "context_parallel": 2}},
-            ["hardware.context_parallel: needs hardware.gpus, and model.attention: sdpa"],
+            "hardware.context_parallel: needs hardware.gpus, and model.attention: sdpa",
         ),
         (
             {"tuning": {"method": "qlora"}},
-            ["tuning.method: qlora: needs the package bitsandbytes; pip install 'pi-lora[qlora]'"],
+            "tuning.method: qlora: needs the package bitsandbytes; pip install 'pi-lora[qlora]'",
         ),
         (
-            {"training": {"tracking": ["wandb"], "schedule": "cosine_with_min_lr"}},
-            [
-                "training.tracking: wandb: needs the package wandb; pip install wandb",
-                "training.schedule_options: One of min_lr or min_lr_rate should be set through the "
-                "`lr_scheduler_kwargs`; correct the options of cosine_with_min_lr",
-            ],
+            {"training": {"tracking": ["wandb"]}},
+            "training.tracking: wandb: needs the package wandb; pip install wandb",
+        ),
+        (
+            {"training": {"schedule": "cosine_with_min_lr"}},
+            "training.schedule_options: One of min_lr or min_lr_rate should be set through the `lr_scheduler_kwargs`; "
+            "correct the options of cosine_with_min_lr",
         ),
         (
             {"training": {"schedule": "linear", "schedule_options": {"min_lr": 1e-6}}},
-            [
-                "training.schedule_options: get_linear_schedule_with_warmup() got an unexpected keyword argument "
-                "'min_lr'; correct the options of linear"
-            ],
+            "training.schedule_options: get_linear_schedule_with_warmup() got an unexpected keyword argument 'min_lr'; "
+            "correct the options of linear",
         ),
         (
             {"evaluation": {"perplexity": {}}},
-            ["evaluation.perplexity.data: is missing; name a text that the model is not tuned on"],
+            "evaluation.perplexity.data: is missing; name a text that the model is not tuned on",
         ),
     ],
     ids=lambda value: str(value)[:40],
 )
 def test_what_a_recipe_lacks_here_is_a_line_before_anything_is_loaded(
-    changes: dict[str, Any], lines: list[str], small_model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    changes: dict[str, Any], line: str, small_model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """On a machine without a GPU, bitsandbytes and wandb. The sentences are promised here, once."""
     found = importlib.util.find_spec
@@ -451,7 +446,7 @@ def test_what_a_recipe_lacks_here_is_a_line_before_anything_is_loaded(
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None if name in lacking else found(name))
     with pytest.raises(RecipeError) as raised:
         check(small_recipe(small_model, **changes), tmp_path / "run")
-    assert list(raised.value.problems) == lines
+    assert list(raised.value.problems) == [line]
 
 
 def test_weights_of_the_hub_are_asked_for_before_a_training_only(small_model: Path, tmp_path: Path, hub: Hub) -> None:

@@ -22,7 +22,7 @@ from pi_lora.planning.advice import plan_lines
 from pi_lora.planning.gpus import CPU, GPUS, Gpu, device_for, device_here, find_gpu
 from pi_lora.planning.memory import MARGIN
 from pi_lora.planning.new_recipe import choose, first_plan
-from pi_lora.planning.training_plan import TrainingPlan, plan_recipe
+from pi_lora.planning.training_plan import TrainingPlan
 from pi_lora.preflight import check, plan_or_refuse
 from pi_lora.recipe.files import load_recipe
 from pi_lora.scaling.config import window_of
@@ -114,15 +114,6 @@ def test_no_better_candidate_fits_memory_and_time(model: str, target: int, gpu: 
         too_much = each.memory.peak * MARGIN > plan.gpu.memory
         assert too_much or (each.hours or 0) > choosing.MAX_HOURS, overrides
     pytest.fail("what was taken is no candidate")
-
-
-def test_a_candidate_of_days_is_preferred_to_one_of_weeks() -> None:
-    slow = replace(GPUS["H100"], peak=1e12)
-    whole = chosen(target=32768)
-    assert levers(whole)[0] == "contiguous"
-    found = choose(first_plan(resolve_model(LLAMA, shipped=True), 32768, slow, {}))
-    assert found.recipe.data.positions == "pose"
-    assert (plan_recipe(whole.recipe, whole.target, slow).hours or 0) > 2 * (found.hours or 0) > 0
 
 
 def test_the_fastest_candidate_is_taken_if_none_ends_in_time() -> None:

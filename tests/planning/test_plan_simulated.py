@@ -29,6 +29,7 @@ WIDTHS: dict[str, Any] = {
 }
 # The loss in place takes the fewer tokens at a time the more the vocabulary has.
 WIDTHS_ON_CPU: dict[str, Any] = {
+    **WIDTHS,
     "vocab_size": 8192,
     "hidden_size": 1024,
     "intermediate_size": 2816,
@@ -95,11 +96,18 @@ def recipe_of(method: str, tokens: int, training: dict[str, Any], hardware: dict
     )
 
 
-def ratios(kind: str, device: str, method: str, tokens: int, **training: Any) -> tuple[float, float]:
+def ratios(
+    kind: str = "llama",
+    method: str = "lora",
+    tokens: int = TOKENS,
+    device: str = "H100",
+    widths: dict[str, Any] | None = None,
+    **training: Any,
+) -> tuple[float, float]:
     """Planned bytes and operations as shares of the simulated ones."""
     in_place = device == CPU
-    widths = {**WIDTHS, **WIDTHS_ON_CPU} if in_place else WIDTHS
-    config = AutoConfig.for_model(kind, **{**widths, **KINDS[kind]})
+    sizes = {**(WIDTHS_ON_CPU if in_place else WIDTHS), **KINDS[kind], **(widths or {})}
+    config = AutoConfig.for_model(kind, **sizes)
     shape = shape_of(on_meta(config))
     recipe = recipe_of(method, tokens, training, hardware={})
     gpu = GPUS[device]
@@ -112,57 +120,56 @@ def ratios(kind: str, device: str, method: str, tokens: int, **training: Any) ->
     return planned / simulated.peak, sum(flops) / sequences / simulated.flops
 
 
-@pytest.mark.parametrize(
-    ("kind", "method", "training"),
-    [
-        ("llama", "qlora", {}),
-        ("llama", "full", {"global_batch_size": 4}),
-        ("llama", "lora", {"activation_checkpointing": "selective"}),
-        ("llama", "full", {"mlp_chunk_tokens": 1024}),
-        ("llama", "qlora", {"mlp_chunk_tokens": 2048}),
-        ("qwen3", "lora", {"mlp_chunk_tokens": 4096}),
-        ("llama", "full", {"mlp_chunk_tokens": 4096}),
-        ("qwen3", "lora", {"optimizer": "paged_adamw_8bit"}),
-        ("gemma3_text", "lora", {"global_batch_size": 4}),
-        ("mistral", "full", {}),
-        ("qwen3_5_text", "lora", {}),
-        ("qwen3_5_text", "lora", {"activation_checkpointing": "selective"}),
-        ("qwen3_5_text", "qlora", {"mlp_chunk_tokens": 2048}),
-        ("qwen3_5_text", "full", {}),
-        ("mixtral", "lora", {}),
-        ("gpt_oss", "lora", {}),
-        ("qwen3_5_moe_text", "lora", {}),
-    ],
-    ids=str,
-)
-def test_planned_steps_are_those_that_are_simulated(kind: str, method: str, training: dict[str, Any]) -> None:
-    assert ratios(kind, "H100", method, TOKENS, **training) == pytest.approx((1, 1), rel=0.05)
+NO_CHECKPOINTS: dict[str, Any] = {"tokens": TOKENS // 2, "activation_checkpointing": False}
+CASES: dict[str, dict[str, Any]] = {
+    "NF4": {"method": "qlora"},
+    "all weights, 4 sequences": {"method": "full", "global_batch_size": 4},
+    "selective": {"activation_checkpointing": "selective"},
+    "some layers": {"activation_checkpointing": 2, "widths": {"num_hidden_layers": 3}},
+    "all weights in 8 chunks": {"method": "full", "mlp_chunk_tokens": 1024},
+    "all weights in 2 chunks": {"method": "full", "mlp_chunk_tokens": 4096},
+    "NF4 in 4 chunks": {"method": "qlora", "mlp_chunk_tokens": 2048},
+    "norms of heads in 2 chunks": {"kind": "qwen3", "mlp_chunk_tokens": 4096},
+    "8 bits": {"kind": "qwen3", "optimizer": "paged_adamw_8bit"},
+    # Two gradients are summed into a third.
+    "tied": {"tokens": TOKENS // 4, "widths": {"tie_word_embeddings": True}},
+    "local layers, 4 sequences": {"kind": "gemma3_text", "global_batch_size": 4},
+    "windows, all weights": {"kind": "mistral", "method": "full"},
+    "delta rule": {"kind": "qwen3_5_text"},
+    "delta rule, selective": {"kind": "qwen3_5_text", "activation_checkpointing": "selective"},
+    "delta rule, NF4 in 4 chunks": {"kind": "qwen3_5_text", "method": "qlora", "mlp_chunk_tokens": 2048},
+    "delta rule, all weights": {"kind": "qwen3_5_text", "method": "full"},
+    "experts": {"kind": "mixtral"},
+    "clamped experts": {"kind": "gpt_oss"},
+    "delta rule and experts": {"kind": "qwen3_5_moe_text"},
+    "no checkpoints": NO_CHECKPOINTS,
+    # TRL allocates a whole tile for any vocabulary.
+    "no checkpoints, small vocabulary": {**NO_CHECKPOINTS, "widths": {"vocab_size": 1024}},
+    "no checkpoints, local layers": {**NO_CHECKPOINTS, "kind": "gemma3_text"},
+    "no checkpoints, norms of heads": {**NO_CHECKPOINTS, "kind": "qwen3"},
+    "no checkpoints, delta rule": {**NO_CHECKPOINTS, "kind": "qwen3_5_text"},
+}
 
 
-@pytest.mark.parametrize("kind", ["llama", "gemma3_text", "qwen3", "qwen3_5_text"])
-def test_planned_steps_without_checkpointing_are_those_that_are_simulated(kind: str) -> None:
-    found = ratios(kind, "H100", "lora", TOKENS // 2, activation_checkpointing=False)
+@pytest.mark.parametrize("case", CASES)
+def test_planned_steps_are_those_that_are_simulated(case: str) -> None:
+    assert ratios(**CASES[case]) == pytest.approx((1, 1), rel=0.05)
+
+
+@pytest.mark.parametrize("precision", ["bfloat16", "float32"])
+@pytest.mark.parametrize("kind", ["llama", "gemma3_text"])
+@pytest.mark.parametrize("checkpointing", [True, False])
+def test_planned_steps_on_a_cpu_are_those_that_are_simulated(kind: str, precision: str, checkpointing: bool) -> None:
+    found = ratios(kind, "lora", TOKENS_ON_CPU, CPU, precision=precision, activation_checkpointing=checkpointing)
     assert found == pytest.approx((1, 1), rel=0.05)
 
 
-def test_planned_gradients_of_a_tied_head_are_those_that_are_simulated(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Two gradients are summed into a third."""
-    monkeypatch.setitem(KINDS, "llama", {"tie_word_embeddings": True})
-    assert ratios("llama", "H100", "lora", TOKENS // 4) == pytest.approx((1, 1), rel=0.05)
-
-
-def test_planned_logits_of_a_small_vocabulary_are_those_that_are_simulated(monkeypatch: pytest.MonkeyPatch) -> None:
-    """TRL allocates a whole tile for any vocabulary."""
-    monkeypatch.setitem(KINDS, "llama", {"vocab_size": 1024})
-    found = ratios("llama", "H100", "lora", TOKENS // 2, activation_checkpointing=False)
-    assert found == pytest.approx((1, 1), rel=0.05)
-
-
-def test_planned_steps_that_checkpoint_some_layers_are_those_that_are_simulated(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    monkeypatch.setitem(KINDS, "llama", {"num_hidden_layers": 3})
-    assert ratios("llama", "H100", "lora", TOKENS, activation_checkpointing=2) == pytest.approx((1, 1), rel=0.05)
+def test_planned_steps_of_linear_attention_without_kernels() -> None:
+    """On a CPU, transformers' own code keeps many copies in float32. More than one layer takes half a minute."""
+    widths = {"num_hidden_layers": 1, "layer_types": ["linear_attention"]}
+    training = {"precision": "float32", "activation_checkpointing": False}
+    found = ratios("qwen3_5_text", "lora", TOKENS_ON_CPU, CPU, widths, **training)
+    assert found == pytest.approx((1, 1), rel=0.1)
 
 
 def test_offloaded_inputs_take_the_simulated_memory_of_the_host() -> None:
@@ -173,19 +180,3 @@ def test_offloaded_inputs_take_the_simulated_memory_of_the_host() -> None:
     planned = memory(shape_of(on_meta(config)), recipe, ORIGINAL, GPUS["H100"])
     assert planned.host == simulated.host
     assert planned.highest == pytest.approx(simulated.peak, rel=0.05)
-
-
-@pytest.mark.parametrize("precision", ["bfloat16", "float32"])
-@pytest.mark.parametrize("kind", ["llama", "gemma3_text"])
-@pytest.mark.parametrize("checkpointing", [True, False])
-def test_planned_steps_on_a_cpu_are_those_that_are_simulated(kind: str, precision: str, checkpointing: bool) -> None:
-    training = {"precision": precision, "activation_checkpointing": checkpointing}
-    assert ratios(kind, CPU, "lora", TOKENS_ON_CPU, **training) == pytest.approx((1, 1), rel=0.05)
-
-
-def test_planned_steps_of_linear_attention_without_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
-    """On a CPU, transformers' own code keeps many copies in float32."""
-    one_layer = {**DELTA, "num_hidden_layers": 1, "layer_types": ["linear_attention"]}
-    monkeypatch.setitem(KINDS, "qwen3_5_text", one_layer)  # more take half a minute
-    training = {"precision": "float32", "activation_checkpointing": False}
-    assert ratios("qwen3_5_text", CPU, "lora", TOKENS_ON_CPU, **training) == pytest.approx((1, 1), rel=0.1)
