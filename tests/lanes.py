@@ -160,13 +160,6 @@ LEFT_OUT: dict[str, tuple[str, ...]] = {
     ),
     # Kept: what a launch asks for and answers. Two processes of their own take 30 seconds.
     "test_distributed.py": ("test_two_processes_train_like_one",),
-    # Kept: the table of one model, the task of the page, a row.
-    "test_family_plans.py": (
-        "test_the_page_has_the_tables_of_the_generator?[gm]*",
-        "test_the_page_has_the_tables_of_the_generator?*Qwen3-*",
-        "test_the_page_has_the_tables_of_the_generator?openai*",
-        "test_new_writes_the_recipe_of_a_row?[!H]*",
-    ),
     # Kept: data sets of very few and of many rows. A storage that does not answer is waited for.
     "test_hub.py": (
         "test_a_new_recipe_holds_out_rows*?[26]0?",

@@ -96,6 +96,10 @@ def cases() -> Iterator[tuple[str, Callable[[], Figures]]]:
     for kind, attention, gpu in product(KINDS, ("auto", "eager", "sdpa"), ("H100", CPU)):
         recipe = recipe_with({"model": {"attention": attention}}, gpus=None if gpu == CPU else 1)
         yield f"a small {kind} with {attention} on {gpu}", partial(of_small, kind, recipe, gpu)
+    for kept, attention, gpu in product((False, 2), ("auto", "eager", "sdpa"), ("H100", CPU)):
+        sections = {"model": {"attention": attention}, "training": {"activation_checkpointing": kept}}
+        recipe = recipe_with(sections, gpus=None if gpu == CPU else 1)
+        yield f"a small gemma2 with {attention} on {gpu}, {kept} checkpointed", partial(of_small, "gemma2", recipe, gpu)
     for model, target, gpu in (
         (LLAMA, 16384, "A100-40"),
         (LLAMA, 100_000, "H200"),
