@@ -166,6 +166,21 @@ LEFT_OUT: dict[str, tuple[str, ...]] = {
         "test_a_storage_that_does_not_answer_ends_a_push",
         "test_a_training_asks_for_the_model_and_the_data_alone_and_keeps_stderr_free",
     ),
+    # Kept: LoRA and all weights.
+    "training/test_checkpointing.py": ("*qlora*",),
+    # Kept: pieces that divide the tokens, that do not, and that cut sequences apart.
+    "training/test_chunked_mlp.py": (
+        "*tuning[02]-pieces of 1-*",
+        "*tuning1-pieces of 1-kept?",
+        "*pieces of 37-*",
+        "*tuning[12]-pieces of 73-*",
+    ),
+    # Kept: each head once, tied and untied ones with each tuning; accumulated batches are packed as well.
+    "training/test_loss.py": (
+        *(f"test_loss_and_gradients*?{head}-*[Ae]*" for head in ("soft caps", "divided", "bias")),
+        "test_loss_and_gradients*?scaled-[ef]*",
+        "test_trainings_have_the_losses_of_trl?packed?",
+    ),
     # Kept: the kernel that is chosen here and eager attention, one of flash attention; the batch that transformers
     # takes for packed texts; experts with MLA.
     "training/test_padding.py": (
@@ -176,6 +191,8 @@ LEFT_OUT: dict[str, tuple[str, ...]] = {
     ),
     # Kept: examples, over the end of an epoch.
     "training/test_resume.py": ("test_a_run_resumed_with_less_memory*?packed-*",),
+    # Kept: LoRA and all weights under autocast, QLoRA with embeddings and norms.
+    "training/test_training_scores.py": ("*?float32?", "*?qlora, bfloat16?"),
 }
 # Fixtures of tests that need more than this process.
 OF_PROCESSES = {"python"}

@@ -10,7 +10,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from conftest import small_recipe, train
+from conftest import refused, small_recipe, train
 from pi_lora.api import load
 from pi_lora.errors import Diverged, ModelError
 from pi_lora.evaluation.measurement import Session
@@ -44,29 +44,25 @@ def one(value: float) -> Callable[[Tensors], object]:
 
 
 @pytest.mark.parametrize(
-    ("change", "problem"),
+    ("change", "names"),
     [
-        (lambda tensors: tensors.pop(UP), f"{UP} is missing; download all"),
+        (lambda tensors: tensors.pop(UP), (f"{UP} is missing",)),
         (
             lambda tensors: [tensors.pop(key) for key in list(tensors) if "layers.1." in key],
-            r" is missing; .* is missing; .* is missing; download",
+            (" is missing; model.layers.1",),
         ),
-        (
-            lambda tensors: tensors.update({UP: torch.zeros(3, 4)}),
-            rf"config.json: {UP} is \[3, 4\] instead of \[48, 32\]",
-        ),
-        (lambda tensors: tensors.update(extra=torch.zeros(2)), "extra is not in its config; download all"),
-        (one(math.nan), f"{UP} has infinite or NaN values"),
-        (one(-math.inf), f"{UP} has infinite or NaN values"),
+        (lambda tensors: tensors.update({UP: torch.zeros(3, 4)}), ("config.json", UP, "[3, 4]", "[48, 32]")),
+        (lambda tensors: tensors.update(extra=torch.zeros(2)), ("extra is not in its config",)),
+        (one(math.nan), (f"{UP} has infinite",)),
+        (one(-math.inf), (f"{UP} has infinite",)),
     ],
 )
 def test_a_base_with_missing_extra_or_misshapen_tensors_is_refused(
-    base: Path, change: Callable[[Tensors], object], problem: str
+    base: Path, change: Callable[[Tensors], object], names: tuple[str, ...]
 ) -> None:
     edit(base / WEIGHTS, change)
-    with pytest.raises(ModelError, match=problem) as raised:
+    with refused(ModelError, str(base), *names):
         load(str(base))
-    assert "\n" not in str(raised.value)
 
 
 def test_tied_weights_and_old_checkpoints_are_accepted(base: Path) -> None:
@@ -81,7 +77,7 @@ def test_tied_weights_and_old_checkpoints_are_accepted(base: Path) -> None:
 def test_nan_weights_are_refused_when_quantized_to_nf4(base: Path) -> None:
     pytest.importorskip("bitsandbytes")
     edit(base / WEIGHTS, one(math.nan))
-    with pytest.raises(ModelError, match="infinite or NaN"):
+    with refused(ModelError, str(base), UP):
         load_base(resolve_model(str(base)), torch.bfloat16, placement="quantized")
 
 
@@ -98,7 +94,7 @@ def test_weights_that_are_not_finite_as_stored_or_loaded_are_refused(
 ) -> None:
     edit(base / WEIGHTS, lambda tensors: tensors.update({key: each.to(stored) for key, each in tensors.items()}))
     edit(base / WEIGHTS, one(value))
-    with pytest.raises(ModelError, match=f"{UP} has infinite or NaN values"):
+    with refused(ModelError, str(base), UP):
         load(str(base), dtype=dtype)
 
 
@@ -110,7 +106,7 @@ def test_large_weights_whose_sum_overflows_are_accepted(base: Path) -> None:
 def test_an_adapter_with_nan_weights_is_refused(lora_run: Path, tmp_path: Path) -> None:
     run = Path(shutil.copytree(lora_run, tmp_path / "run"))
     edit(run / "adapter_model.safetensors", lambda tensors: next(iter(tensors.values())).view(-1)[:1].fill_(math.nan))
-    with pytest.raises(ModelError, match="infinite or NaN values; it is damaged"):
+    with refused(ModelError, str(run), "infinite"):
         load(str(run))
 
 
@@ -118,7 +114,7 @@ def test_overflowing_logits_are_refused_rather_than_scored_as_k_max_0(base: Path
     """Each weight is a number, and in float16 what comes of them is not."""
     edit(base / WEIGHTS, lambda tensors: tensors["model.norm.weight"].fill_(6e4))
     loaded = load(str(base), dtype="float16")
-    with pytest.raises(ModelError, match="infinite or NaN numbers in float16; try another --dtype"):
+    with refused(ModelError, str(base), "infinite", "float16", "--dtype"):
         Passkey().run(loaded, PasskeyOptions(target=300, depths=1, trials=1), Session())
 
 
@@ -136,7 +132,7 @@ def test_weights_that_diverged_in_the_last_step_are_not_saved(
     training = {"steps": 2, "global_batch_size": 1, "learning_rate": 1e-3, "save_every": 1}
     recipe = small_recipe(small_model, training=training, tuning={"method": method, "rank": 4})
     output = tmp_path / "run"
-    with pytest.raises(Diverged, match=r"the weights of step 2 became infinite or NaN at a rate of 0.001; lower"):
+    with refused(Diverged, "training.learning_rate: the weights of step 2 ", 0.001):
         train(recipe, output)
     assert not output.exists()
     kept = Run(staging_path(output)).last_checkpoint

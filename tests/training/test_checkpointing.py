@@ -11,7 +11,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from conftest import small_recipe, train
 from pi_lora.run import Run
 
-STEPS, LAYERS = 4, 2
+STEPS, LAYERS = 2, 2
 ATTENTION = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.default
 
 
@@ -29,7 +29,7 @@ def losses_and_calls(
     model: Path, output: Path, checkpointing: object, tuning: dict[str, object]
 ) -> tuple[list[float], float]:
     """The losses of a training, and the calls of attention for each step and layer."""
-    training = {**small_recipe(model).training.model_dump(), "precision": "float32"}
+    training = {**small_recipe(model).training.model_dump(), "steps": STEPS, "precision": "float32"}
     recipe = small_recipe(
         model, tuning=tuning, training={**training, "activation_checkpointing": checkpointing, "mlp_chunk_tokens": 96}
     )

@@ -7,6 +7,7 @@ import torch
 from torch import nn
 from transformers import AutoConfig, AutoModelForCausalLM
 
+from conftest import refused
 from pi_lora.errors import ModelError
 from pi_lora.models.adapter import prepare_for_tuning
 from pi_lora.recipe.schema import Tuning
@@ -103,5 +104,5 @@ def test_chunked_mlps_compute_a_token_at_most_three_times(checkpointing: bool) -
 
 def test_chunking_a_mixture_of_experts_is_refused() -> None:
     config = AutoConfig.for_model("mixtral", **SHAPE, num_local_experts=2, num_experts_per_tok=1)
-    with pytest.raises(ModelError, match=r"training\.mlp_chunk_tokens: the model has no dense MLP"):
+    with refused(ModelError, "training.mlp_chunk_tokens: "):
         chunk_mlps(AutoModelForCausalLM.from_config(config), 8)

@@ -1,3 +1,5 @@
+"""Scores while a model trains are those of the same model loaded, and measuring changes no weight."""
+
 import importlib.util
 import json
 from pathlib import Path
