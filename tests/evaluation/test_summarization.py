@@ -1,8 +1,9 @@
-"""The whole road on real reports: tune a few steps on summaries alone, write, score, stop in the middle and go on."""
+"""Summaries of real reports by a run that is tuned on them: which rows are measured, scores, going on, the commands."""
 
 import json
 import math
 import statistics
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -10,7 +11,7 @@ import pytest
 import torch
 from rouge_score.rouge_scorer import RougeScorer
 
-from conftest import run_captured, small_recipe, train
+from conftest import refused, run_captured, small_recipe
 from pi_lora.api import load
 from pi_lora.data.batches import training_data
 from pi_lora.data.sources import hash_to_unit, trains_on
@@ -20,9 +21,12 @@ from pi_lora.evaluation.measurement import Session
 from pi_lora.evaluation.perplexity import Perplexity
 from pi_lora.evaluation.summarization import Summarization, complete
 from pi_lora.evaluation.texts import measured_source
+from pi_lora.models.files import BUILTIN_FOLDER
 from pi_lora.models.resolve import resolve_model
+from pi_lora.models.source import ModelSource
 from pi_lora.recipe.evaluation import PerplexityOptions, Sampling, SummarizationOptions
 from pi_lora.recipe.schema import Recipe
+from reported import make_run
 
 REPORTS = Path(__file__).parents[1] / "data" / "texts" / "gao_reports.jsonl"
 COLUMNS = {"document": "report", "summary": "summary", "completion_tokens": 40}
@@ -34,41 +38,27 @@ def reports(held_out: bool) -> list[dict[str, str]]:
     return [row for row in rows if (hash_to_unit(row["report"]) < 0.3) == held_out]
 
 
-def recipe_of(base: Path, source: Path) -> Recipe:
-    """Two steps round the reports, from an extended run."""
-    return small_recipe(
-        base,
-        context={"target": 512},
-        scaling="keep",
-        data={
-            "source": {"name": str(source), "hold_out": 0.3},
-            **COLUMNS,
-            "document_tokens": 100,
-        },
-        training={
-            "steps": 2,
-            "learning_rate": 1e-3,
-            "global_batch_size": 8,
-            "per_device_batch_size": 4,
-            "warmup_steps": 1,
-            "activation_checkpointing": False,
-            "log_every": 1,
-        },
-    )
+def recipe_of(base: Path, **source: Any) -> Recipe:
+    data = {"source": {"name": str(REPORTS), **source}, **COLUMNS, "document_tokens": 100}
+    return small_recipe(base, context={"target": 512}, data=data)
 
 
 @pytest.fixture(scope="module")
-def extended(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The built-in model, extended to 512 tokens by one step."""
-    training = {"steps": 1, "global_batch_size": 1, "activation_checkpointing": False}
-    recipe = small_recipe("builtin:tiny", context={"target": 512}, training=training)
-    return train(recipe, tmp_path_factory.mktemp("runs") / "extended")
+def tuned(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A run of the built-in model, as if it had been tuned on the reports."""
+    base = BUILTIN_FOLDER / "tiny"
+    return make_run(base, tmp_path_factory.mktemp("runs") / "tuned", {}, recipe_of(base, hold_out=0.3))
 
 
-@pytest.fixture(scope="module")
-def tuned(extended: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The extended run, tuned further on the reports."""
-    return train(recipe_of(extended, REPORTS), tmp_path_factory.mktemp("runs") / "tuned")
+@pytest.fixture
+def tuned_on(tuned: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., ModelSource]:
+    """The source of the run, as if it had been tuned on another source of rows."""
+
+    def source_of(**source: Any) -> ModelSource:
+        monkeypatch.setattr("pi_lora.run.Run.recipe", recipe_of(tuned, **source))
+        return resolve_model(str(tuned))
+
+    return source_of
 
 
 def test_an_interrupted_summarization_resumes_to_the_same_rouge(
@@ -98,13 +88,14 @@ def test_an_interrupted_summarization_resumes_to_the_same_rouge(
         return write(**inputs)
 
     monkeypatch.setattr(loaded.module, "generate", interrupted)
-    with pytest.raises(Interrupted, match="what was measured is kept"), Session(journalled=True) as session:
+    with pytest.raises(Interrupted), Session(journalled=True) as session:
         Summarization().run(loaded, options, session)
     at: list[tuple[int, int]] = []
     with Session(lambda done, total, note="": at.append((done, total)), journalled=True) as session:
         scores = Summarization().run(loaded, options, session)
     assert (scores, texts[examples:], at) == (whole, texts[:examples], [(2, 3), (3, 3)])
 
+    assert scores.rouge1 > scores.rouge2
     assert scores.examples == examples
     assert (scores.window, scores.scale, scores.documents_cut) == (512, 2.0, examples)
     assert scores.left_out == {"empty": 0, "too_long": 0}
@@ -182,17 +173,14 @@ def test_rows_that_another_column_holds_out_are_marked_as_tuned_on(
         assert trains_on(loaded.source.run.texts, measured.changed(hold_out=loaded.source.run.texts[0].hold_out))
 
 
-def test_a_run_tuned_on_all_rows_of_a_file_asks_for_others(extended: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    recipe = small_recipe(extended, scaling="keep", data={"source": str(REPORTS), **COLUMNS})
-    monkeypatch.setattr("pi_lora.run.Run.recipe", recipe)
-    source = resolve_model(str(extended))
-    with pytest.raises(DataError, match=r"was tuned on all rows of .*gao_reports\.jsonl; name others with --data"):
-        Summarization().prepare(SummarizationOptions(), [source])
-    assert Summarization().prepare(SummarizationOptions(data="others.jsonl"), [source]).document == "report"
+def test_a_run_tuned_on_all_rows_of_a_file_asks_for_others(tuned_on: Callable[..., ModelSource], tuned: Path) -> None:
+    with refused(DataError, f"{tuned}: ", REPORTS, "--data", "data.source.hold_out"):
+        Summarization().prepare(SummarizationOptions(), [tuned_on()])
+    assert Summarization().prepare(SummarizationOptions(data="others.jsonl"), [tuned_on()]).document == "report"
 
 
-def test_a_run_without_a_task_is_measured_on_govreport(extended: Path) -> None:
-    asked, data = complete(SummarizationOptions(), resolve_model(str(extended)).recipe)
+def test_a_run_without_a_task_is_measured_on_govreport(lora_run: Path) -> None:
+    asked, data = complete(SummarizationOptions(), resolve_model(str(lora_run)).recipe)
     assert (asked.data, asked.subset, asked.split) == ("tau/scrolls", "gov_report", "validation")
     assert (data.document, data.summary, data.document_tokens) == ("input", "output", 15000)
     assert complete(asked, resolve_model("builtin:tiny").recipe) == (asked, data)
@@ -202,18 +190,11 @@ def test_a_run_without_a_task_is_measured_on_govreport(extended: Path) -> None:
     assert (data.template, data.completion, data.document) == ("{q}?", "a", None)
 
 
-def test_a_hub_data_set_is_measured_on_its_validation_split(extended: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A run that was tuned on the split `train` is not measured on it."""
-    tuned = small_recipe(extended, scaling="keep", data={"source": {"name": "me/reports", "split": "train"}, **COLUMNS})
-    monkeypatch.setattr("pi_lora.run.Run.recipe", tuned)
-    asked, _ = complete(SummarizationOptions(), resolve_model(str(extended)).recipe)
-    assert (asked.data, asked.split, asked.document) == ("me/reports", "validation", "report")
-    assert complete(SummarizationOptions(split="test"), resolve_model(str(extended)).recipe)[0].split == "test"
-
-
 @pytest.mark.parametrize(
     ("source", "asked", "split", "hold_out"),
     [
+        ({"split": "train"}, {}, "validation", None),
+        ({"split": "train"}, {"split": "test"}, "test", None),
         ({"split": "train", "hold_out": 0.1}, {}, "train", 0.1),
         ({"split": "train", "hold_out": 0.1}, {"split": "test"}, "test", None),
         ({"split": "train", "hold_out": 0.1}, {"data": "me/reports"}, "train", 0.1),
@@ -221,18 +202,17 @@ def test_a_hub_data_set_is_measured_on_its_validation_split(extended: Path, monk
     ],
 )
 def test_of_a_hub_data_set_the_rows_that_trained_are_not_measured(
-    extended: Path,
-    monkeypatch: pytest.MonkeyPatch,
+    tuned_on: Callable[..., ModelSource],
     source: dict[str, Any],
     asked: dict[str, str],
     split: str,
     hold_out: float | None,
 ) -> None:
-    data = {"source": {"name": "me/reports", "revision": "v1", **source}, **COLUMNS}
-    monkeypatch.setattr("pi_lora.run.Run.recipe", small_recipe(extended, scaling="keep", data=data))
-    options, measured = complete(SummarizationOptions.model_validate(asked), resolve_model(str(extended)).recipe)
+    recipe = tuned_on(name="me/reports", revision="v1", **source).recipe
+    options, measured = complete(SummarizationOptions.model_validate(asked), recipe)
     [read] = measured.source
     assert (read.name, read.split, read.hold_out, read.revision) == ("me/reports", split, hold_out, "v1")
+    assert (options.document, options.summary) == ("report", "summary")
     assert complete(options, resolve_model("builtin:tiny").recipe) == (options, measured)
 
 
@@ -256,46 +236,32 @@ def test_eval_summarization_and_summarize_print_and_write_summaries(
     assert status == 0
     assert out.strip()
     assert err.startswith("report.md: ")
-    assert "longer than the window" in err
+    assert str(tuned) in err
     assert err.count("\n") == 1
 
 
 @pytest.mark.parametrize(
-    ("arguments", "line"),
+    ("words", "where", "names"),
     [
-        (["summarize", "builtin:tiny", "gone.txt"], "gone.txt: cannot be read ([Errno 2] No such file or directory"),
-        (["summarize", "builtin:tiny", "some.txt"], "--max-new-tokens: 1000 leave no room for a document in the 256"),
-        (
-            ["eval", "summarization", "builtin:tiny", "--data", "rows.jsonl"],
-            "rows.jsonl:1: has no text in column input; name the column of texts, or of chats (messages",
-        ),
-        (
-            ["eval", "summarization", "builtin:tiny", "--data", "rows.jsonl", "--document", "a", "--summary", "b"],
-            "rows.jsonl: no row has a prompt that fits the window and a completion",
-        ),
-        (
-            ["eval", "summarization", "builtin:tiny", "--data", "rows.jsonl", "--template", "{a}"],
-            "template: examples have document and summary, or template and completion",
-        ),
-        (
-            ["eval", "summarization", "builtin:tiny", "--data", "empty.jsonl", "--document", "a", "--summary", "b"],
-            "empty.jsonl: no row has a prompt that fits the window and a completion",
-        ),
+        ("summarize builtin:tiny gone.txt", "gone.txt: ", ""),
+        ("summarize builtin:tiny some.txt", "--max-new-tokens: 1000 ", "256"),
+        ("eval summarization builtin:tiny --data rows.jsonl", "rows.jsonl:1: ", "input"),
+        ("eval summarization builtin:tiny --data rows.jsonl --document a --summary b", "rows.jsonl: ", ""),
+        ("eval summarization builtin:tiny --data rows.jsonl --template {a}", "template: ", "completion"),
+        ("eval summarization builtin:tiny --data empty.jsonl --document a --summary b", "empty.jsonl: ", ""),
     ],
-    ids=lambda value: " ".join(value)[-50:] if isinstance(value, list) else "",
 )
 def test_a_mistake_in_eval_summarization_is_one_line(
     capsys: pytest.CaptureFixture[str],
     monkeypatch: pytest.MonkeyPatch,
     tmp_path: Path,
-    arguments: list[str],
-    line: str,
+    words: str,
+    where: str,
+    names: str,
 ) -> None:
     monkeypatch.chdir(tmp_path)
     Path("some.txt").write_text("Some text.")
     Path("rows.jsonl").write_text('{"a": "x", "b": "y"}\n')
     Path("empty.jsonl").write_text('{"a": "", "b": "y"}\n{"a": "x", "b": null}\n')
-    status, out, err = run_captured(capsys, monkeypatch, *arguments)
-    assert (status, out) == (2, "")
-    assert err.startswith(line)
-    assert err.count("\n") == 1
+    status, out, err = run_captured(capsys, monkeypatch, *words.split())
+    assert (status, out, err.count("\n"), err.startswith(where), names in err) == (2, "", 1, True, True), err
