@@ -1,3 +1,5 @@
+"""Benchmarks: the scores of lm-eval on the same rows, going on, and mistakes before a model is read."""
+
 import gzip
 import json
 import subprocess
@@ -13,7 +15,7 @@ import yaml
 from lm_eval import simple_evaluate
 from lm_eval.models.huggingface import HFLM
 
-from conftest import run_captured
+from conftest import refused, run_captured
 from pi_lora.api import load
 from pi_lora.errors import DataError, Interrupted, ModelError
 from pi_lora.evaluation import harness
@@ -176,7 +178,7 @@ def test_an_interrupted_benchmark_reuses_its_answers(
     monkeypatch.setattr(HFLM, "_model_call", call)
     whole, needed = measured(tiny, asked), len(calls)
     stop_at = needed + needed - 1  # in the second of the texts
-    with pytest.raises(Interrupted, match="interrupted; what was measured is kept"):
+    with pytest.raises(Interrupted):
         measured(tiny, asked)
     at: list[tuple[int, int, str]] = []
     with Session(lambda done, total, note="": at.append((done, total, note)), journalled=True) as session:
@@ -203,7 +205,7 @@ def test_logits_that_are_not_finite_are_refused(files: dict[str, str]) -> None:
     broken = load("builtin:tiny")
     with torch.no_grad():
         broken.module.get_input_embeddings().weight.fill_(float("nan"))
-    with pytest.raises(ModelError, match="gives infinite or NaN numbers in float32"):
+    with refused(ModelError, "builtin:tiny: ", "NaN", "float32"):
         measured(broken, options(files, "piqa"))
 
 
@@ -248,29 +250,17 @@ def test_files_of_the_authors_are_converted_to_tasks(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("arguments", "line"),
+    ("words", "where", "names"),
     [
-        (
-            ["--tasks", "winogrand"],
-            "--tasks: winogrand (Spec 'winogrand' is not a registered task",
-        ),
-        (["--tasks", "boolq", "--data", "boolq=gone.jsonl"], "gone.jsonl: cannot be read as examples of boolq ("),
-        (
-            ["--tasks", "boolq", "--data", "piqa=boolq.jsonl"],
-            "--data: piqa: is not TASK=FILE with one of",
-        ),
-        (
-            ["--tasks", "boolq", "--data", "boolq=piqa.jsonl"],
-            "piqa.jsonl: cannot be read as examples of boolq ('passage' is undefined); correct",
-        ),
-        (
-            ["--tasks", "gsm8k", "--data", "gsm8k=gsm8k.jsonl"],
-            "--tasks: gsm8k: lm-eval gives no accuracy for it; leave",
-        ),
-        (["--tasks", "race_middle"], "--tasks: race_middle ("),
-        (["--tasks", "boolq", "--data", "boolq=answers.jsonl"], "answers.jsonl: has no column label; convert it to"),
-        (["--tasks", "boolq", "--data", "boolq=hidden.jsonl"], "hidden.jsonl:2: has no answer (-1); name a file with"),
-        (["--tasks", "boolq", "--data", "boolq=null.ndjson.gz"], "null.ndjson.gz:2: has no answer (None); name a file"),
+        ("--tasks winogrand", "--tasks: winogrand ", ""),
+        ("--tasks boolq --data boolq=gone.jsonl", "gone.jsonl: ", "boolq"),
+        ("--tasks boolq --data piqa=boolq.jsonl", "--data: piqa: ", "TASK=FILE"),
+        ("--tasks boolq --data boolq=piqa.jsonl", "piqa.jsonl: ", "passage"),
+        ("--tasks gsm8k --data gsm8k=gsm8k.jsonl", "--tasks: gsm8k: ", "accuracy"),
+        ("--tasks race_middle", "--tasks: race_middle ", ""),
+        ("--tasks boolq --data boolq=answers.jsonl", "answers.jsonl: ", "label"),
+        ("--tasks boolq --data boolq=hidden.jsonl", "hidden.jsonl:2: ", "-1"),
+        ("--tasks boolq --data boolq=null.ndjson.gz", "null.ndjson.gz:2: ", "None"),
     ],
 )
 @pytest.mark.usefixtures("files")
@@ -278,8 +268,9 @@ def test_a_mistake_is_one_line_before_a_model_is_loaded(
     capsys: pytest.CaptureFixture[str],
     monkeypatch: pytest.MonkeyPatch,
     tmp_path: Path,
-    arguments: list[str],
-    line: str,
+    words: str,
+    where: str,
+    names: str,
 ) -> None:
     def loaded(*_: object) -> None:
         raise AssertionError("a model was loaded")
@@ -295,10 +286,8 @@ def test_a_mistake_is_one_line_before_a_model_is_loaded(
     monkeypatch.setattr("pi_lora.evaluation.suite.load_model", loaded)
     # The index of all tasks takes ten seconds.
     monkeypatch.setattr(harness, "manager", lambda folder: manager(folder or "gsm8k"))
-    status, out, err = run_captured(capsys, monkeypatch, "eval", "benchmarks", "builtin:tiny", *arguments)
-    assert (status, out) == (2, "")
-    assert err.startswith(line)
-    assert err.count("\n") == 1
+    status, out, err = run_captured(capsys, monkeypatch, "eval", "benchmarks", "builtin:tiny", *words.split())
+    assert (status, out, err.count("\n"), err.startswith(where), names in err) == (2, "", 1, True, True), err
 
 
 def test_more_processes_than_examples_are_refused(
@@ -307,7 +296,7 @@ def test_more_processes_than_examples_are_refused(
     asked = options(files, "winogrande")
     for name, value in {"WORLD_SIZE": "3", "RANK": "0", "LOCAL_RANK": "0"}.items():
         monkeypatch.setenv(name, value)
-    with pytest.raises(DataError, match="winogrande: fewer examples than processes; start fewer processes"):
+    with refused(DataError, "winogrande: "):
         Benchmarks().run(tiny, asked, Session())
 
 

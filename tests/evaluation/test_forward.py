@@ -1,3 +1,5 @@
+"""Forward passes of measurements: a prefix that prompts share, logits in parts, and the memory that they take."""
+
 from typing import Any
 
 import pytest

@@ -317,8 +317,12 @@ def test_perplexity_is_drawn_by_window_and_loss_by_position() -> None:
     assert curves(positions) == [("run", [1, 512], [2.5, 2.0])]
     assert windows.axes[0].get_xlabel() == "window (tokens)"
     assert [tick.get_text() for tick in windows.axes[0].get_xticklabels()] == ["64", "1,024"]
+    assert windows.axes[0].get_ylabel() == "perplexity (lower is better)"
+    assert positions.axes[0].get_ylabel() == "loss (nats per token)"
     without = made("perplexity").model_copy(update={"by_position": None})
     assert len(drawn("perplexity", run=made("perplexity"), base=without)) == 1
+    one = made("perplexity").model_copy(update={"windows": made("perplexity").windows[:1]})
+    assert [curves(figure) for figure in drawn("perplexity", run=one)] == [curves(positions)]
 
 
 def test_context_is_drawn_by_distance_and_as_a_marked_text() -> None:

@@ -14,19 +14,14 @@ import pytest
 import torch
 from tokenizers.processors import TemplateProcessing
 
-from conftest import run_captured
+from conftest import refused, run_captured
 from pi_lora.api import load
 from pi_lora.data.sources import PINNED
-from pi_lora.drawing import new_figure
 from pi_lora.errors import DataError, Interrupted, ModelError
 from pi_lora.evaluation import perplexity
 from pi_lora.evaluation.measurement import Session, as_json
 from pi_lora.evaluation.perplexity import (
-    LossByPosition,
     Perplexity,
-    PerplexityScores,
-    PositionLoss,
-    WindowPerplexity,
 )
 from pi_lora.evaluation.texts import choose_documents
 from pi_lora.models.loaded import LoadedModel
@@ -104,7 +99,8 @@ def test_a_seed_draws_documents_at_random(loaded: LoadedModel, folder: Path) -> 
 
 
 def test_a_selection_without_documents_is_refused(loaded: LoadedModel, folder: Path) -> None:
-    with pytest.raises(DataError, match=r"--data: .*: the longest document has \d+ tokens, 5000 are needed"):
+    longest = len(loaded.tokenizer(text(200, 2))["input_ids"])
+    with refused(DataError, f"--data: {folder}: ", longest, 5000):
         names(loaded, folder, min_tokens=5000, seed=1)
 
 
@@ -113,7 +109,7 @@ def test_losses_with_an_infinite_perplexity_are_refused(loaded: LoadedModel, fol
     """Infinite ones, and finite ones above the 709 nats that exp() takes."""
     with torch.no_grad():
         loaded.module.model.norm.weight.fill_(weight)
-    with pytest.raises(ModelError, match="infinite or NaN numbers in float32"):
+    with refused(ModelError, f"{loaded.name}: ", "float32"):
         Perplexity().run(loaded, options(folder, documents=1), Session())
 
 
@@ -157,15 +153,15 @@ def test_the_standard_library_is_the_default_of_the_built_in_model_alone(
     for asked, number in ((PerplexityOptions(), 12), (PerplexityOptions(documents=20), 20)):
         options = Perplexity().prepare(asked, [tiny])
         assert (options.data, options.documents) == ("builtin:stdlib", number)
-    with pytest.raises(DataError, match=r"^--data: name a text that .* was not tuned on: a file, folder"):
+    with refused(DataError, "--data: ", small_model):
         Perplexity().run(loaded, PerplexityOptions(), Session())
-    with pytest.raises(DataError, match=r"^--data: name a text"):
+    with refused(DataError, "--data: "):
         Perplexity().prepare(PerplexityOptions(), [tiny, loaded.source])
 
 
 def test_a_run_is_measured_on_the_held_out_text_of_its_recipe(lora_run: Path, tmp_path: Path) -> None:
     run = shutil.copytree(lora_run, tmp_path / "run")
-    with pytest.raises(DataError, match=r"^--data: name a text"):
+    with refused(DataError, "--data: "):
         Perplexity().prepare(PerplexityOptions(), [resolve_model(str(run))])
     recipe = load_recipe(
         run / RECIPE_FILE, ["evaluation.perplexity={data: novels, documents: 3, windows: [64]}"]
@@ -210,7 +206,7 @@ def test_an_interrupted_evaluation_resumes_from_its_journal(
             asked = options(folder, 32, 64, stride=stride)
             return Perplexity().run(loaded, asked, session), len(interrupted) - 3
 
-    with pytest.raises(Interrupted, match="what was measured is kept, the same command goes on"):
+    with pytest.raises(Interrupted):
         measure()
     whole, passes = measure(journalled=False)
     _, others = measure(stride=16)
@@ -271,30 +267,3 @@ def test_an_eos_added_by_the_tokenizer_is_not_scored(loaded: LoadedModel, folder
     chosen, _ = choose_documents(loaded, options(folder), 64)
     assert [each.ids for each in chosen] == [each.ids for each in expected]
     assert loaded.tokenizer("a")["input_ids"][-1] == loaded.tokenizer.eos_token_id
-
-
-def test_perplexity_is_drawn_by_window_and_the_loss_by_position() -> None:
-    """The loss if all scores have it."""
-    about: dict[str, Any] = {"model": "m", "scale": 2.0, "dtype": "float32", "kernel": "sdpa", "window": 128}
-    windows = [WindowPerplexity(window=window, perplexity=512 / window, tokens=9) for window in (64, 128)]
-    bins = [PositionLoss(first=first, last=2 * first, loss=1 + 1 / first, tokens=9) for first in (32, 64)]
-    options = PerplexityOptions(data="text.txt")
-    old = PerplexityScores(**about, options=options, windows=windows)
-    new = old.model_copy(update={"by_position": LossByPosition(window=128, bins=bins)})
-    one = new.model_copy(update={"windows": windows[1:]})
-
-    def drawn(scores: dict[str, PerplexityScores]) -> list[tuple[str, list[tuple[str, list[float], list[float]]]]]:
-        found = []
-        for panel in Perplexity().panels(scores):
-            axes = new_figure(4, 3).subplots()
-            panel(axes)
-            curves = [(line.get_label(), [*line.get_xdata()], [*line.get_ydata()]) for line in axes.lines]
-            found.append((axes.get_ylabel(), curves))
-        return found
-
-    by_window = ("perplexity (lower is better)", [("a", [64, 128], [8.0, 4.0])])
-    by_position = ("loss (nats per token)", [("a", [32, 64], [1.03125, 1.015625])])
-    assert drawn({"a": new}) == [by_window, by_position]
-    assert drawn({"a": old}) == [by_window]
-    assert drawn({"a": one}) == [by_position]
-    assert [label for label, _ in drawn({"a": new, "b": old})] == ["perplexity (lower is better)"]

@@ -1,3 +1,5 @@
+"""Sliding windows against an oracle and lm-eval: which tokens count, with what before them, and BOS."""
+
 import copy
 import math
 import time

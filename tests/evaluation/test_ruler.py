@@ -1,3 +1,5 @@
+"""RULER: the prompts and scores of lm-eval, tasks that fit the window, and the command."""
+
 import json
 import random
 import re
@@ -16,7 +18,7 @@ from lm_eval.api.task import ConfigurableTask
 from lm_eval.models.huggingface import HFLM
 from transformers import AutoTokenizer
 
-from conftest import run_captured
+from conftest import refused, run_captured
 from pi_lora.api import load
 from pi_lora.errors import DataError
 from pi_lora.evaluation import harness
@@ -153,22 +155,24 @@ def test_ruler_scores_equal_lm_evals(small: LoadedModel, monkeypatch: pytest.Mon
 def test_repeated_measurements_have_the_same_prompts(small: LoadedModel, monkeypatch: pytest.MonkeyPatch) -> None:
     given = knowing(small, monkeypatch, list)
     for _ in range(2):
-        Ruler().run(small, options("ruler_cwe", "ruler_vt", "niah_multikey_3"), Session())
+        Ruler().run(small, options("ruler_cwe", "niah_multikey_3"), Session())
     assert given[: len(given) // 2] == given[len(given) // 2 :]
     scored(small, "ruler_cwe", seed=1)
     assert given[-SAMPLES:] != given[:SAMPLES]
 
 
 @pytest.mark.parametrize(
-    ("name", "window", "line"),
+    ("name", "window", "reason"),
     [
-        ("niah_single_1", 250, "niah_single_1 in 250 tokens: Could not generate any sample"),
-        ("ruler_vt", 1000, "ruler_vt in 1000 tokens: needs 1536; leave it out, or choose another window"),
-        ("niah_single_2", 1536, "niah_single_2 in 1536 tokens: "),  # the essays are not on this machine
+        ("niah_single_1", 250, "Could not generate"),
+        ("ruler_vt", 1535, "1536"),
+        ("niah_single_2", 1536, ""),  # the essays are not on this machine
     ],
 )
-def test_tasks_whose_prompts_cannot_be_made_are_refused(small: LoadedModel, name: str, window: int, line: str) -> None:
-    with pytest.raises(DataError, match=f"^--tasks: {line}"):
+def test_tasks_whose_prompts_cannot_be_made_are_refused(
+    small: LoadedModel, name: str, window: int, reason: str
+) -> None:
+    with refused(DataError, f"--tasks: {name} in {window} tokens: ", reason):
         scored(small, name, windows=(window,))
 
 
@@ -178,13 +182,13 @@ def test_a_prompt_that_does_not_fit_or_lacks_its_answer_is_refused(
     save_tokenizer(small.tokenizer, str(tmp_path))
     lm = RankedLM(small, WINDOW, 1, RulerOptions(), Session())
 
-    def refused(name: str, room: int, reason: str) -> None:
+    def refuses(name: str, room: int, *reason: object) -> None:
         monkeypatch.setattr(harness, "RESERVED_TOKENS", room)
-        with pytest.raises(DataError, match=f"^--tasks: {name} in {WINDOW} tokens: {reason}"):
+        with refused(DataError, f"--tasks: {name} in {WINDOW} tokens: ", *reason):
             ruler_task(name, options(name), lm, str(tmp_path))
 
-    refused("ruler_fwe", -100, "the longest prompt and its answer take 1[56]")
-    refused("niah_single_1", 900, "the longest prompt and")
+    refuses("ruler_fwe", -100, "the longest prompt")
+    refuses("niah_single_1", 900, "the longest prompt")
     build = ConfigurableTask.build_all_requests
 
     def without_digits(self: ConfigurableTask, **asked: Any) -> None:
@@ -193,7 +197,7 @@ def test_a_prompt_that_does_not_fit_or_lacks_its_answer_is_refused(
             each.arguments = (re.sub(r"\d", "0", each.args[0]), *each.args[1:])
 
     monkeypatch.setattr(ConfigurableTask, "build_all_requests", without_digits)
-    refused("niah_single_1", 128, "a prompt lacks its answer; leave")
+    refuses("niah_single_1", 128, "lacks its answer")
 
 
 def test_lm_eval_executes_no_code_that_a_tokenizer_names(small: LoadedModel, tmp_path: Path) -> None:
@@ -211,18 +215,15 @@ def test_eval_ruler_prints_and_writes_the_effective_length(
     monkeypatch.chdir(tmp_path)
     (tmp_path / "model").symlink_to(small_model)
     asked = ("--windows", "1024,768", "--tasks", "ruler_fwe", "--samples", "2")
-    status, out, _ = run_captured(
-        capsys, monkeypatch, "eval", "ruler", "model", "builtin:tiny", *asked, "--json", "r.json"
-    )
+    status, out, _ = run_captured(capsys, monkeypatch, "eval", "ruler", "model", *asked, "--json", "r.json")
     assert status == 0
     assert "effective length" in " ".join(out.split())
     written = json.loads((tmp_path / "r.json").read_text())
-    assert [each["model"] for each in written] == ["model", "builtin:tiny"]
-    assert written[0]["lengths"][0]["tasks"]["ruler_fwe"]["samples"] == 2
-    assert [each["window"] for each in written[0]["lengths"]] == [768, 1024]
+    assert written["model"] == "model"
+    assert written["lengths"][0]["tasks"]["ruler_fwe"]["samples"] == 2
+    assert [each["window"] for each in written["lengths"]] == [768, 1024]
     status, out, err = run_captured(capsys, monkeypatch, "eval", "ruler", "model", "--tasks", "ruler")
-    assert (status, out) == (2, "")
-    assert err.startswith("--tasks: ruler: no such task of RULER; choose from niah_single_1")
+    assert (status, out, err.startswith("--tasks: ruler: "), "niah_single_1" in err) == (2, "", True, True)
 
 
 def test_windows_are_reported_in_any_requested_order(small: LoadedModel) -> None:

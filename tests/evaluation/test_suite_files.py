@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 
+from conftest import refused
 from pi_lora.errors import ModelError
 from pi_lora.evaluation.benchmarks import BenchmarkScores, TaskScore
 from pi_lora.evaluation.measurement import Scores
@@ -110,27 +111,21 @@ def test_perplexities_with_bos_in_each_window_and_in_each_document_are_no_pairs(
 
 
 @pytest.mark.parametrize(
-    ("text", "line"),
+    ("text", "where"),
     [
         (
             '{"measurement": "perplexity", "model": "m", "options": {}, "windows": [{"window": 64, "tokens": 3}]}',
-            "windows.0.perplexity: field required",
+            "windows.0.perplexity: ",
         ),
-        (
-            '{"measurement": "passkey", "model": "m", "options": {}, "k_max": 64, "depths": []}',
-            "target: field required",
-        ),
-        ('{"model": "m", "windows"', "is not JSON"),
+        ('{"measurement": "passkey", "model": "m", "options": {}, "k_max": 64, "depths": []}', "target: "),
+        ('{"model": "m", "windows"', ""),
     ],
 )
-def test_a_broken_score_file_is_refused_in_one_line(text: str, line: str, tmp_path: Path) -> None:
+def test_a_broken_score_file_is_refused_in_one_line(text: str, where: str, tmp_path: Path) -> None:
     file = tmp_path / "perplexity.json"
     file.write_text(text)
-    with pytest.raises(ModelError) as refusal:
+    with refused(ModelError, f"{file}: {where}", "remove it"):
         read_scores(file)
-    assert str(refusal.value).startswith(f"{file}: {line}")
-    assert str(refusal.value).endswith("; measure again or remove it")
-    assert "\n" not in str(refusal.value)
 
 
 @pytest.mark.parametrize("file", sorted(ADAPTERS.glob("*/scores/*.json")), ids=lambda file: file.stem)
