@@ -14,13 +14,12 @@ from pi_lora.data.chats import ChatTemplate
 from pi_lora.data.documents import COMPRESSION, NamedJson, looks_local
 from pi_lora.data.sources import BUILTIN_TEXTS, COUNTED_ROWS, Table, find_table, format_counts, hash_to_unit, streamed
 from pi_lora.data.tokens import (
-    added_prefix,
     check_offsets,
     in_batches,
+    prompt_ids,
     special_tokens_of,
     strip_eos,
     tokenized,
-    with_one_prefix,
 )
 from pi_lora.errors import DataError
 from pi_lora.recipe.data import Data, Source
@@ -106,11 +105,11 @@ class Prompter:
         self.data = data
         self.document = data.document or ""
         self.task = Task(data)
-        self.prefix = added_prefix(tokenizer)
         self.eos = tokenizer.eos_token_id
         check_offsets(tokenizer)
         self.longest = window - data.completion_tokens - 1
         self.tokenizer = partial(tokenizer, split_special_tokens=not data.special_tokens, verbose=False)
+        self.prompt_ids = partial(prompt_ids, tokenizer, special_tokens=data.special_tokens)
         special = [token for token in special_tokens_of(tokenizer) if token in self.task.template]
         if special and not data.special_tokens:
             raise DataError(
@@ -187,8 +186,7 @@ class Prompter:
         if kept < len(offsets):
             _, end = offsets[kept - 1] if kept else (0, 0)
             row = {**row, self.document: row[self.document][:end]}
-        encoded = self.tokenizer(self.task.prompt(row))["input_ids"]
-        ids: list[int] = strip_eos(with_one_prefix(encoded, self.prefix), self.eos)
+        ids: list[int] = self.prompt_ids(self.task.prompt(row))
         return ids
 
     def completions(self, rows: Sequence[Json]) -> list[list[int]]:

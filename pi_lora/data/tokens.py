@@ -45,15 +45,16 @@ def tokenized(tokenizer: Any, texts: Sequence[str], special_tokens: bool = False
 
 
 def token_spans(tokenizer: Any, text: str) -> list[tuple[int, int]]:
-    """Return for each token that `tokenized` gives of a text the first character and the one after the last; equal ones
-    for tokens before it. Raise DataError if the tokenizer does not know them.
+    """Return the first character and the one after the last for each token of a text, without the EOS that some
+    tokenizers add; equal ones for the tokens added before it. Raise DataError if the tokenizer does not know them.
     """
     check_offsets(tokenizer)
     encode = partial(tokenizer, split_special_tokens=True, return_offsets_mapping=True, verbose=False)
+    before, after = _added(tokenizer)
     if _is_short(text):
         spans: list[tuple[int, int]] = encode(text)["offset_mapping"]
-        return spans
-    spans = [(0, 0)] * len(added_prefix(tokenizer))
+        return spans[: len(spans) - len(after)]
+    spans = [(0, 0)] * len(before)
     start = 0
     for piece in pieces(text):
         offsets = encode(piece, add_special_tokens=False)["offset_mapping"]
@@ -104,9 +105,11 @@ def strip_eos(ids: Any, eos: int | None) -> Any:
     return ids[:-1] if eos in ids[-1:] else ids
 
 
-def prompt_ids(tokenizer: Any, text: str) -> Any:
-    """Return the tokens of a text with the BOS of the tokenizer, without EOS."""
-    ids = tokenizer(text, verbose=False)["input_ids"]
+def prompt_ids(tokenizer: Any, text: str, special_tokens: bool = True) -> Any:
+    """Return the tokens of a text with the BOS of the tokenizer, without EOS. Without `special_tokens`, special tokens
+    in the text are text.
+    """
+    ids = tokenizer(text, split_special_tokens=not special_tokens, verbose=False)["input_ids"]
     return strip_eos(with_one_prefix(ids, added_prefix(tokenizer)), tokenizer.eos_token_id)
 
 

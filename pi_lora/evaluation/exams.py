@@ -95,11 +95,11 @@ class Exams:
             answer = len(asked) + len(self._tokens(before))
             asked += self._tokens(question)
             answers += range(answer, len(asked) - 1)
-        taken = max(1, len(self.prefix)) + len(asked) + sum(map(len, needles))
+        taken = len(asked) + sum(map(len, needles))
         part = (tokens - taken) // number
-        if part < 1:
+        if part <= len(self.prefix):
             raise DataError(f"--target: {self.target} tokens hold no needles; choose a longer window")
-        ids = list(self.prefix)
+        ids: list[int] = []
         for index, needle in enumerate(needles):
             ids += [*text[index * part : (index + 1) * part], *needle]
         return Exam(self.row(ids + asked), [len(ids) + answer for answer in answers], inputs={})

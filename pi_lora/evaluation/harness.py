@@ -15,6 +15,7 @@ from typing import Any
 
 import lm_eval.tasks
 import numpy as np
+import torch
 import yaml
 from accelerate import Accelerator
 from lm_eval.api.model import CachingLM
@@ -24,6 +25,7 @@ from lm_eval.models.huggingface import HFLM
 from lm_eval.tasks import TaskManager
 
 from pi_lora.data.documents import suffix_of
+from pi_lora.data.tokens import strip_eos
 from pi_lora.distributed import all_gather_objects, rank, world_size
 from pi_lora.errors import DataError, first_line
 from pi_lora.evaluation.forward import check_numbers
@@ -103,6 +105,17 @@ class RankedLM(HFLM):
     def world_size(self) -> int:
         """The number of processes."""
         return world_size()
+
+    def tok_encode(self, *arguments: Any, **options: Any) -> list[int]:
+        """Return the tokens of a text. lm-eval would let an EOS that the tokenizer adds stand before the answer."""
+        ids: list[int] = strip_eos(super().tok_encode(*arguments, **options), self.tokenizer.eos_token_id)
+        return ids
+
+    def tok_batch_encode(self, *arguments: Any, **options: Any) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return the tokens of prompts, padded on the left, and their mask, without an EOS that the tokenizer adds."""
+        ids, mask = super().tok_batch_encode(*arguments, **options)
+        end = -1 if (ids[:, -1] == self.tokenizer.eos_token_id).all() else None
+        return ids[:, :end], mask[:, :end]
 
     def evaluate(self, name: str, task: Any, limit: int | None) -> Json:
         """Return lm-eval's scores of a task on the first `limit` examples, the `shots`, and the `samples`: all examples

@@ -215,6 +215,11 @@ def _judge(reference: Reference, prompt: Prompt, completion: Completion, toleran
     else:
         verdict = DIFFERENT
         detail = f"it computes another model, or not the whole prompt: {start}"
+    if missing < 0 and verdict in (DIFFERENT, UNCLEAR):
+        detail = (
+            f"it read {-missing} tokens more than the prompt has, as an EOS or a second BOS that its tokenizer adds; "
+            "correct add_eos_token and add_bos_token in tokenizer_config.json, and the post_processor in tokenizer.json"
+        )
     return Verdict(
         tokens=prompt.tokens,
         depth=prompt.depth,

@@ -14,7 +14,7 @@ import torch
 from pydantic import BaseModel
 
 from pi_lora.data.recall import sentences
-from pi_lora.data.tokens import check_offsets
+from pi_lora.data.tokens import prompt_ids, token_spans
 from pi_lora.errors import DataError
 from pi_lora.evaluation.forward import keeps_all_tokens
 from pi_lora.models.loaded import LoadedModel, load_model
@@ -110,10 +110,8 @@ class Reference(BaseModel):
 
 def reference_of(model: ModelSource, text: str = "") -> Reference:
     """Return the prompts for a model, without answers. The codes stand in `text`, or in made-up sentences."""
-    check_offsets(model.tokenizer)
     filler = text or sentences(random.Random(0), model.window)
-    encoded = model.tokenizer(filler, return_offsets_mapping=True, verbose=False)
-    starts = [start for start, _ in encoded["offset_mapping"]]
+    starts = [start for start, _ in token_spans(model.tokenizer, filler)]
     long_tokens = model.window * 9 // 10
     prompts = [_prompt(model, starts, long_tokens, asked=asked) for asked in range(len(DEPTHS))]
     prompts.append(_prompt(model, starts, model.original // 2, num_codes=1))
@@ -130,7 +128,7 @@ def reference_of(model: ModelSource, text: str = "") -> Reference:
 
 
 def _count(model: ModelSource, text: str) -> int:
-    return len(model.tokenizer(text, verbose=False)["input_ids"])
+    return len(prompt_ids(model.tokenizer, text))
 
 
 def _prompt(
@@ -189,7 +187,7 @@ class Reader:
     def answer(self, text: str) -> Answer:
         """Return the answer to a prompt, up to the token that ends a text, at which servers stop."""
         tokenizer = self.loaded.tokenizer
-        ids: list[int] = tokenizer(text, verbose=False)["input_ids"]
+        ids: list[int] = prompt_ids(tokenizer, text)
         prompt_tokens = len(ids)
         rows = []
         for _ in range(MAX_NEW_TOKENS):

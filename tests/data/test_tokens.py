@@ -157,3 +157,12 @@ def test_a_text_with_the_two_tokens_that_a_tokenizer_adds_gets_them_once(text: s
     spans = token_spans(tokenizer, text)
     assert spans[:2] == [(0, 0), (0, 0)]
     assert len(spans) == len(plain)
+
+
+@pytest.mark.parametrize("text", ["The lamp burns.", "The lamp burns low.\n" * 200], ids=["short", "long"])
+@pytest.mark.usefixtures("small_pieces")
+def test_spans_are_those_of_a_text_without_the_eos_after_it(tokenizer: Any, text: str) -> None:
+    [ids] = tokenized(tokenizer, [text])
+    spans = token_spans(tokenizer, text)
+    assert len(spans) == len(ids) - (ids[-1] == tokenizer.eos_token_id)
+    assert spans[-1][1] == len(text)

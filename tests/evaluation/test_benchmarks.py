@@ -14,6 +14,7 @@ import torch
 import yaml
 from lm_eval import simple_evaluate
 from lm_eval.models.huggingface import HFLM
+from tokenizers.processors import TemplateProcessing
 
 from conftest import refused, run_captured
 from pi_lora.api import load
@@ -87,6 +88,17 @@ def files(tmp_path: Path) -> dict[str, str]:
 @pytest.fixture(scope="module")
 def tiny() -> LoadedModel:
     return load("builtin:tiny")
+
+
+@pytest.fixture
+def ending() -> LoadedModel:
+    """The same model with a tokenizer that puts EOS after every text."""
+    model = load("builtin:tiny")
+    model.tokenizer.backend_tokenizer.post_processor = TemplateProcessing(
+        "<s> $A </s>", special_tokens=[("<s>", 0), ("</s>", 1)]
+    )
+    assert model.tokenizer("a")["input_ids"][-1] == model.tokenizer.eos_token_id
+    return model
 
 
 def options(files: dict[str, str], *names: str, **others: Any) -> BenchmarksOptions:
@@ -317,3 +329,13 @@ def test_two_processes_write_the_same_benchmark_scores_as_one(
         assert other.pop("stderr") == pytest.approx(score.pop("stderr"))
         assert other == score
     assert one | {"tasks": {}} == two
+
+
+def test_no_eos_stands_between_a_question_and_an_answer(
+    tiny: LoadedModel, ending: LoadedModel, files: dict[str, str]
+) -> None:
+    asked = options(files, "piqa", "winogrande")
+    assert measured(ending, asked).tasks == measured(tiny, asked).tasks
+    prompts = ["The sea was", "The lamp of the house"]
+    of_plain, of_ending = (ranked(model).tok_batch_encode(prompts) for model in (tiny, ending))
+    assert all(map(torch.equal, of_plain, of_ending))

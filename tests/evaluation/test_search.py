@@ -129,6 +129,7 @@ def test_needles_stand_at_all_depths_and_are_asked_for(searched: Searched) -> No
     decode = searched.loaded.tokenizer.decode
     ids = searched.long.ids[0].tolist()
     assert len(ids) <= 512
+    assert [at for at, token in enumerate(ids) if token == searched.loaded.tokenizer.bos_token_id] == [0]
     answers = searched.long.answers
     asked = decode(ids[answers[0] - 1 :])
     text = decode(ids)

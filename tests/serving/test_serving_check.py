@@ -24,9 +24,20 @@ from pi_lora import cli
 from pi_lora.api import merge
 from pi_lora.errors import PiLoraError
 from pi_lora.models.files import BUILTIN_FOLDER
+from pi_lora.models.loaded import load_model
 from pi_lora.models.resolve import resolve_model
 from pi_lora.serving.check import Completion, Server, Verdict, check_server, verdicts_table
-from pi_lora.serving.reference import CODES, DEPTHS, NAMES, Answer, Prompt, Reference, compute_answers
+from pi_lora.serving.reference import (
+    CODES,
+    DEPTHS,
+    NAMES,
+    Answer,
+    Prompt,
+    Reader,
+    Reference,
+    compute_answers,
+    reference_of,
+)
 
 Json = dict[str, Any]
 Ids = list[int]
@@ -410,6 +421,32 @@ def test_a_count_that_is_too_small_is_a_cut_whatever_the_answer(
         status, rows = verdicts(serve(engine), "--reference", str(reference))
         assert (status, {row["verdict"] for row in rows}) == (verdict == "cut", {verdict})
     assert {str(rows[0]["tokens"] - 6), "512"} <= set(rows[0]["detail"].split())
+
+
+def test_a_prompt_has_no_eos_that_the_tokenizer_adds(untrained: Path, tmp_path: Path) -> None:
+    """The reference is that of the plain tokenizer, and a server that does put EOS after a prompt is told so."""
+    ending = shutil.copytree(untrained, tmp_path / "ending")
+    state = json.loads((ending / "tokenizer.json").read_text())
+    end = {"SpecialToken": {"id": "</s>", "type_id": 0}}
+    state["post_processor"]["single"].append(end)
+    state["post_processor"]["special_tokens"]["</s>"] = {"id": "</s>", "ids": [1], "tokens": ["</s>"]}
+    (ending / "tokenizer.json").write_text(json.dumps(state))
+    plain, ended = (resolve_model(str(folder)) for folder in (untrained, ending))
+    assert ended.tokenizer("a")["input_ids"][-1] == 1
+    references = [reference_of(source) for source in (plain, ended)]
+    assert references[0].prompts == references[1].prompts
+    text = references[0].text(references[0].prompts[-1])
+    assert Reader(load_model(plain)).answer(text) == Reader(load_model(ended)).answer(text)
+
+
+@pytest.mark.parametrize(("more", "named"), [(0, False), (1, True)])
+def test_a_server_that_adds_tokens_to_a_prompt_is_told_so(more: int, named: bool) -> None:
+    answer = Answer(text=" 25473 and", ends=[3, 6, 10], logprobs=[-0.1] * 3, margins=[9.0] * 3)
+    other = Completion(text=" another", prompt_tokens=900 + more, logprobs=[-0.1] * 3)
+    assert judged(answer, other).verdict == "different"
+    assert ("add_eos_token" in judged(answer, other).detail) == named
+    same = Completion(text=answer.text, prompt_tokens=900 + more, logprobs=answer.logprobs)
+    assert (judged(answer, same).verdict, judged(answer, same).detail) == ("right", "")
 
 
 @pytest.mark.parametrize("cut", [whole, last(50), last(95), both_ends(50)], ids=["whole", "50", "95", "ends"])
