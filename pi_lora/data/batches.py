@@ -220,8 +220,18 @@ def collate(rows: Sequence[Batch], padding: int = 0) -> Batch:
 class LengthGroups(LengthGroupedSampler):
     """Groups rows of about the same length, in a new order every epoch. The order follows from the epoch and the seed
     of torch, which is the seed of the run. In transformers (5.23) the order depends on all earlier draws from torch's
-    generator, so that a resumed run would continue with another order.
+    generator, so that a resumed run would continue with another order, and up to 50 steps take ever shorter rows.
     """
+
+    def __iter__(self) -> Iterator[int]:
+        """Yield the indices of rows: the longest rows in the first step, other steps in random order."""
+        indices = list(super().__iter__())
+        starts = range(0, len(indices), self.batch_size)
+        # The last step may have fewer rows.
+        between = 1 + torch.randperm(max(0, len(starts) - 2), generator=self.generator)
+        order = [0, *between.tolist(), len(starts) - 1][: len(starts)]
+        for step in order:
+            yield from indices[starts[step] : starts[step] + self.batch_size]
 
     def set_epoch(self, epoch: int) -> None:
         """Choose the order of an epoch."""

@@ -143,7 +143,8 @@ class Trainer(SFTTrainer):
         # Under autocast the casts of PEFT only change dropout, which depends on the dtype.
         self.cast_by_autocast = devices.computes_in(recipe) != "float32" and not recipe.tuning.dropout
         self.groups: LengthGroups | None = None
-        if len(set(data.tokens)) > 1:
+        # Not under keep_short: a batch has one sequence, and groups would undo the mixture.
+        if recipe.data.has_examples and len(set(data.tokens)) > 1:
             # Groups for a step: a resumption with fewer sequences at once, or on other GPUs, keeps the order.
             self.groups = LengthGroups(self.training.global_batch_size, lengths=data.tokens)
         if recipe.tuning.method == "full":

@@ -5,6 +5,7 @@ import os
 import re
 import shutil
 import signal
+import statistics
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -241,6 +242,45 @@ def test_hardware_does_not_change_the_order_of_examples(
             train(recipe, tmp_path / "run")
     assert orders[0] == orders[1]
     assert sorted(orders[0]) == list(range(30)) != orders[0]
+
+
+def test_short_and_long_rows_are_mixed_from_the_first_step_to_the_last(
+    small_model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Short chats beside long sequences, and examples of two kinds: each third of the steps has its share of both."""
+    model = shutil.copytree(small_model, tmp_path / "model")
+    (model / "chat_template.jinja").write_text("{% for m in messages %}[{{ m.role }}] {{ m.content }}\n{% endfor %}")
+    chats = [
+        {
+            "messages": [
+                {"role": "user", "content": f"Name {n}."},
+                {"role": "assistant", "content": "lamp " * (n % 9 + 1)},
+            ]
+        }
+        for n in range(1500)
+    ]
+    rows = [{"q": f"Name {n}.", "a": "lamp " * (2 if n % 2 else 30)} for n in range(240)]
+    for name, written in (("chats", chats), ("rows", rows)):
+        (tmp_path / f"{name}.jsonl").write_text("".join(f"{json.dumps(row)}\n" for row in written))
+    kinds: dict[str, object] = {
+        "chats": {"keep_short": 0.5, "source": {"name": str(tmp_path / "chats.jsonl"), "column": "messages"}},
+        "rows": {"template": "{q}", "completion": "a", "completion_tokens": 60, "source": str(tmp_path / "rows.jsonl")},
+    }
+    lengths: list[int] = []
+
+    def read(self: Trainer, checkpoint: Path | None) -> None:
+        lengths[:] = [int(batch["attention_mask"].sum()) for batch in self.get_train_dataloader()]
+        raise Interrupted("now")
+
+    monkeypatch.setattr(Trainer, "train", read)
+    training = {"steps": 60, "global_batch_size": 4, "per_device_batch_size": 1, "activation_checkpointing": False}
+    for data in kinds.values():
+        with pytest.raises(Interrupted):
+            train(small_recipe(model, data=data, training=training), tmp_path / "run")
+        assert len(lengths) == 240
+        middle = statistics.median(lengths)
+        shares = [statistics.fmean(each > middle for each in lengths[start : start + 80]) for start in (0, 80, 160)]
+        assert max(shares) - min(shares) < 0.3, shares
 
 
 def test_a_run_of_one_gpu_is_not_resumed_in_shards(small_model: Path, tmp_path: Path) -> None:
