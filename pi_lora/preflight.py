@@ -11,6 +11,7 @@ from huggingface_hub import HfApi, constants
 from huggingface_hub.errors import NotASafetensorsRepoError, SafetensorsParsingError
 from transformers import get_scheduler
 
+from pi_lora.data.batches import packing_problems
 from pi_lora.data.examples import amount_problems, data_problems, too_short_for
 from pi_lora.data.sources import HELD_OUT_KEYS, PINNED
 from pi_lora.errors import ModelError, PiLoraError, RecipeError, first_line
@@ -69,6 +70,9 @@ def check(
     problems = data_problems(recipe.data, ask_hub, tokenizer=tokenizer, window=length)
     if model:
         problems = problems or amount_problems(recipe, model.original)
+    if model and tokenizer and ask_hub and not problems:
+        # A training packs next.
+        problems = packing_problems(recipe.data, recipe.training, tokenizer, model.original, recipe.context.target)
     problems += _machine_problems(recipe)
     with collected():
         problems += _evaluation_problems(recipe, tokenizer, ask_hub)

@@ -36,7 +36,7 @@ def recipe(small_model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -
     """A recipe that names files of its own in the current folder."""
     monkeypatch.chdir(tmp_path)
     shutil.copytree(small_model, "model")
-    Path("notes.jsonl").write_text('{"text": "some text"}')
+    Path("notes.jsonl").write_text(json.dumps({"text": "some text " * 1000}))
     Path("held_out.txt").write_text("other text " * 100)
     evaluation = {"perplexity": {"data": "held_out.txt"}}
     return small_recipe("model", data={"source": "notes.jsonl"}, evaluation=evaluation)

@@ -1,13 +1,20 @@
 """Data that is prepared ahead of training: elsewhere, once."""
 
+import gzip
+import json
+import shutil
 from pathlib import Path
 
+import pyarrow
+import pyarrow.parquet
 import pytest
 
-from conftest import run_command, small_recipe
+from conftest import refused, run_command, small_recipe
 from hub import Hub
 from pi_lora.data.examples import data_problems
-from pi_lora.preflight import check_data
+from pi_lora.errors import DataError, RecipeError
+from pi_lora.preflight import check, check_data
+from pi_lora.recipe.data import Data
 from pi_lora.recipe.files import dump_recipe
 from pi_lora.training.job import pack_data
 
@@ -45,3 +52,66 @@ def test_a_data_set_on_the_hub_is_not_streamed_before_it_is_prepared(small_model
     assert hub.log == []
     [problem] = data_problems(recipe.data, ask_hub=True)
     assert problem.startswith("data.source: people/books: ")
+
+
+def rows_of(kind: str, folder: Path, number: int) -> Data:
+    """The data of a recipe: rows in a file of a kind, each of about 20 tokens."""
+    text = "the lamp of the cabin burns low"
+    messages = [{"role": "user", "content": "Who?"}, {"role": "assistant", "content": text}]
+    rows = [{"text": text, "question": "Who?", "messages": messages}] * number
+    file = folder / f"rows.{kind.removesuffix('-chats').removesuffix('-examples')}"
+    if ".parquet" in file.name:
+        pyarrow.parquet.write_table(pyarrow.Table.from_pylist(rows), file)
+    elif ".csv" in file.name:
+        file.write_text("\n".join(["text,question", *[f"{text},Who?"] * number]))
+    else:
+        lines = json.dumps(rows) if file.name.endswith(".json") else "\n".join(map(json.dumps, rows))
+        file.write_bytes(gzip.compress(lines.encode()) if file.suffix == ".gz" else lines.encode())
+    source: dict[str, object] = {"name": str(file)}
+    if kind.endswith("chats"):
+        source["column"] = "messages"
+    data: dict[str, object] = {"source": source}
+    if kind.endswith("examples"):
+        data |= {"template": "{question}", "completion": "text", "completion_tokens": 40}
+    return Data.model_validate(data)
+
+
+@pytest.mark.parametrize(
+    "kind", "json jsonl jsonl.gz csv parquet parquet-chats jsonl-chats json-examples parquet-examples".split()
+)
+def test_a_dry_run_refuses_what_packing_refuses(kind: str, small_model: Path, tmp_path: Path) -> None:
+    """An array of one short row passed, and the training ended."""
+    model = shutil.copytree(small_model, tmp_path / "model")
+    (model / "chat_template.jinja").write_text("{% for m in messages %}[{{ m.role }}]{{ m.content }}\n{% endfor %}")
+    for number in (1, 60):
+        data = rows_of(kind, tmp_path, number).model_dump()
+        recipe = small_recipe(model, data=data, training={"steps": 2, "global_batch_size": 1})
+        source = check_data(recipe)
+        said = None
+        try:
+            pack_data(recipe, source)
+        except DataError as error:
+            said = str(error)
+        assert (said is None) == (number > 1)
+        if said is None:
+            check(recipe, tmp_path / "run", ask_hub=True)
+        else:
+            with refused(RecipeError, said):
+                check(recipe, tmp_path / "run", ask_hub=True)
+
+
+def test_a_dry_run_reads_every_row_of_a_small_file(small_model: Path, tmp_path: Path) -> None:
+    file = tmp_path / "rows.jsonl"
+    file.write_text("\n".join([json.dumps({"text": "the lamp burns low " * 20})] * 9 + ["{"]))
+    recipe = small_recipe(small_model, data={"source": str(file)}, training={"steps": 40, "global_batch_size": 1})
+    with refused(RecipeError, f"{file}:10: "):
+        check(recipe, tmp_path / "run", ask_hub=True)
+
+
+def test_a_dry_run_counts_a_small_file_beside_other_sources(small_model: Path, tmp_path: Path) -> None:
+    file = tmp_path / "rows.jsonl"
+    file.write_text(json.dumps({"text": "the lamp burns low"}))
+    sources = [{"name": str(file)}, {"name": "builtin:stdlib"}, {"name": "builtin:recall"}]
+    recipe = small_recipe(small_model, data={"source": sources}, training={"steps": 20, "global_batch_size": 1})
+    with refused(RecipeError, f"data.source: {file}: "):
+        check(recipe, tmp_path / "run", ask_hub=True)

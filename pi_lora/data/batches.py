@@ -19,9 +19,10 @@ from torch.nn.utils.rnn import pad_sequence
 from transformers.trainer_pt_utils import LengthGroupedSampler
 
 from pi_lora.data.chats import NO_CHATS_WARNING
+from pi_lora.data.documents import NamedJson, looks_local
 from pi_lora.data.examples import NO_EXAMPLE
-from pi_lora.data.packing import Row, Stream, training_rows
-from pi_lora.data.sources import find_table, format_counts
+from pi_lora.data.packing import Row, Stream, shortfalls, training_rows
+from pi_lora.data.sources import Table, find_table, format_counts
 from pi_lora.data.tokens import in_batches, padding_id, tokenizer_identity
 from pi_lora.errors import DataError, ModelError
 from pi_lora.recipe.data import Data
@@ -79,11 +80,7 @@ def training_data(
     length = data.tokens_per_sequence(original, target)
     counts = Counter[str]()
     tables = [find_table(source) for source in data.source]
-    texts = [table for table in tables if table.source.has_text]
-    streams = [
-        Stream(table=table, data=data, tokenizer=tokenizer, length=length, counts=counts, texts=texts)
-        for table in tables
-    ]
+    streams = _streams(tables, data, tokenizer, length, counts)
     made_from = {
         "format": FORMAT,
         "sources": [table.source.model_dump() | table.identity for table in tables],
@@ -109,6 +106,37 @@ def training_data(
     if tokenizer.chat_template is not None and "loss_mask" not in columns:
         messages.append(NO_CHATS_WARNING)
     return TrainingData(rows, tokens, messages, padding_id(tokenizer))
+
+
+def packing_problems(data: Data, training: Training, tokenizer: Any, original: int, target: int) -> list[str]:
+    """Return the errors that `training_data` raises about small sources on this machine; no other source is read."""
+    tables = [
+        find_table(source) if looks_local(source.name) else Table(source, read=_no_rows, identity={})
+        for source in data.source
+    ]
+    streams = _streams(tables, data, tokenizer, data.tokens_per_sequence(original, target), Counter())
+    try:
+        if not data.has_examples:
+            number = training.steps * training.global_batch_size
+            return [str(problem) for problem in shortfalls(streams, original, number)]
+        if all(stream.is_small for stream in streams):
+            examples = sum(1 for _ in training_rows(streams, original, target, 0))
+            _check_epochs(examples, data, training)
+    except DataError as problem:
+        return [str(problem)]
+    return []
+
+
+def _no_rows(_columns: Sequence[str], _seed: int | None) -> Iterator[NamedJson]:
+    return iter(())
+
+
+def _streams(tables: Sequence[Table], data: Data, tokenizer: Any, length: int, counts: Counter[str]) -> list[Stream]:
+    texts = [table for table in tables if table.source.has_text]
+    return [
+        Stream(table=table, data=data, tokenizer=tokenizer, length=length, counts=counts, texts=texts)
+        for table in tables
+    ]
 
 
 def _columns(data: Data) -> list[str]:

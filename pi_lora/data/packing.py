@@ -25,6 +25,8 @@ GROUPED_TEXTS = 256
 # The width of lines in characters, and the most lines of a recipe between facts: a stream may have no end.
 LINE_WIDTH = 100
 MAX_LINES = 300_000
+# A source of at most so many bytes is packed by a dry run, which takes seconds.
+SMALL_BYTES = 2**23
 
 
 def pose_positions(rng: random.Random, tokens: int, target: int, chunks: int) -> list[int]:
@@ -162,6 +164,11 @@ class Stream:
         """The source as the recipe names it."""
         return self.table.source
 
+    @property
+    def is_small(self) -> bool:
+        """Whether all rows are on this machine, and few enough to make them in seconds."""
+        return self.source.name != RECALL and 0 < self.table.size * self.data.epochs <= SMALL_BYTES
+
     @cached_property
     def prefix(self) -> list[int]:
         """The tokens that sequences begin with, such as BOS, if the tokenizer adds any."""
@@ -287,9 +294,7 @@ def training_rows(streams: Sequence[Stream], original: int, target: int, number:
         for stream in streams:
             yield from map(columns, stream.rows())
         return
-    drawn, weights = _with_short_texts(streams, original)
-    indices = range(len(drawn))
-    order = random.Random(data.seed).choices(indices, weights, k=number)
+    drawn, order = _drawn(streams, original, number)
     rows = [stream.rows() for stream in drawn]
     rng = random.Random(data.seed)
     for done, index in enumerate(order):
@@ -309,6 +314,25 @@ def training_rows(streams: Sequence[Stream], original: int, target: int, number:
             room = length - total_tokens(sequences)
             rest = Labelled([padding] * room, [False] * room)
             yield columns([*sequences, rest]) | {"lengths": [length], "position_ids": positions}
+
+
+def shortfalls(streams: Sequence[Stream], original: int, number: int) -> Iterator[DataError]:
+    """Yield the errors with which `training_rows` ends for `number` sequences, one for each stream with too little
+    text; only streams of little text are read.
+    """
+    drawn, order = _drawn(streams, original, number)
+    for index, stream in enumerate(drawn):
+        if stream.is_small:
+            needed = order.count(index)
+            available = sum(1 for _ in itertools.islice(stream.rows(), needed))
+            if available < needed:
+                yield _too_little_text(stream, available, needed)
+
+
+def _drawn(streams: Sequence[Stream], original: int, number: int) -> tuple[list[Stream], list[int]]:
+    """Return the streams to draw from, and for each of `number` sequences the index of its stream."""
+    drawn, weights = _with_short_texts(streams, original)
+    return drawn, random.Random(streams[0].data.seed).choices(range(len(drawn)), weights, k=number)
 
 
 def _with_short_texts(streams: Sequence[Stream], original: int) -> tuple[list[Stream], list[float]]:
