@@ -15,7 +15,7 @@ import torch
 from safetensors import SafetensorError
 from safetensors.torch import save_file
 
-from conftest import small_recipe
+from conftest import refused, small_recipe
 from pi_lora.errors import ModelError, PiLoraError, RunExistsError
 from pi_lora.preflight import check
 from pi_lora.recipe.files import dump_recipe
@@ -36,7 +36,7 @@ def test_a_file_is_not_written_through_a_link(tmp_path: Path) -> None:
 def test_a_user_without_a_home_folder_is_told_what_to_set(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("PI_LORA_CACHE")
     monkeypatch.setattr(os.path, "expanduser", lambda path: path)  # as for a user who is not in the password database
-    with pytest.raises(PiLoraError, match="this user has no home folder; set HOME or PI_LORA_CACHE"):
+    with refused(PiLoraError, "", "HOME", "PI_LORA_CACHE"):
         cache_folder()
 
 
@@ -50,7 +50,7 @@ def test_an_output_that_is_a_link_is_made_at_its_target(tmp_path: Path) -> None:
             (staging / "weights").write_text("w")
         assert output.is_symlink()
         assert [path.name for path in (tmp_path / target).iterdir()] == ["weights"]
-        with pytest.raises(RunExistsError, match="already exists"), staged(output):
+        with refused(RunExistsError, f"{output}: already exists"), staged(output):
             pass
     assert sorted(path.name for path in (tmp_path / "disk").iterdir()) == ["empty", "new"]
 
@@ -63,9 +63,8 @@ def test_an_impossible_output_is_refused_in_one_line(
     monkeypatch.chdir(tmp_path / "here")
     (tmp_path / "file").touch()
     path = Path(output) if output != "file/run" else tmp_path / output
-    with pytest.raises(RunExistsError, match="; choose another --output") as refused, staged(path):
+    with refused(RunExistsError, f"{path}: ", "--output"), staged(path):
         pass
-    assert "\n" not in str(refused.value)
 
 
 def test_a_finished_run_stays_in_staging_if_its_name_was_taken_meanwhile(tmp_path: Path) -> None:
@@ -77,28 +76,27 @@ def test_a_finished_run_stays_in_staging_if_its_name_was_taken_meanwhile(tmp_pat
             output.mkdir()
             (output / "weights").write_text("another's")
 
-    with pytest.raises(RunExistsError, match=rf"is not overwritten; move the result from {staging_path(output)}$"):
+    with refused(RunExistsError, f"{output}: ", staging_path(output)):
         another_takes_its_name()
     assert (output / "weights").read_text() == "another's"
     assert (staging_path(output) / "weights").read_text() == "mine"
-    with pytest.raises(RunExistsError, match="already exists"), staged(output):
+    with refused(RunExistsError, f"{output}: already exists"), staged(output):
         pass
     assert (staging_path(output) / "weights").exists()
 
 
 def test_an_output_is_locked_to_one_process(tmp_path: Path, small_model: Path) -> None:
     output = tmp_path / "run"
-    owner = "is being made by another process; wait for it, or choose another --output"
     with staged(output) as staging:
         (staging / "weights").touch()
         for resume in (False, True):
-            with pytest.raises(RunExistsError, match=owner), staged(output, resume=resume):
+            with refused(RunExistsError, f"{output}: is being made", "--output"), staged(output, resume=resume):
                 pass
-            with pytest.raises(RunExistsError, match=owner):
+            with refused(RunExistsError, f"{output}: is being made", "--output"):
                 check(small_recipe(small_model), output, resume=resume)
         assert (staging / "weights").exists()
     assert [path.name for path in output.iterdir()] == ["weights"]
-    with pytest.raises(RunExistsError, match="already exists"), staged(output):
+    with refused(RunExistsError, f"{output}: already exists"), staged(output):
         pass
 
 
@@ -120,11 +118,19 @@ def test_a_lock_is_released_when_its_process_is_killed(python: str, tmp_path: Pa
     with subprocess.Popen([python, "-c", BEGIN, str(output)], stdout=subprocess.PIPE, text=True) as process:
         assert process.stdout
         assert process.stdout.readline() == "begun\n"
-        with pytest.raises(RunExistsError, match="is being made by another process"):
+        with refused(RunExistsError, f"{output}: is being made"):
             check_output(output)
         process.kill()
         assert process.stdout.read() == ""  # the pipe closes when the process itself has ended
     assert staging_path(output).with_suffix(".lock").exists()
+    check_output(output)
+
+
+def test_what_a_killed_process_leaves_locks_nothing_and_is_not_in_the_next_run(tmp_path: Path) -> None:
+    output = tmp_path / "run"
+    staging_path(output).mkdir()
+    (staging_path(output) / "half").touch()
+    staging_path(output).with_suffix(".lock").touch()
     check_output(output)
     with staged(output) as staging:
         assert not list(staging.iterdir())
@@ -190,11 +196,8 @@ def test_if_all_checkpoints_are_damaged_none_is_resumed_or_removed(tmp_path: Pat
     both = interrupted(tmp_path)
     for each in both:
         half(each / "optimizer.pt")
-    with pytest.raises(
-        ModelError, match=r"optimizer\.pt changed since .*; no checkpoint before is left: remove "
-    ) as raised:
+    with refused(ModelError, str(both[0]), "optimizer.pt changed", both[1], f"remove {tmp_path} "):
         Run(tmp_path).checkpoint_to_resume()
-    assert "\n" not in str(raised.value)
     assert all(each.is_dir() for each in both)
 
 
@@ -210,7 +213,6 @@ FULL_DISK = [
 @pytest.mark.parametrize("error", FULL_DISK, ids=str)
 def test_a_full_disk_is_one_line_and_half_a_checkpoint_makes_room(tmp_path: Path, error: Exception) -> None:
     output = tmp_path / "run"
-    again = f"make room, then pi-lora train {output} --resume$"
 
     def write() -> None:
         with staged(output) as staging:
@@ -218,7 +220,7 @@ def test_a_full_disk_is_one_line_and_half_a_checkpoint_makes_room(tmp_path: Path
             (staging / "checkpoints" / "checkpoint-6").mkdir()
             raise error
 
-    with pytest.raises(ModelError, match=f"run: a disk is full .*; {again}"):
+    with refused(ModelError, f"{output}: a disk is full", f"pi-lora train {output} --resume"):
         write()
     assert [path.name for path in Run(staging_path(output)).checkpoints] == ["checkpoint-4", "checkpoint-2"]
 

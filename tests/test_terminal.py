@@ -12,8 +12,10 @@ from pathlib import Path
 
 import pytest
 
+from conftest import run_command, small_recipe
 from pi_lora import terminal
 from pi_lora.__main__ import main
+from pi_lora.recipe.files import dump_recipe
 from pi_lora.terminal import progress_bar, working
 from processes import without_progress
 
@@ -34,8 +36,8 @@ def be_the_second_process(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.fixture(scope="module")
-def folder(python: str, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """With a run, texts and questions."""
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """With texts and questions."""
     folder = tmp_path_factory.mktemp("terminal")
     document = "The agency found much to mend. It has since mended it. "
     (folder / "text.txt").write_text(document * 80)
@@ -57,16 +59,35 @@ def run(python: str, folder: Path) -> Path:
 @pytest.mark.parametrize(
     "command",
     [
-        "train {demo} {small} tuning.method=full training.save_every=1 --output full",
+        "train small.yaml tuning.method=full training.save_every=1 --output full",
+        "eval perplexity {run} --data text.txt --windows 64,128",
+        "merge {run} --output merged",
+    ],
+)
+def test_a_command_prints_no_line_of_a_library_that_is_imported(
+    command: str,
+    folder: Path,
+    small_model: Path,
+    lora_run: Path,
+    capfd: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.chdir(folder)
+    Path("small.yaml").write_text(dump_recipe(small_recipe(small_model)))
+    assert run_command(*command.format(run=lora_run).split()) == 0
+    assert without_progress(capfd.readouterr().err) == ""
+
+
+@pytest.mark.parametrize(
+    "command",
+    [
         "train {demo} {small} tuning.method=qlora --output qlora",
         "train {demo} {small} hardware.cpu_processes=2 training.save_every=1 --output two",
         "extend builtin:tiny --target 1024 --scaling factors --factors found.json --output extended",
         "eval perplexity run --data text.txt --windows 256,1024",
-        "eval passkey run --depths 2 --trials 1",
         "eval benchmarks run --data piqa=piqa.jsonl --tasks piqa",
         "eval summarization run --data reports.jsonl --document document --summary summary --max-new-tokens 5",
         "summarize run longer_than_the_base_reads.txt --max-new-tokens 5",
-        "merge run --output merged",
         "plan {demo}",
     ],
 )
