@@ -260,14 +260,13 @@ def encoded(template: ChatTemplate, messages: list[Any], longest: int, row: dict
 def test_labels_equal_a_plain_reference(name: str) -> None:
     template, messages, pieces = REFERENCES[name]
     tokenizer = make_tokenizer(template)
-    chat = encoded(ChatTemplate(tokenizer), messages, 10_000, {})
     ids, loss_mask = [], []
     for text, by_assistant in pieces:
         own = tokenizer(text, add_special_tokens=False)["input_ids"]
         ids += own
         loss_mask += [by_assistant] * len(own)
-    assert chat == Labelled(ids, loss_mask)
-    everything = encoded(ChatTemplate(tokenizer, train_on_all=True), messages, 10_000, {})
+    assert encoded(ChatTemplate(tokenizer), messages, len(ids), {}) == Labelled(ids, loss_mask)
+    everything = encoded(ChatTemplate(tokenizer, train_on_all=True), messages, len(ids), {})
     assert everything == Labelled(ids, [True] * len(ids))
 
 
@@ -333,9 +332,9 @@ CALLING = [
 
 
 def under(template: str) -> Any:
-    """A tokenizer with a chat template, and a special token that no setting names, as most of Llama 3."""
+    """A tokenizer with a chat template, a special token that no setting names, as most of Llama 3, and a plain one."""
     tokenizer = make_tokenizer(None)
-    tokenizer.add_tokens([AddedToken("<|unnamed|>", special=True)])
+    tokenizer.add_tokens([AddedToken("<|unnamed|>", special=True), AddedToken("feet")])
     tokenizer.chat_template = template
     return tokenizer
 
@@ -539,6 +538,9 @@ def test_chats_are_packed_without_cuts_and_padded(tmp_path: Path, tokenizer: Any
         loss_mask = tokenizer.decode(row["input_ids"][row["loss_mask"]])
         assert (loss_mask.count("answer"), loss_mask.count("</s>")) == (len(texts), 0)
     assert len(seen) == len(set(seen)) > 30
+    under_all = training_data(data_of(source, loss="all"), Training(steps=1, global_batch_size=1), tokenizer, 64, 128)
+    [row] = under_all.rows
+    assert tokenizer.decode(row["input_ids"][row["loss_mask"]]).startswith("<|im_start|>user\nQuestion")
 
 
 @pytest.mark.parametrize("suffix", ["jsonl", "parquet"])

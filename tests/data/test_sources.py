@@ -81,7 +81,7 @@ def test_a_folder_gives_the_documents_of_every_file_format(shelf: Path) -> None:
 @pytest.mark.parametrize(("value", "kind"), [(1.5, "float"), (["a"], "list")])
 def test_what_a_column_without_text_holds_is_named(tmp_path: Path, value: object, kind: str) -> None:
     rows = write_jsonl(tmp_path / "rows.jsonl", [{"text": value}])
-    with refused(DataError, f"{rows}:1: holds {kind}", "column text"):
+    with refused(DataError, f"{rows}:1: holds {kind}", "no text in column text"):
         texts(rows)
     with refused(DataError, f"{rows}:1: has", "column body"):
         texts(rows, column="body")
