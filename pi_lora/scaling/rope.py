@@ -1,5 +1,5 @@
-"""What a rope makes of the rotary frequencies: a divisor of each, and a factor of cosines and sines, computed from the
-config alone, as the papers define them. No torch is needed.
+"""The rotary frequencies of a scaled model, and the factor of cosines and sines, from the config alone, as the papers
+define them. No torch is needed.
 """
 
 import math
@@ -90,7 +90,7 @@ def _llama3(rope: Rope, frequencies: Frequencies) -> list[float]:
 
 
 def _between(factor: float, share: float) -> float:
-    """Return the divisor of a frequency of which `share` is divided by the factor, and the rest is kept."""
+    """Return the divisor of a frequency that is a mean of two: divided by the factor (`share`), and unscaled."""
     return 1 / (share / factor + 1 - share)
 
 
