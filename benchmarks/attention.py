@@ -71,7 +71,7 @@ def losses(model: str, tokens: int, windows: list[int], stride: int) -> Cost:
     """The losses of the beginning of a novel, by `pi_lora.evaluate` on a loaded model."""
     import pi_lora
 
-    loaded = pi_lora.load(model, dtype=fast_dtype())
+    loaded = pi_lora.load(pi_lora.ModelRef(model, dtype=fast_dtype()))
     measure = partial(
         pi_lora.evaluate,
         loaded,

@@ -23,8 +23,10 @@ from typing import Any
 
 from pi_lora.api import export_gguf, extend, merge
 from pi_lora.errors import PiLoraError
+from pi_lora.model_ref import ModelRef
 from pi_lora.models.resolve import resolve_model
 from pi_lora.scaling.config import Method
+from pi_lora.scaling.extension import Extension
 from pi_lora.serving.check import Server, check_server
 from pi_lora.serving.gguf import CONVERTER
 from pi_lora.serving.reference import Reference, compute_answers, reference_of
@@ -93,7 +95,7 @@ def model_of(case: str) -> Path:
     if folder.is_dir():
         return folder
     if scaling:
-        extend("builtin:tiny", folder, target=TARGET, scaling=scaling)
+        extend(ModelRef("builtin:tiny", extension=Extension(TARGET, scaling=scaling)), folder)
     else:
         merge(ROOT / "adapters" / "demo", folder, dtype="float32")
     return folder
@@ -181,9 +183,9 @@ def main() -> None:
     options = parser.parse_args()
     for case in options.cases:
         model = model_of(case)
-        source = resolve_model(str(model))
+        source = resolve_model(ModelRef(model, dtype="float32"))
         reference = reference_of(source)
-        compute = partial(compute_answers, reference, source, "float32")
+        compute = partial(compute_answers, reference, source)
         rows = read("engines").get("cases", {}).get(case, {})
         for engine in options.engines:
             if "verdicts" in rows.get(engine, {}):

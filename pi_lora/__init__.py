@@ -13,8 +13,6 @@ if TYPE_CHECKING:
         check_server,
         compare,
         evaluate,
-        evaluate_passkey,
-        evaluate_perplexity,
         evaluate_run,
         extend,
         generate,
@@ -31,6 +29,7 @@ if TYPE_CHECKING:
         train,
         write_report,
     )
+    from pi_lora.model_ref import ModelRef
     from pi_lora.models.loaded import LoadedModel
     from pi_lora.models.source import ModelSource
     from pi_lora.run import Run
@@ -43,6 +42,7 @@ if TYPE_CHECKING:
 CLASSES = {
     "Extension": "pi_lora.scaling.extension",
     "LoadedModel": "pi_lora.models.loaded",
+    "ModelRef": "pi_lora.model_ref",
     "ModelSource": "pi_lora.models.source",
     "Permissions": "pi_lora.types",
     "Run": "pi_lora.run",
@@ -50,6 +50,7 @@ CLASSES = {
 __all__ = [
     "Extension",
     "LoadedModel",
+    "ModelRef",
     "ModelSource",
     "Permissions",
     "PiLoraError",
@@ -57,8 +58,6 @@ __all__ = [
     "check_server",
     "compare",
     "evaluate",
-    "evaluate_passkey",
-    "evaluate_perplexity",
     "evaluate_run",
     "extend",
     "generate",

@@ -20,6 +20,7 @@ from typing import Any
 
 from arguments import parser_of, train_words
 from pi_lora.api import evaluate, load
+from pi_lora.model_ref import ModelRef
 from pi_lora.scaling.extension import Extension
 
 ROOT = Path(__file__).parent.parent
@@ -40,7 +41,7 @@ SEEDS = 3
 RATES = (1.25e-3, 2.5e-3, 5e-3)
 # The documents by which rates are chosen, and those that are reported, with passkeys of this seed.
 SEED = 2
-TEXT = {"windows": WINDOWS, "stride": STRIDE, "documents": 12, "truncate": 4096}
+TEXT: dict[str, Any] = {"windows": WINDOWS, "stride": STRIDE, "documents": 12, "truncate": 4096}
 VALIDATION = "validation"
 TEST = "test"
 
@@ -92,7 +93,7 @@ def measured(row: str, model: str, split: str, stretch: Extension | None = None)
     kept: Row = read(name)
     if kept:
         return kept
-    loaded = load(model, stretch)
+    loaded = load(ModelRef(model, extension=stretch))
     perplexity = evaluate(loaded, "perplexity", **TEXT, split=split)
     scores: Row = {
         "perplexity": {str(window.window): window.perplexity for window in perplexity.windows},

@@ -34,6 +34,7 @@ from pi_lora import api, cli
 from pi_lora.data import sources
 from pi_lora.errors import PiLoraError, RecipeError
 from pi_lora.evaluation.probe import Probe
+from pi_lora.model_ref import ModelRef
 from pi_lora.models.files import BUILTIN_FOLDER
 from pi_lora.models.resolve import resolve_for_training
 from pi_lora.models.source import ModelSource
@@ -165,14 +166,7 @@ def extend(source: ModelSource, output: Path, probe: Probe | None = None) -> Pat
     if probe:
         file = output.with_name(f"{output.name}_probe.json")
         file.write_text(probe.model_dump_json(by_alias=True, exclude_unset=True))
-    return api.extend(
-        source.name,
-        output,
-        target=source.extension.target,
-        scaling=source.extension.scaling,
-        original=source.extension.original,
-        probe=file,
-    )
+    return api.extend(ModelRef(source.name, extension=source.extension), output, probe=file)
 
 
 def plan_of(recipe: Recipe, gpu: Gpu) -> TrainingPlan:

@@ -3,13 +3,14 @@
 import json
 import shutil
 from pathlib import Path
+from typing import Any
 
 import pytest
 from safetensors.torch import load_file, save_file
 
 import pi_lora
 from conftest import refused, reporting, run_captured, small_recipe
-from pi_lora import api, terminal
+from pi_lora import Extension, ModelRef, Permissions, api, terminal
 from pi_lora.errors import Interrupted, PiLoraError, RecipeError
 from pi_lora.evaluation.measurement import as_json
 from pi_lora.recipe.files import dump_recipe
@@ -18,7 +19,7 @@ from pi_lora.recipe.files import dump_recipe
 def test_paths_are_taken_where_strings_are(small_model: Path, lora_run: Path, tmp_path: Path) -> None:
     plan = pi_lora.plan("demo", {"model.name": small_model, "context.target": 128, "data.source": tmp_path}, gpu="cpu")
     assert plan.recipe.model.name == str(small_model)
-    assert pi_lora.resolve(lora_run, base=small_model).base.name == str(small_model)
+    assert pi_lora.resolve(ModelRef(lora_run, base=small_model)).base.name == str(small_model)
     texts = tmp_path / "texts"
     texts.mkdir()
     (texts / "a.txt").write_text("Some words of a text. " * 9000)
@@ -51,10 +52,10 @@ def test_functions_return_what_commands_write(
     assert pi_lora.merge(made).folder == Path("models/mine")
     assert str(pi_lora.load("models/mine")) == "models/mine: 128 tokens, scale 2, torch.float32 on cpu"
 
-    perplexity = pi_lora.evaluate_perplexity(made, "builtin:stdlib", [64, 128], documents=1)
+    perplexity = pi_lora.evaluate(made, "perplexity", data="builtin:stdlib", windows=[64, 128], documents=1)
     loaded = pi_lora.load(made)
     capsys.readouterr()
-    passkey = pi_lora.evaluate_passkey(loaded, depths=2, trials=1, progress=True)
+    passkey = pi_lora.evaluate(loaded, "passkey", depths=2, trials=1, progress=True)
     out, err = capsys.readouterr()
     assert (out, err.partition(":")[0]) == ("", f"passkey {made}")
     plan = pi_lora.plan("mine", gpu="cpu")
@@ -88,8 +89,18 @@ def test_a_rank_beyond_the_machines_is_refused_before_data_is_packed(tmp_path: P
 def test_a_target_that_is_no_number_of_tokens_is_one_line(target: int, tmp_path: Path) -> None:
     with refused(PiLoraError, "target: "):
         pi_lora.new("builtin:tiny", target, output=tmp_path / "new.yaml")
-    with refused(PiLoraError, "target: "):
-        pi_lora.extend("builtin:tiny", tmp_path / "extended", target=target, scaling="pi")
+
+
+def test_an_extension_is_asked_for_and_longer_than_the_window(lora_run: Path, tmp_path: Path) -> None:
+    cases: list[tuple[Any, str]] = [
+        (ModelRef("builtin:tiny", extension=Extension(-5)), "context.target: -5 "),
+        (ModelRef("builtin:tiny"), "builtin:tiny: "),
+        (ModelRef(lora_run, extension=Extension(4096)), f"{lora_run}: "),
+        (pi_lora.resolve(lora_run), f"{lora_run}: "),
+    ]
+    for model, where in cases:
+        with refused(PiLoraError, where):
+            pi_lora.extend(model, tmp_path / "extended")
 
 
 def test_models_and_files_may_be_paths_runs_or_in_the_home_folder(
@@ -107,12 +118,29 @@ def test_models_and_files_may_be_paths_runs_or_in_the_home_folder(
     assert json.loads((tmp_path / "scores.json").read_text())["target"] == 128
 
 
+def test_models_of_a_list_are_measured_side_by_side(small_model: Path, lora_run: Path, tmp_path: Path) -> None:
+    models = [ModelRef(small_model, dtype="bf16"), pi_lora.resolve(lora_run)]
+    options = {"target": 128, "depths": 1, "trials": 1}
+    for given in (models, tuple(models)):
+        both = pi_lora.evaluate(given, "passkey", json=tmp_path / "both.json", **options)
+        assert [(scores.model, scores.dtype) for scores in both] == [
+            (str(small_model), "bfloat16"),
+            (str(lora_run), "float32"),
+        ]
+    assert [row["model"] for row in json.loads((tmp_path / "both.json").read_text())] == [
+        str(small_model),
+        str(lora_run),
+    ]
+    [alone] = pi_lora.evaluate(models[1:], "passkey", **options)
+    assert alone == both[1]
+
+
 def test_a_dtype_may_be_short(small_model: Path) -> None:
-    loaded = pi_lora.load(small_model, dtype="bf16")
+    loaded = pi_lora.load(ModelRef(small_model, dtype="bf16"))
     assert loaded.dtype == "bfloat16"
     assert pi_lora.evaluate(loaded, "passkey", target=256, depths=1, trials=1).dtype == "bfloat16"
     with refused(PiLoraError, "dtype: int8: ", "bfloat16, float16, float32"):
-        pi_lora.load(small_model, dtype="int8")
+        pi_lora.load(ModelRef(small_model, dtype="int8"))
 
 
 @pytest.mark.parametrize(
@@ -139,8 +167,8 @@ def test_permissions_are_given_in_python_as_on_the_command_line(
     weights = load_file(base / "model.safetensors")
     save_file({name: tensor * 2 for name, tensor in weights.items()}, base / "model.safetensors", {"format": "pt"})
     with refused(PiLoraError, f"{lora_run}: ", base, "weights", "allow"):
-        pi_lora.load(lora_run, base=str(base))
-    assert pi_lora.load(lora_run, base=str(base), permissions=pi_lora.Permissions(allow_mismatch=True))
+        pi_lora.load(ModelRef(lora_run, base=str(base)))
+    assert pi_lora.load(ModelRef(lora_run, base=str(base), permissions=Permissions(allow_mismatch=True)))
 
 
 def test_a_module_is_measured_beside_what_resolve_returns(small_model: Path) -> None:
@@ -159,23 +187,6 @@ def test_a_module_is_measured_beside_what_resolve_returns(small_model: Path) -> 
 def test_a_run_is_named_by_a_string(lora_run: Path) -> None:
     assert pi_lora.Run(str(lora_run)).recipe == pi_lora.Run(lora_run).recipe  # type: ignore[arg-type]
     assert {"__version__", "errors"} <= set(dir(pi_lora))
-
-
-def test_options_that_come_too_late_are_refused(small_model: Path, lora_run: Path) -> None:
-    loaded = pi_lora.load(small_model)
-    extension = pi_lora.Extension(128)
-    for call in (
-        lambda: pi_lora.load(loaded, dtype="bf16"),
-        lambda: pi_lora.load(loaded, extension),
-        lambda: pi_lora.evaluate(loaded, "passkey", dtype="bf16"),
-        lambda: pi_lora.generate(loaded, "x", base="elsewhere"),
-        lambda: pi_lora.resolve(pi_lora.resolve(lora_run), base="elsewhere"),
-    ):
-        with refused(PiLoraError, "", "resolved already", "name"):
-            call()
-    assert pi_lora.resolve(pi_lora.resolve(small_model), extension=extension).window == 128
-    with refused(PiLoraError, f"{lora_run}: ", "extended already"):
-        pi_lora.resolve(pi_lora.resolve(lora_run), extension=extension)
 
 
 def test_a_loaded_model_has_no_journal_since_its_weights_may_change(

@@ -10,7 +10,7 @@ import pytest
 import pi_lora
 
 FUNCTIONS = [name for name in pi_lora.__all__ if name[0].islower()]
-CLASSES = ["Extension", "LoadedModel", "ModelSource", "Permissions", "PiLoraError", "Run"]
+CLASSES = ["Extension", "LoadedModel", "ModelRef", "ModelSource", "Permissions", "PiLoraError", "Run"]
 
 
 def test_every_export_exists_and_is_documented() -> None:

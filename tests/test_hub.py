@@ -25,6 +25,7 @@ from pi_lora import api
 from pi_lora.data.examples import data_problems
 from pi_lora.data.sources import evaluation_documents, find_table, held_out_text, share_to_hold_out
 from pi_lora.errors import DataError, ModelError, RecipeError
+from pi_lora.model_ref import ModelRef
 from pi_lora.models.files import PROCESSOR_FILES
 from pi_lora.models.resolve import resolve_model
 from pi_lora.preflight import check
@@ -89,7 +90,7 @@ def test_a_model_that_moved_on_is_read_where_it_was_resolved(hub: Hub, model: st
     moved = hub.files(MODEL) | {"config.json": b"{}", "model.safetensors": b"other"}
     newest = hub.add(MODEL, moved)
     assert source.base.weights_digest == resolve_model(str(small_model)).base.weights_digest
-    assert resolve_model("me/tiny", revision=model).base.weights_digest == source.base.weights_digest
+    assert resolve_model(ModelRef("me/tiny", revision=model)).base.weights_digest == source.base.weights_digest
     with refused(ModelError, "me/tiny: ", "config.json"):
         resolve_model("me/tiny")
     assert newest in hub.log[-1].path
@@ -205,7 +206,7 @@ def test_every_refusal_is_one_line_with_what_to_do(
 def test_a_revision_that_is_not_there_is_named(hub: Hub, small_model: Path) -> None:
     kinds(hub, small_model)
     with refused(ModelError, "me/tiny: ", "v9"):
-        resolve_model("me/tiny", revision="v9")
+        resolve_model(ModelRef("me/tiny", revision="v9"))
     with refused(DataError, "me/books: ", "v9"):
         texts(revision="v9")
 

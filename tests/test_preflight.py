@@ -16,11 +16,13 @@ from hub import Hub
 from pi_lora import api
 from pi_lora.data.tokens import token_spans
 from pi_lora.errors import DataError, ModelError, PiLoraError, RecipeError, RunExistsError
+from pi_lora.model_ref import ModelRef
 from pi_lora.models.resolve import resolve_model
 from pi_lora.planning.gpus import find_gpu
 from pi_lora.planning.training_plan import TrainingPlan
 from pi_lora.preflight import check, check_data, plan_or_refuse
 from pi_lora.recipe.schema import Recipe
+from pi_lora.scaling.extension import Extension
 from pi_lora.serving.reference import reference_of
 from pi_lora.staging import staging_path
 from random_runs import save_base
@@ -147,7 +149,7 @@ def test_weights_of_another_config_are_refused_before_anything_is_packed(
     with refused(PiLoraError, f"{model}: ", "config.json", *names):
         check(small_recipe(model), tmp_path / "run")
     with refused(PiLoraError, f"{model}: ", "config.json", *names):
-        api.extend(model, tmp_path / "extended", target=128, scaling="pi")
+        api.extend(ModelRef(model, extension=Extension(128, scaling="pi")), tmp_path / "extended")
 
 
 def test_chunks_of_a_model_without_dense_mlps_are_refused(tmp_path: Path) -> None:
@@ -380,7 +382,7 @@ def test_an_output_where_no_folder_can_be_made_is_refused_first(small_model: Pat
     for write in (
         lambda: check(small_recipe(small_model), Path("/proc/nope")),
         lambda: api.merge(lora_run, "/proc/nope"),
-        lambda: api.extend(str(small_model), "/proc/nope", target=128, scaling="pi"),
+        lambda: api.extend(ModelRef(str(small_model), extension=Extension(128, scaling="pi")), "/proc/nope"),
     ):
         with refused(RunExistsError, "/proc/nope: ", "--output"):
             write()

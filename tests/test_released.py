@@ -15,7 +15,7 @@ FOLDER = ADAPTERS / "smollm2_135m_16k"
 
 
 def perplexities(model: pi_lora.LoadedModel, *windows: int) -> list[float]:
-    scores = pi_lora.evaluate_perplexity(model, windows=list(windows), stride=128, documents=1, truncate=2048)
+    scores = pi_lora.evaluate(model, "perplexity", windows=list(windows), stride=128, documents=1, truncate=2048)
     return [row.perplexity for row in scores.windows]
 
 
@@ -29,11 +29,11 @@ def test_the_released_demo_reads_and_retrieves_in_its_window() -> None:
     inside, whole = perplexities(demo, 256, 1024)
     assert whole < 1.05 * inside
     assert whole < 12
-    assert pi_lora.evaluate_passkey(demo, depths=2, trials=2).k_max == 1024
+    assert pi_lora.evaluate(demo, "passkey", depths=2, trials=2).k_max == 1024
 
 
 def test_the_built_in_model_retrieves_every_passkey_inside_its_window() -> None:
-    scores = pi_lora.evaluate_passkey("builtin:tiny", target=256, depths=16, trials=4, seed=1)
+    scores = pi_lora.evaluate("builtin:tiny", "passkey", target=256, depths=16, trials=4, seed=1)
     assert scores.k_max == 256
     assert all(depth.success_rate == 1 for depth in scores.depths)
 
@@ -58,6 +58,7 @@ def test_a_short_tuning_beats_step_0_at_the_target_window(tmp_path: Path) -> Non
     }
     recipe = small_recipe("builtin:tiny", context={"target": 512}, data={"source": "builtin:stdlib"}, training=training)
     run = train(recipe, tmp_path / "run")
-    [before] = perplexities(pi_lora.load("builtin:tiny", pi_lora.Extension(target=512)), 512)
+    untuned = pi_lora.ModelRef("builtin:tiny", extension=pi_lora.Extension(target=512))
+    [before] = perplexities(pi_lora.load(untuned), 512)
     [after] = perplexities(pi_lora.load(str(run)), 512)
     assert after < 0.8 * before

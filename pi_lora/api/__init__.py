@@ -18,9 +18,6 @@ from pi_lora.api.inputs import load, resolve
 from pi_lora.api.measuring import (
     compare,
     evaluate,
-    evaluate_models,
-    evaluate_passkey,
-    evaluate_perplexity,
     evaluate_run,
 )
 from pi_lora.api.probing import probe, search
@@ -32,9 +29,6 @@ __all__ = [
     "compare",
     "environment",
     "evaluate",
-    "evaluate_models",
-    "evaluate_passkey",
-    "evaluate_perplexity",
     "evaluate_run",
     "export_gguf",
     "extend",

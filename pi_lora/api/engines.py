@@ -1,6 +1,7 @@
 """Models for other engines: merged, extended, exported, and compared with a running server."""
 
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -14,16 +15,17 @@ from pi_lora.api.inputs import (
     name_of,
     optional_path,
     path_of,
+    ref_of,
     resolve,
-    tokens_of,
 )
 from pi_lora.errors import ModelError, PiLoraError
-from pi_lora.types import LIBRARIES, NO_PERMISSIONS, Permissions, Progress, ui
+from pi_lora.model_ref import ModelRef
+from pi_lora.types import LIBRARIES, Progress, ui
 
 if TYPE_CHECKING:
+    from pi_lora.evaluation.probe import Probe
     from pi_lora.merging.merging import Check, Merged
     from pi_lora.models.source import ModelSource
-    from pi_lora.scaling.config import Method
     from pi_lora.serving.check import Verdict
     from pi_lora.serving.reference import Reference
 
@@ -35,11 +37,9 @@ def merge(
     run: AnyModel,
     output: FilePath | None = None,
     *,
-    base: FilePath | None = None,
     dtype: str | None = None,
     check: "Check" = "tensors",
     reference: bool = False,
-    permissions: Permissions = NO_PERMISSIONS,
     progress: bool = False,
 ) -> "Merged":
     """Add an adapter to the weights of its base as `pi-lora merge` does, and check the sum. Every engine loads
@@ -48,11 +48,9 @@ def merge(
     Args:
         run: A run of lora or qlora tuning: a folder, a hub id, or what `train` returns.
         output: The new folder; by default `models/<run>`.
-        base: Where the base of the run is now, if it moved.
-        dtype: `float32`, `bfloat16` or `float16`; by default what the base stores.
+        dtype: The dtype of the merged weights; by default what the base stores.
         check: Compare the written tensors with base + adapter, or their logits too, or nothing.
         reference: Also write the answers that `check_server` compares into the folder.
-        permissions: Whether code of the model may run, and a run be used whose base changed.
         progress: Whether to show a progress bar.
 
     Returns:
@@ -69,11 +67,11 @@ def merge(
     if check not in CHECKS:
         raise PiLoraError(f"check: {check}: is not known; choose from {', '.join(CHECKS)}")
     folder = optional_path(output) or Path("models", Path(name_of(run)).resolve().name)
-    source = resolve(run, base=base, permissions=permissions)
+    source = resolve(run)
     with ui.progress("merging bytes") as written:
         merged = _merge(source, folder, dtype=dtype_of(dtype), check=check, written=written)
     if reference:
-        write_reference(folder, folder / REFERENCE_FILE, permissions=permissions)
+        write_reference(ModelRef(folder, permissions=source.permissions), folder / REFERENCE_FILE)
     for line in merged.lines:
         ui.show(line)
     ui.show(f"{folder}: merged; it loads like any model, its scaling is in config.json")
@@ -110,26 +108,17 @@ def extend(
     model: AnyModel,
     output: FilePath,
     *,
-    target: int,
-    scaling: "Method",
-    original: int | None = None,
-    factors: FilePath | None = None,
     probe: FilePath | None = None,
-    permissions: Permissions = NO_PERMISSIONS,
     progress: bool = False,
 ) -> Path:
     """Write a base with a longer window and no tuning as `pi-lora extend` does, for every engine, and return the
     folder. Weights are hard links where the disk allows it, else copies.
 
     Args:
-        model: A plain base.
+        model: A plain base with its extension, as `ModelRef(name, extension=Extension(target=16384, scaling="yarn"))`.
         output: The new folder.
-        target: L', the window to extend to, in tokens.
-        scaling: The scaling of the rotary frequencies.
-        original: L, the window of the base, if its config does not say it.
-        factors: For the scaling `factors`, the file that `search` wrote.
-        probe: A file that `probe` wrote: the scores of the scaling go to the card and to `scores/`.
-        permissions: Whether code of the model may run.
+        probe: A file that `probe` wrote: the scores of the scaling go to the card and to `scores/`. It also gives the
+            divisors of the scaling `factors`.
         progress: Whether to show a progress bar.
 
     Raises:
@@ -144,30 +133,24 @@ def extend(
         from pi_lora.models.loaded import check_shapes
         from pi_lora.models.quantized import check_quantization
         from pi_lora.models.saving import link_weights, save_without_weights, weight_files, write_generation_config
-        from pi_lora.recipe.factors import read_factors
         from pi_lora.report.card import card_of
         from pi_lora.report.scores import MeasuredRun
-        from pi_lora.scaling.extension import Extension
         from pi_lora.serving.commands import serving_lines
         from pi_lora.staging import staged
         from pi_lora.storage import check_can_make, write_whole
 
     probed = read_probe(path_of(probe)) if probe else None
-    given = read_factors(path_of(factors)) if factors else None
-    if probed and scaling == "factors":
-        of_probe = probed.at(target).divisors
-        if given and given != of_probe:
-            raise ModelError("--factors: differ from those that --probe measured; leave out one of the two")
-        given = of_probe
-    divisors = given.model_dump() if given else {}
-    target = tokens_of(target)
-    extension = Extension(target, original, scaling, **divisors)
-    source = resolve(model, extension=extension, permissions=permissions)
+    if probed and isinstance(model, ModelRef):
+        model = _with_divisors(model, probed)
+    source = resolve(model)
+    extension = source.extension
+    if not extension:
+        raise ModelError(f"{source.name}: no extension is given; name the model as ModelRef(name, extension=...)")
     folder = path_of(output)
     scores = {}
     if probed:
         probed.check_is_of(source.base)
-        scores = probed.scores_by_stage(target, scaling)
+        scores = probed.scores_by_stage(extension.target, extension.scaling)
     check_can_make(folder)
     check_quantization(source.base)
     check_shapes(source.base)
@@ -186,6 +169,18 @@ def extend(
     return folder
 
 
+def _with_divisors(model: ModelRef, probed: "Probe") -> ModelRef:
+    """Return a model that is extended by `factors` with the divisors of a probe; raise ModelError if it has others."""
+    extension = model.extension
+    if not extension or extension.scaling != "factors":
+        return model
+    divisors = probed.at(extension.target).divisors
+    measured = replace(extension, **divisors.model_dump()) if divisors else extension
+    if extension.factors and extension != measured:
+        raise ModelError("--factors: differ from those that --probe measured; leave out one of the two")
+    return replace(model, extension=measured)
+
+
 @command
 def export_gguf(
     model: AnyModel,
@@ -193,8 +188,6 @@ def export_gguf(
     *,
     converter: FilePath | None = None,
     dtype: str | None = None,
-    base: FilePath | None = None,
-    permissions: Permissions = NO_PERMISSIONS,
     progress: bool = False,
 ) -> Path:
     """Convert a model, or a run after merging it, with llama.cpp's converter, set its window, and return the file.
@@ -204,8 +197,6 @@ def export_gguf(
         output: The file; by default `models/<model>.gguf`.
         converter: The folder of llama.cpp; by default `$LLAMA_CPP`.
         dtype: `f32`, `f16`, `bf16` or `q8_0`; by default the dtype of the weights.
-        base: Where the base of a run is now, if it moved.
-        permissions: Whether code of the model may run, and a run be used whose base changed.
         progress: Whether to show a progress bar.
 
     Raises:
@@ -215,7 +206,7 @@ def export_gguf(
     with ui.working(LIBRARIES):
         from pi_lora.serving.commands import llama_cpp_lines
         from pi_lora.serving.gguf import export_gguf, find_converter
-    source = resolve(model, base=base, permissions=permissions)
+    source = resolve(model)
     name = Path(source.name).resolve().name.rpartition(":")[2]  # builtin:tiny is tiny
     file = optional_path(output) or Path("models", name.removesuffix(".gguf") + ".gguf")
     script = find_converter(source, file, optional_path(converter))
@@ -224,11 +215,11 @@ def export_gguf(
         full = source
         if source.adapter:
             merged = _merge(source, Path(temporary, name), dtype=None, check="tensors", written=done)
-            full = resolve(merged.folder, permissions=permissions)
+            full = resolve(ModelRef(merged.folder, permissions=source.permissions))
         done(0, 0, "converting")
         export_gguf(full, file, script, dtype)
     ui.show(f"{file}: written for llama.cpp, with a window of {source.window:,} tokens")
-    _show_commands(llama_cpp_lines(file, source.window, source.name, base))
+    _show_commands(llama_cpp_lines(file, source.window, source.name, ref_of(model).base))
     return file
 
 
@@ -241,9 +232,6 @@ def check_server(
     text: FilePath | None = None,
     served: str | None = None,
     tolerance: float = 0.1,
-    dtype: str | None = None,
-    base: FilePath | None = None,
-    permissions: Permissions = NO_PERMISSIONS,
     json: FilePath | None = None,
     progress: bool = False,
 ) -> "list[Verdict]":
@@ -256,9 +244,6 @@ def check_server(
         text: A file of text that is longer than the window; by default made-up sentences.
         served: The server's name of the model, if the server has several.
         tolerance: The mean difference of log probabilities that is allowed, in nats.
-        dtype: The dtype of the weights, as for `load`.
-        base: Where the base of a run is now, if it moved.
-        permissions: Whether code of the model may run, and a run be used whose base changed.
         json: A file to write the verdicts to.
         progress: Whether to show a progress bar.
 
@@ -282,7 +267,7 @@ def check_server(
         if reference:
             known = read_json(path_of(reference), Reference, "write it again with --write-reference")
         else:
-            known, compute = _reference(model, text, dtype=dtype, base=base, permissions=permissions, progress=note)
+            known, compute = _reference(model, text, note)
         verdicts = list(check.check_server(server, known, compute=compute, tolerance=tolerance, progress=note))
     right = all(verdict.verdict == RIGHT for verdict in verdicts)
     if file:
@@ -301,9 +286,6 @@ def write_reference(
     file: FilePath,
     *,
     text: FilePath | None = None,
-    dtype: str | None = None,
-    base: FilePath | None = None,
-    permissions: Permissions = NO_PERMISSIONS,
     progress: bool = False,
 ) -> Path:
     """Compute the answers that `check_server` compares, and write them to a file: then a check needs no weights.
@@ -312,9 +294,6 @@ def write_reference(
         model: The model that servers should compute.
         file: The file to write.
         text: A file of text that is longer than the window; by default made-up sentences.
-        dtype: The dtype of the weights, as for `load`.
-        base: Where the base of a run is now, if it moved.
-        permissions: Whether code of the model may run, and a run be used whose base changed.
         progress: Whether to show a progress bar.
 
     Raises:
@@ -326,7 +305,7 @@ def write_reference(
     path = path_of(file)
     check_can_write(path)
     with ui.progress("computing answers") as note:
-        known, compute = _reference(model, text, dtype=dtype, base=base, permissions=permissions, progress=note)
+        known, compute = _reference(model, text, note)
         compute()
     write_whole(path, known.model_dump_json() + "\n")
     return path
@@ -335,10 +314,6 @@ def write_reference(
 def _reference(
     model: AnyModel | None,
     text: FilePath | None,
-    *,
-    dtype: str | None,
-    base: FilePath | None,
-    permissions: Permissions,
     progress: Progress,
 ) -> "tuple[Reference, Callable[[], None]]":
     """Return the prompts for a model, and the function that computes their answers."""
@@ -346,9 +321,9 @@ def _reference(
 
     assert model is not None, "a model or a reference is given"
     words = path_of(text).read_text(encoding="utf-8") if text else ""
-    source = resolve(model, base=base, permissions=permissions)
+    source = resolve(model)
     reference = reference_of(source, words)
-    return reference, partial(compute_answers, reference, source, dtype_of(dtype), progress)
+    return reference, partial(compute_answers, reference, source, progress)
 
 
 def _show_commands(lines: Sequence[str]) -> None:

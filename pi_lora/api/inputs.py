@@ -4,23 +4,24 @@ import inspect
 import json
 import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import replace
 from functools import wraps
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ParamSpec, TypeAlias, TypeVar, Union
 
-from pi_lora.errors import ModelError, PiLoraError
-from pi_lora.types import NO_PERMISSIONS, SILENT, UI, Permissions, current_ui, showing
+from pi_lora.errors import PiLoraError
+from pi_lora.model_ref import ModelRef
+from pi_lora.types import SILENT, UI, current_ui, showing
 
 if TYPE_CHECKING:
     from pi_lora.models.loaded import LoadedModel
     from pi_lora.models.source import ModelSource
     from pi_lora.recipe.section import Section
-    from pi_lora.scaling.extension import Extension
 
 # Each function imports what it needs: a plan does without torch.
 
 FilePath: TypeAlias = str | Path
-# A run and a merged model stand for the paths of their folders.
+# `ModelRef` is a path; a run and a merged model stand for the paths of their folders.
 AnyModel: TypeAlias = Union[str, os.PathLike[str], "ModelSource", "LoadedModel"]
 Override: TypeAlias = str | Mapping[str, Any]
 SectionT = TypeVar("SectionT", bound="Section")
@@ -29,22 +30,11 @@ R = TypeVar("R")
 SHORT_DTYPES = {"bf16": "bfloat16", "fp16": "float16", "fp32": "float32"}
 
 
-def resolve(
-    model: AnyModel,
-    *,
-    extension: "Extension | None" = None,
-    base: FilePath | None = None,
-    revision: str = "main",
-    permissions: Permissions = NO_PERMISSIONS,
-) -> "ModelSource":
+def resolve(model: AnyModel) -> "ModelSource":
     """Resolve a model without reading weights: window, scale, configs and tokenizer are known.
 
     Args:
-        model: A hub id, a folder of full weights, `builtin:tiny`, or a run or adapter, which brings its own scaling.
-        extension: How to extend a plain base, such as `Extension(target=16384)`.
-        base: Where the base of a run or adapter is now, if it moved.
-        revision: The branch, tag or commit of a hub id.
-        permissions: Whether code of the model may run, and a run be used whose base changed.
+        model: A name or `ModelRef`.
 
     Raises:
         ModelError: The model is missing, incomplete or not the one that a run was tuned from.
@@ -55,38 +45,22 @@ def resolve(
     from pi_lora.models.resolve import resolve_model
     from pi_lora.models.source import ModelSource
 
-    if isinstance(model, str | os.PathLike):
-        ask_again()
-        named_base = optional_name(base)
-        return resolve_model(name_of(model), extension, permissions=permissions, revision=revision, base=named_base)
-    if not isinstance(model, ModelSource | LoadedModel):
+    if isinstance(model, ModelSource):
+        return model
+    if isinstance(model, LoadedModel):
+        return model.source
+    if not isinstance(model, str | os.PathLike):
         kind = type(model).__name__
         raise PiLoraError(f"{kind}: is no model here; give a name, or of a module LoadedModel(resolve(name), module)")
-    source = model if isinstance(model, ModelSource) else model.source
-    refuse_options(model, base=base, revision=None if revision == "main" else revision)
-    if extension is None:
-        return source
-    if source.adapter or source.extension:
-        raise ModelError(f"{source.name}: is extended already; give the base, or leave the extension out")
-    return source.extended(extension)
+    ask_again()
+    return resolve_model(ref_of(model))
 
 
-def load(
-    model: AnyModel,
-    extension: "Extension | None" = None,
-    dtype: str | None = None,
-    permissions: Permissions = NO_PERMISSIONS,
-    base: FilePath | None = None,
-) -> "LoadedModel":
+def load(model: AnyModel) -> "LoadedModel":
     """Load a model with its scaling, ready to be measured.
 
     Args:
-        model: A hub id, a folder of full weights, `builtin:tiny`, or a run or adapter, which brings its own scaling.
-        extension: How to extend a plain base that was not tuned, such as `Extension(target=16384)`.
-        dtype: `float32`, `bfloat16` or `float16`; by default as stored on a GPU, float32 on a CPU, and bfloat16 after
-            QLoRA.
-        permissions: Whether code of the model may run, and a run be used whose base or data changed.
-        base: Where the base of a run or adapter is now, if it moved.
+        model: A name or `ModelRef`.
 
     Returns:
         The model: `module` is that of transformers or PEFT; `tokenizer`, the `window` in tokens, the `scale` L'/L.
@@ -97,17 +71,7 @@ def load(
     """
     from pi_lora.models.loaded import LoadedModel, load_model
 
-    if isinstance(model, LoadedModel):
-        refuse_options(model, extension=extension, dtype=dtype, base=base)
-        return model
-    return load_model(resolve(model, extension=extension, base=base, permissions=permissions), dtype_of(dtype))
-
-
-def refuse_options(model: "ModelSource | LoadedModel", **options: object) -> None:
-    """Raise PiLoraError for options that come too late, since the model is resolved or loaded already."""
-    given = [name for name, value in options.items() if value is not None]
-    if given:
-        raise PiLoraError(f"{', '.join(given)}: {model.name} is resolved already; give the name of the model instead")
+    return model if isinstance(model, LoadedModel) else load_model(resolve(model))
 
 
 def command(function: Callable[P, R]) -> Callable[P, R]:
@@ -150,7 +114,13 @@ def name_of(model: AnyModel) -> str:
     return os.path.expanduser(os.fspath(model))
 
 
-def optional_name(name: FilePath | None) -> str | None:
+def ref_of(model: AnyModel) -> ModelRef:
+    """Return a model as a reference, with the home folder spelled out and the full name of the dtype."""
+    ref = ModelRef.of(model) if isinstance(model, str | os.PathLike) else ModelRef(model.name)
+    return replace(ref, name=name_of(ref), base=optional_name(ref.base), dtype=dtype_of(ref.dtype))
+
+
+def optional_name(name: str | os.PathLike[str] | None) -> str | None:
     """Return a model or text as a user names it, or None without one."""
     return name_of(name) if name else None
 

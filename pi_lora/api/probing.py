@@ -8,7 +8,6 @@ from pi_lora.api.inputs import (
     AnyModel,
     FilePath,
     command,
-    dtype_of,
     join_launched_processes,
     optional_path,
     path_of,
@@ -16,7 +15,7 @@ from pi_lora.api.inputs import (
     section_of,
 )
 from pi_lora.errors import RunExistsError
-from pi_lora.types import LIBRARIES, NO_PERMISSIONS, Permissions, ui
+from pi_lora.types import LIBRARIES, ui
 
 if TYPE_CHECKING:
     from pi_lora.evaluation.probe import Probe
@@ -28,8 +27,6 @@ def probe(
     model: AnyModel,
     target: int | str | Sequence[int | str],
     *,
-    dtype: str | None = None,
-    permissions: Permissions = NO_PERMISSIONS,
     json: FilePath | None = None,
     progress: bool = False,
     **options: Any,
@@ -39,8 +36,6 @@ def probe(
     Args:
         model: A plain base.
         target: L', the window to extend to, in tokens; several to see how far the model reaches.
-        dtype: The dtype of the weights; by default bfloat16 where it is fast.
-        permissions: Whether code of the model may run.
         json: A file to write the probe to, for `new` and `extend`.
         progress: Whether to show a progress bar.
         options: The options of the command: `data`, `scalings`, `factors`, `documents`, `trials`, `seed`, `column`.
@@ -57,10 +52,10 @@ def probe(
 
         targets = [target] if isinstance(target, int | str) else target
         section = section_of(ProbeOptions, {**options, "target": targets})
-        source = resolve(model, permissions=permissions)
+        source = resolve(model)
         join_launched_processes()
     file = optional_path(json)
-    probed = probing.probe(source, section, json=file, dtype=dtype_of(dtype))
+    probed = probing.probe(source, section, json=file)
     _show_probe(probed, file)
     return probed
 
@@ -86,8 +81,6 @@ def search(
     target: int,
     output: FilePath,
     *,
-    dtype: str | None = None,
-    permissions: Permissions = NO_PERMISSIONS,
     progress: bool = False,
     **options: Any,
 ) -> "SearchResult":
@@ -98,8 +91,6 @@ def search(
         model: A plain base.
         target: L', the window to extend to, in tokens.
         output: The new file. It serves as `context.factors` of a recipe, and as the probe of `new` and `extend`.
-        dtype: The dtype of the weights; by default bfloat16 where it is fast.
-        permissions: Whether code of the model may run.
         progress: Whether to show a progress bar.
         options: The options of the command: `data`, `column`, `minutes`, `documents`, `trials`, `seed`.
 
@@ -116,17 +107,17 @@ def search(
         from pi_lora.storage import check_can_write, write_json
 
     section = section_of(SearchOptions, {"target": target, **options})
-    source = resolve(model, permissions=permissions)
+    source = resolve(model)
     file = path_of(output)
     result = untested_result(file, source, section) if file.is_file() else None
     if file.exists() and result is None:
         raise RunExistsError(f"{file}: exists, and is not overwritten; remove it, or name another --output")
     check_can_write(file)
     if result is None:
-        result = search(source, section, dtype=dtype_of(dtype))
+        result = search(source, section)
         write_json(file, result.model_dump(mode="json", exclude_none=True))
     ui.show(f"{file}: divisors found in {result.steps:,} steps; now they are measured on other text")
-    probed = probing.probe(source, options_of_test(source, result, file), dtype=dtype_of(dtype))
+    probed = probing.probe(source, options_of_test(source, result, file))
     tested = probed.as_json()
     write_json(file, {**result.model_dump(mode="json", exclude_none=True), **tested})
     _show_probe(probed, file)

@@ -11,7 +11,7 @@ from pi_lora.api.inputs import (
     name_of,
     section_of,
 )
-from pi_lora.types import LIBRARIES, NO_PERMISSIONS, Permissions, ui
+from pi_lora.types import LIBRARIES, ui
 
 if TYPE_CHECKING:
     from pi_lora.models.loaded import LoadedModel
@@ -29,9 +29,6 @@ def generate(
     temperature: float = 0.0,
     seed: int = 0,
     stream: bool = False,
-    dtype: str | None = None,
-    base: FilePath | None = None,
-    permissions: Permissions = NO_PERMISSIONS,
 ) -> str:
     """Return the text that a model writes after a prompt, as `pi-lora generate` does.
 
@@ -43,9 +40,6 @@ def generate(
         temperature: Of sampling; 0 takes the likeliest token.
         seed: Of sampling.
         stream: Also print every word as soon as it is known.
-        dtype: The dtype of the weights, as for `load`.
-        base: Where the base of a run is now, if it moved.
-        permissions: Whether code of the model may run, and a run be used whose base changed.
 
     Raises:
         DataError: The prompt is empty, or leaves no room in the window.
@@ -57,7 +51,7 @@ def generate(
         from pi_lora.recipe.evaluation import Sampling
 
     sampling = section_of(Sampling, {"temperature": temperature, "max_new_tokens": tokens, "seed": seed})
-    loaded = _load_shown(model, dtype=dtype, base=base, permissions=permissions)
+    loaded = _load_shown(model)
     return answer(loaded, prompt, sampling, chat_template=chat_template, stream=stream)
 
 
@@ -79,10 +73,6 @@ def read_prompt(file: FilePath) -> str:
 def summarize(
     model: AnyModel,
     file: FilePath,
-    *,
-    dtype: str | None = None,
-    base: FilePath | None = None,
-    permissions: Permissions = NO_PERMISSIONS,
     **sampling: Any,
 ) -> str:
     """Return the summary of a document, by the prompt that a model was tuned on, or the paper's; and print the summary
@@ -91,9 +81,6 @@ def summarize(
     Args:
         model: A model, or what `load` returns.
         file: A file of text, or `-` for standard input.
-        dtype: The dtype of the weights, as for `load`.
-        base: Where the base of a run is now, if it moved.
-        permissions: Whether code of the model may run, and a run be used whose base changed.
         sampling: `temperature`, `top_p`, `max_new_tokens` and `seed`.
 
     Raises:
@@ -107,14 +94,12 @@ def summarize(
 
         text = read_document(str(file))
         section = section_of(Sampling, sampling)
-    loaded = _load_shown(model, dtype=dtype, base=base, permissions=permissions)
+    loaded = _load_shown(model)
     return summarize(loaded, str(file), text, section, ui.say)
 
 
-def _load_shown(
-    model: AnyModel, *, dtype: str | None, base: FilePath | None, permissions: Permissions
-) -> "LoadedModel":
+def _load_shown(model: AnyModel) -> "LoadedModel":
     """Load a model, and show that this goes on."""
     join_launched_processes()
     with ui.working(f"loading {name_of(model)}"):
-        return load(model, dtype=dtype, permissions=permissions, base=base)
+        return load(model)

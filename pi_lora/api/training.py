@@ -15,6 +15,7 @@ from pi_lora.api.inputs import (
     name_of,
     optional_path,
     path_of,
+    ref_of,
     tokens_of,
 )
 from pi_lora.errors import ModelError, RecipeError
@@ -273,7 +274,6 @@ def new(
     column: str = "text",
     probe: FilePath | None = None,
     output: FilePath | None = None,
-    permissions: Permissions = NO_PERMISSIONS,
 ) -> Path:
     """Write a commented recipe that extends a model to a target window and fits a device, and return the file.
 
@@ -285,7 +285,6 @@ def new(
         column: Of rows, the column that holds the text or the chats.
         probe: A file that `probe` wrote, which names the scaling.
         output: The recipe file; by default `MODEL_TARGET.yaml`.
-        permissions: Whether code of the model may run.
 
     Raises:
         RunExistsError: The file exists.
@@ -302,7 +301,7 @@ def new(
         from pi_lora.planning.advice import plan_lines
         from pi_lora.planning.new_recipe import new_recipe
 
-        source = resolve_model(name_of(model), permissions=permissions, shipped=True)
+        source = resolve_model(ref_of(model), shipped=True)
         if source.adapter:
             raise ModelError(f"{source.name}: is an adapter; merge it first: pi-lora merge {shlex.quote(source.name)}")
         check_quantization(source.base)

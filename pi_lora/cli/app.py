@@ -4,12 +4,16 @@ import importlib.metadata
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 from cyclopts import App, Group, Parameter, Token
 
+from pi_lora.model_ref import ModelRef
+from pi_lora.recipe.factors import read_factors
 from pi_lora.recipe.schema import Dtype
 from pi_lora.recipe.section import as_tokens
+from pi_lora.scaling.config import Method
+from pi_lora.scaling.extension import Extension
 from pi_lora.types import NO_PERMISSIONS, Permissions
 
 
@@ -43,7 +47,6 @@ Override = Annotated[str, Parameter(name="KEY=VALUE", help="Recipe keys to overr
 ModelName = Annotated[str, Parameter(name="MODEL", help="Hub id, folder, run or builtin:tiny.")]
 BaseName = Annotated[str, Parameter(name="MODEL", help="Hub id, folder of full weights, or builtin:tiny.")]
 JsonFile = Annotated[Path | None, Parameter(help="Also write the result to this file.")]
-Permitted = Annotated[Permissions, GROUP]
 
 
 def read_length(_: object, tokens: Sequence[Token]) -> int:
@@ -63,16 +66,51 @@ Target = Annotated[
 ]
 FactorsFile = Annotated[Path | None, Parameter(help="For --scaling factors: the file that pi-lora search wrote.")]
 Probe = Annotated[Path | None, Parameter(help="The JSON file that pi-lora probe wrote.")]
-MovedBase = Annotated[str | None, Parameter(help="New place of the base of a run, if it moved.")]
+TrustCode = Annotated[bool, Parameter(help="Run Python code that a model brings.")]
+DtypeName = Annotated[Dtype | None, Parameter(help="Data type of the weights.")]
 
 
 @dataclass(frozen=True)
-class Loading:
-    """Options of commands that load models, by the names of the arguments of `pi_lora.api`."""
+class RunOptions:
+    """Options of a model that may be a run."""
 
-    permissions: Permitted = NO_PERMISSIONS
-    dtype: Annotated[Dtype | None, Parameter(help="Data type of the weights.")] = None
-    base: MovedBase = None
+    permissions: Annotated[Permissions, GROUP] = NO_PERMISSIONS
+    base: Annotated[str | None, Parameter(help="New place of the base of a run, if it moved.")] = None
+
+    def ref(self, name: str | Path, extension: Extension | None = None) -> ModelRef:
+        """Return the model that the user means by a name and these options."""
+        return ModelRef(name, extension=extension, **vars(self))
 
 
-Loaded = Annotated[Loading, GROUP]
+@dataclass(frozen=True)
+class LoadOptions(RunOptions):
+    """Options of a model whose weights are loaded."""
+
+    dtype: DtypeName = None
+
+
+@dataclass(frozen=True)
+class ScalingOptions:
+    """Options of the extension of a plain base."""
+
+    original: Original = None
+    scaling: Annotated[
+        Method | None,
+        Parameter(help="Scaling of a plain base, which is extended to --target; pi or factors by default."),
+    ] = None
+    factors: FactorsFile = None
+
+    def extension(self, target: int) -> Extension:
+        """Return the extension to a target window."""
+        default: Method = "factors" if self.factors else "pi"
+        divisors = read_factors(self.factors).model_dump() if self.factors else {}
+        return Extension(target, self.original, self.scaling or default, **divisors)
+
+
+def plain_ref(name: str, *, trust_remote_code: bool, **options: Any) -> ModelRef:
+    """Return a base that is no run."""
+    return ModelRef(name, permissions=Permissions(trust_remote_code), **options)
+
+
+OfRun = Annotated[RunOptions, GROUP]
+Loaded = Annotated[LoadOptions, GROUP]

@@ -10,24 +10,29 @@ from cyclopts.types import NonNegativeInt, PositiveInt
 from pi_lora import api
 from pi_lora.cli.app import (
     EXTEND,
+    GROUP,
     BaseName,
+    DtypeName,
     FactorsFile,
     JsonFile,
     Loaded,
-    Loading,
+    LoadOptions,
     ModelName,
-    MovedBase,
     NewWindow,
+    OfRun,
     Original,
     Override,
-    Permitted,
     Probe,
     RecipeFile,
+    RunOptions,
+    ScalingOptions,
+    TrustCode,
     app,
+    plain_ref,
 )
 from pi_lora.scaling.config import Method
 from pi_lora.terminal import out
-from pi_lora.types import NO_PERMISSIONS
+from pi_lora.types import NO_PERMISSIONS, Permissions
 
 
 @app.command(group=EXTEND)
@@ -35,7 +40,7 @@ def train(
     recipe: RecipeFile,
     /,
     *overrides: Override,
-    permissions: Permitted = NO_PERMISSIONS,
+    permissions: Annotated[Permissions, GROUP] = NO_PERMISSIONS,
     output: Annotated[Path | None, Parameter(help="Run folder; adapters/<recipe> by default.")] = None,
     resume: Annotated[bool, Parameter(help="Continue an interrupted run; RECIPE may be its folder.")] = False,
     dry_run: Annotated[bool, Parameter(help="Check recipe, model, data and output, then stop.")] = False,
@@ -66,7 +71,8 @@ def merge(
     run: Annotated[Path, Parameter(name="RUN", help="Folder or hub id of a run or adapter.")],
     /,
     *,
-    loading: Loaded = Loading(),
+    options: OfRun = RunOptions(),
+    dtype: DtypeName = None,
     reference: Annotated[bool, Parameter(help="Also write answers for check-server into the folder.")] = False,
     output: Annotated[Path | None, Parameter(help="New folder; models/<run> by default.")] = None,
     check: Annotated[
@@ -74,13 +80,7 @@ def merge(
     ] = "tensors",
 ) -> None:
     """Add an adapter to the weights of its base, with the scaling written for every engine."""
-    api.merge(
-        run,
-        output,
-        check=check,
-        reference=reference,
-        **vars(loading),
-    )
+    api.merge(options.ref(run), output, dtype=dtype, check=check, reference=reference)
 
 
 @app.command(group=EXTEND)
@@ -94,25 +94,18 @@ def extend(
     factors: FactorsFile = None,
     probe: Probe = None,
     output: Annotated[Path, Parameter(help="New folder.")],
-    permissions: Permitted = NO_PERMISSIONS,
+    trust_remote_code: TrustCode = False,
 ) -> None:
     """Write MODEL with a window of --target tokens for every engine, without tuning; the weights do not change."""
-    api.extend(
-        model,
-        output,
-        target=target,
-        scaling=scaling,
-        original=original,
-        factors=factors,
-        probe=probe,
-        permissions=permissions,
-    )
+    extension = ScalingOptions(original, scaling, factors).extension(target)
+    ref = plain_ref(model, trust_remote_code=trust_remote_code, extension=extension)
+    api.extend(ref, output, probe=probe)
 
 
 @app.command(group=EXTEND)
-def prepare(recipe: RecipeFile, /, *overrides: Override, permissions: Permitted = NO_PERMISSIONS) -> None:
+def prepare(recipe: RecipeFile, /, *overrides: Override, trust_remote_code: TrustCode = False) -> None:
     """Tokenize and pack the training data of RECIPE into the cache; no GPU is needed."""
-    api.prepare(recipe, *overrides, permissions=permissions)
+    api.prepare(recipe, *overrides, permissions=Permissions(trust_remote_code))
 
 
 export_app = App(name="export", help="Write a model in the format of another engine.", group=EXTEND)
@@ -129,18 +122,10 @@ def gguf(
     dtype: Annotated[
         Literal["f32", "f16", "bf16", "q8_0"] | None, Parameter(help="Data type; by default that of the weights.")
     ] = None,
-    base: MovedBase = None,
-    permissions: Permitted = NO_PERMISSIONS,
+    options: OfRun = RunOptions(),
 ) -> None:
     """Convert a model to GGUF with llama.cpp's converter, and set the window; a run is merged first."""
-    api.export_gguf(
-        model,
-        output,
-        converter=converter,
-        dtype=dtype,
-        base=base,
-        permissions=permissions,
-    )
+    api.export_gguf(options.ref(model), output, converter=converter, dtype=dtype)
 
 
 @app.command(name="check-server", group=EXTEND)
@@ -155,26 +140,20 @@ def check_server(
     served: Annotated[str | None, Parameter(help="Name of the model on a server with several.")] = None,
     tolerance: Annotated[float, Parameter(help="Largest mean difference of log probabilities, in nats.")] = 0.1,
     json: JsonFile = None,
-    loading: Loaded = Loading(),
+    options: Loaded = LoadOptions(),
 ) -> None:
     """Check whether a running server computes a model beyond its original window; exit with 1 if it does not."""
     if write_reference and reference and not url:
-        api.write_reference(
-            write_reference,
-            reference,
-            text=text,
-            **vars(loading),
-        )
+        api.write_reference(options.ref(write_reference), reference, text=text)
         out.lines(f"{reference}: written; pi-lora check-server URL --reference {reference} needs no weights")
         return
     verdicts = api.check_server(
         url,
-        model,
+        options.ref(model) if model else None,
         reference=reference,
         text=text,
         served=served,
         tolerance=tolerance,
-        **vars(loading),
         json=json,
     )
     sys.exit(any(verdict.verdict != "right" for verdict in verdicts))

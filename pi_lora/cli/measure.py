@@ -1,6 +1,5 @@
 """`pi-lora eval`, `probe` and `compare`; the report of a run and its way to the hub; and texts that a model writes."""
 
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -12,31 +11,20 @@ from pi_lora.cli.app import (
     GROUP,
     MEASURE,
     BaseName,
-    FactorsFile,
+    DtypeName,
     JsonFile,
     Loaded,
-    Loading,
+    LoadOptions,
     ModelName,
-    Original,
+    ScalingOptions,
     Target,
+    TrustCode,
     app,
+    plain_ref,
 )
 from pi_lora.errors import PiLoraError
-from pi_lora.recipe.evaluation import (
-    BenchmarksOptions,
-    ChatOptions,
-    ContextOptions,
-    PasskeyOptions,
-    PerplexityOptions,
-    ProbeOptions,
-    RulerOptions,
-    Sampling,
-    SearchOptions,
-    SummarizationOptions,
-)
-from pi_lora.recipe.factors import read_factors
-from pi_lora.scaling.config import Method
-from pi_lora.scaling.extension import Extension
+from pi_lora.recipe.evaluation import Evaluation, PasskeyOptions, ProbeOptions, Sampling, SearchOptions
+from pi_lora.recipe.section import Section
 from pi_lora.terminal import out, working
 
 Models = Annotated[list[str], Parameter(name="MODEL", help="Hub ids, folders, runs or builtin:tiny.")]
@@ -47,134 +35,40 @@ eval_app = App(name="eval", help="Measure a model, or several with the same opti
 app.command(eval_app)
 
 
-@dataclass(frozen=True)
-class Measuring:
-    """Options of a measurement: how models are extended and loaded, and where the scores go."""
+def add_eval_command(name: str, kind: type[Section]) -> None:
+    """Add the command of a measurement, whose options are of this `kind`."""
 
-    loading: Loaded = Loading()
-    original: Original = None
-    scaling: Annotated[Method | None, Parameter(help="Scaling of a plain base; by default pi or factors.")] = None
-    factors: FactorsFile = None
-    json: JsonFile = None
+    def command(
+        models: Models,
+        /,
+        *,
+        options: Any,
+        loading: Loaded = LoadOptions(),
+        scaling: Annotated[ScalingOptions, GROUP] = ScalingOptions(),
+        json: JsonFile = None,
+        target: Target = None,
+    ) -> None:
+        is_scaled = any(vars(scaling).values())
+        if isinstance(options, PasskeyOptions):
+            # A target alone is a length to measure: a base that is not extended is measured beyond its window.
+            target = options.longest if is_scaled else None
+        if is_scaled and not target:
+            raise PiLoraError(
+                "--original, --scaling, --factors: need --target, the window to extend to; give it as well"
+            )
+        extension = scaling.extension(target) if target else None
+        refs = [loading.ref(model, extension) for model in models]
+        api.evaluate(refs, name, json=json, **options.model_dump(exclude_unset=True))
 
-
-Measured = Annotated[Measuring, GROUP]
-
-
-def _measure(name: str, models: list[str], options: Any, measuring: Measuring, target: int | None) -> None:
-    """Measure models alike, plain bases extended to `target`."""
-    if not target and (measuring.original or measuring.scaling or measuring.factors):
-        raise PiLoraError("--original, --scaling, --factors: need --target, the window to extend to; give it as well")
-    extension = None
-    if target:
-        divisors = read_factors(measuring.factors).model_dump() if measuring.factors else {}
-        default: Method = "factors" if measuring.factors else "pi"
-        extension = Extension(target, measuring.original, measuring.scaling or default, **divisors)
-    api.evaluate_models(
-        models,
-        name,
-        options,
-        extension=extension,
-        json=measuring.json,
-        **vars(measuring.loading),
-    )
-
-
-@eval_app.command
-def perplexity(
-    models: Models,
-    /,
-    *,
-    options: Annotated[PerplexityOptions, GROUP] = PerplexityOptions(),
-    measuring: Measured = Measuring(),
-    target: Target = None,
-) -> None:
-    """Sliding-window perplexity (paper, section 3.2) of several models side by side."""
-    _measure("perplexity", models, options, measuring, target)
+    command.__annotations__["options"] = Annotated[kind, GROUP]
+    if not any(field.is_required() for field in kind.model_fields.values()):
+        assert command.__kwdefaults__
+        command.__kwdefaults__["options"] = kind()
+    eval_app.command(command, name=name, help=kind.__doc__)
 
 
-@eval_app.command
-def context(
-    models: Models,
-    /,
-    *,
-    options: Annotated[ContextOptions, GROUP] = ContextOptions(),
-    measuring: Measured = Measuring(),
-    target: Target = None,
-) -> None:
-    """Gain of the tokens from distant context, and LongPPL (Fang et al. 2024), of several models side by side."""
-    _measure("context", models, options, measuring, target)
-
-
-@eval_app.command
-def passkey(
-    models: Models,
-    /,
-    *,
-    options: Annotated[PasskeyOptions, GROUP] = PasskeyOptions(),
-    measuring: Measured = Measuring(),
-) -> None:
-    """Passkey retrieval and k_max (paper, section 3.3) of several models side by side.
-
-    The context has --target tokens, by default the longest window.
-
-    With --scaling or --original a plain base is extended to --target.
-    """
-    # A target alone is a length to measure: a base that is not extended is measured beyond its window.
-    is_extended = measuring.original or measuring.scaling or measuring.factors
-    _measure("passkey", models, options, measuring, options.longest if is_extended else None)
-
-
-@eval_app.command
-def benchmarks(
-    models: Models,
-    /,
-    *,
-    options: Annotated[BenchmarksOptions, GROUP] = BenchmarksOptions(),
-    measuring: Measured = Measuring(),
-    target: Target = None,
-) -> None:
-    """Short-context benchmarks (paper, table 5) through lm-eval, of several models side by side."""
-    _measure("benchmarks", models, options, measuring, target)
-
-
-@eval_app.command
-def ruler(
-    models: Models,
-    /,
-    *,
-    options: Annotated[RulerOptions, GROUP] = RulerOptions(),
-    measuring: Measured = Measuring(),
-    target: Target = None,
-) -> None:
-    """RULER and the effective length (Hsieh et al. 2024) through lm-eval, of several models side by side."""
-    _measure("ruler", models, options, measuring, target)
-
-
-@eval_app.command
-def summarization(
-    models: Models,
-    /,
-    *,
-    options: Annotated[SummarizationOptions, GROUP] = SummarizationOptions(),
-    measuring: Measured = Measuring(),
-    target: Target = None,
-) -> None:
-    """Summaries of long documents, scored by ROUGE (paper, section 3.5): GovReport's, or as a run was tuned."""
-    _measure("summarization", models, options, measuring, target)
-
-
-@eval_app.command
-def chat(
-    models: Models,
-    /,
-    *,
-    options: Annotated[ChatOptions, GROUP],
-    measuring: Measured = Measuring(),
-    target: Target = None,
-) -> None:
-    """Perplexity of the assistant's turns in chats; against a base, the KL divergence."""
-    _measure("chat", models, options, measuring, target)
+for measurement, kind in Evaluation.measurements().items():
+    add_eval_command(measurement, kind)
 
 
 @eval_app.command(name="all")
@@ -182,17 +76,12 @@ def everything(
     run: Annotated[str, Parameter(name="RUN", help="Folder or hub id of a run.")],
     /,
     *,
-    loading: Loaded = Loading(),
+    options: Loaded = LoadOptions(),
     data: OtherText = None,
     again: Again = False,
 ) -> None:
     """Make the measurements of `evaluation` in RUN's recipe, and keep the scores in RUN/scores."""
-    api.evaluate_run(
-        run,
-        data=data,
-        again=again,
-        **vars(loading),
-    )
+    api.evaluate_run(options.ref(run), data=data, again=again)
 
 
 @app.command(group=MEASURE)
@@ -201,20 +90,16 @@ def probe(
     /,
     *,
     options: Annotated[ProbeOptions, GROUP],
-    loading: Loaded = Loading(),
+    trust_remote_code: TrustCode = False,
+    dtype: DtypeName = None,
     json: JsonFile = None,
 ) -> None:
     """Compare scalings of MODEL before any tuning: perplexity and passkeys, inside its window and at --target.
 
     The last line names the best scaling, and says whether tuning is needed.
     """
-    api.probe(
-        model,
-        dtype=loading.dtype,
-        permissions=loading.permissions,
-        json=json,
-        **options.model_dump(exclude_defaults=True),
-    )
+    ref = plain_ref(model, trust_remote_code=trust_remote_code, dtype=dtype)
+    api.probe(ref, json=json, **options.model_dump(exclude_unset=True))
 
 
 @app.command(group=MEASURE)
@@ -224,19 +109,15 @@ def search(
     *,
     options: Annotated[SearchOptions, GROUP],
     output: Annotated[Path, Parameter(help="New file, for context.factors of a recipe.")],
-    loading: Loaded = Loading(),
+    trust_remote_code: TrustCode = False,
+    dtype: DtypeName = None,
 ) -> None:
     """Search for the divisors of MODEL's rotary frequencies that read and retrieve best at --target tokens.
 
     The result is compared with untuned scalings on other text.
     """
-    api.search(
-        model,
-        output=output,
-        dtype=loading.dtype,
-        permissions=loading.permissions,
-        **options.model_dump(exclude_defaults=True),
-    )
+    ref = plain_ref(model, trust_remote_code=trust_remote_code, dtype=dtype)
+    api.search(ref, output=output, **options.model_dump(exclude_unset=True))
 
 
 @app.command(group=MEASURE)
@@ -245,7 +126,7 @@ def compare(
     run: Annotated[str, Parameter(name="RUN", help="Folder or hub id of a run that was tuned from BASE.")],
     /,
     *,
-    loading: Loaded = Loading(),
+    options: Loaded = LoadOptions(),
     data: OtherText = None,
     another: Annotated[bool, Parameter(help="Allow a BASE that RUN was not tuned from.")] = False,
     no_untuned: Annotated[bool, Parameter(help="Leave out the base under RUN's scaling without tuning.")] = False,
@@ -261,16 +142,13 @@ def compare(
     To add another measurement: pi-lora eval NAME RUN --json RUN/scores/NAME.json.
     """
     api.compare(
-        base,
-        run,
+        options.ref(base),
+        options.ref(run),
         data=data,
         another=another,
         untuned=not no_untuned,
         chat=chat,
         again=again,
-        dtype=loading.dtype,
-        moved_base=loading.base,
-        permissions=loading.permissions,
         json=json,
     )
 
@@ -299,20 +177,19 @@ def generate(
     temperature: Annotated[NonNegativeFloat, Parameter(help="Temperature; 0 takes the most probable token.")] = 0.0,
     seed: Annotated[int, Parameter(help="Seed of the sampling.")] = 0,
     no_chat_template: Annotated[bool, Parameter(help="Continue the plain text.")] = False,
-    loading: Loaded = Loading(),
+    options: Loaded = LoadOptions(),
 ) -> None:
     """Generate text from a prompt, in the chat template if the model has one."""
     with working():
         text = api.read_prompt(file) if prompt is None else prompt
     api.generate(
-        model,
+        options.ref(model),
         text,
         chat_template=not no_chat_template,
         tokens=tokens,
         temperature=temperature,
         seed=seed,
         stream=True,
-        **vars(loading),
     )
 
 
@@ -326,15 +203,10 @@ def summarize(
     /,
     *,
     sampling: Annotated[Sampling, GROUP] = Sampling(),
-    loading: Loaded = Loading(),
+    options: Loaded = LoadOptions(),
 ) -> None:
     """Summarize a document with a model that was tuned for it."""
-    api.summarize(
-        model,
-        file,
-        **vars(loading),
-        **sampling.model_dump(exclude_defaults=True),
-    )
+    api.summarize(options.ref(model), file, **sampling.model_dump(exclude_unset=True))
 
 
 @app.command(group=MEASURE)

@@ -15,15 +15,16 @@ from pi_lora.cli.app import (
     JsonFile,
     NewWindow,
     Override,
-    Permitted,
     Probe,
     RecipeFile,
     Target,
+    TrustCode,
     app,
+    plain_ref,
     read_length,
 )
 from pi_lora.terminal import out, working
-from pi_lora.types import NO_PERMISSIONS
+from pi_lora.types import Permissions
 
 GpuName = Annotated[str | None, Parameter(help="Name (4090, H100), memory size (48GB), or cpu.")]
 
@@ -39,18 +40,17 @@ def new(
     column: Annotated[str, Parameter(help="Column that holds the text or chats, if documents are rows.")] = "text",
     probe: Probe = None,
     output: Annotated[Path | None, Parameter(help="New recipe file; MODEL_TARGET.yaml by default.")] = None,
-    permissions: Permitted = NO_PERMISSIONS,
+    trust_remote_code: TrustCode = False,
 ) -> None:
     """Write a recipe that extends MODEL to --target tokens and fits this machine's GPU, or --gpu."""
     api.new(
-        model,
+        plain_ref(model, trust_remote_code=trust_remote_code),
         target,
         gpu=gpu,
         data=data or (),
         column=column,
         probe=probe,
         output=output,
-        permissions=permissions,
     )
 
 
@@ -60,11 +60,11 @@ def plan(
     /,
     *overrides: Override,
     gpu: GpuName = None,
-    permissions: Permitted = NO_PERMISSIONS,
+    trust_remote_code: TrustCode = False,
     json: JsonFile = None,
 ) -> None:
     """Estimate memory, tokens and hours of a training on --gpu, or on hardware.gpu of RECIPE."""
-    api.plan(recipe, *overrides, gpu=gpu, permissions=permissions, json=json)
+    api.plan(recipe, *overrides, gpu=gpu, permissions=Permissions(trust_remote_code), json=json)
 
 
 @app.command(group=RECIPES)

@@ -25,6 +25,7 @@ from pi_lora.evaluation.measurement import (
     header_of,
     identity_of,
 )
+from pi_lora.model_ref import ModelRef
 from pi_lora.models.loaded import LoadedModel, load_model
 from pi_lora.models.resolve import resolve_model
 from pi_lora.models.source import ModelSource
@@ -66,7 +67,7 @@ class Chats(Measurement[ChatOptions, ChatScores]):
         """Fill in the shortest window of the models and the base. Raise DataError if the base has other tokens."""
         windows = [model.window for model in models]
         if options.base:
-            base = resolve_model(options.base, permissions=models[0].permissions)
+            base = resolve_model(ModelRef(options.base, permissions=models[0].permissions))
             windows.append(base.window)
             for model in models:
                 if vocabulary_of(model) != vocabulary_of(base):
@@ -92,7 +93,8 @@ class Chats(Measurement[ChatOptions, ChatScores]):
             raise DataError(f"--data: {options.data}: holds no chat to measure; name others, or a longer --window")
         base = None
         if options.base and (options.base != model.name or model.source.extension):  # else the model is the base
-            base = load_model(resolve_model(options.base, permissions=model.source.permissions), model.dtype)
+            named = ModelRef(options.base, permissions=model.source.permissions)
+            base = load_model(resolve_model(named), model.dtype)
 
         def measure(name: str) -> Json:
             return chat_score(name, chats[name], model, base).model_dump()

@@ -4,6 +4,7 @@ passkeys.
 
 import shlex
 from contextlib import suppress
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, cast
 
@@ -161,7 +162,6 @@ def probe(
     options: ProbeOptions,
     *,
     json: Path | None = None,
-    dtype: str | None = None,
 ) -> Probe:
     """Measure a plain base without and with each scaling, untuned, at each target; all in the same dtype.
 
@@ -171,11 +171,9 @@ def probe(
     if base.adapter:
         raise ModelError(f"{base.name}: is extended already; probe the base, {base.base.name}")
     check_can_write(json)
-    dtype = dtype or ("bfloat16" if has_fast_bfloat16() else None)
+    base = replace(base, dtype=base.dtype or ("bfloat16" if has_fast_bfloat16() else None))
     with Session(say=ui.say, journalled=True) as session:
-        results = [
-            _probe_target(base, target, options, dtype=dtype, session=session) for target in sorted(options.target)
-        ]
+        results = [_probe_target(base, target, options, session) for target in sorted(options.target)]
         probed = Probe(
             model=base.name,
             original=base.window,
@@ -204,9 +202,7 @@ def _models_to_probe(
     return models
 
 
-def _probe_target(
-    base: ModelSource, target: int, options: ProbeOptions, *, dtype: str | None, session: Session
-) -> TargetResult:
+def _probe_target(base: ModelSource, target: int, options: ProbeOptions, session: Session) -> TargetResult:
     """Measure the base and the scalings at one target."""
     factors = read_factors(Path(options.factors)) if options.factors else None
     models = _models_to_probe(base, target, options, factors)
@@ -232,7 +228,7 @@ def _probe_target(
 
     def measure(name: str, scaling: Method, requested: Section) -> Any:
         with ui.progress(f"{scaling} at {target:,}, {name}") as session.progress:
-            model = load_model(models[scaling], dtype)
+            model = load_model(models[scaling])
             return MEASUREMENTS[name].run(model, requested, session)
 
     scalings: dict[Method, Probed] = {}

@@ -92,10 +92,10 @@ class SearchResult(BaseModel):
 class Searched:
     """A loaded base whose rotary frequencies are divided, and the texts that score the divisors."""
 
-    def __init__(self, base: ModelSource, options: SearchOptions, dtype: str | None) -> None:
+    def __init__(self, base: ModelSource, options: SearchOptions) -> None:
         self.base = base
         self.attention_factor = attention_factor_of(start_config(base, options.target))
-        self.loaded = load_model(base, dtype or ("bfloat16" if has_fast_bfloat16() else None))
+        self.loaded = load_model(base, base.dtype or ("bfloat16" if has_fast_bfloat16() else None))
         # Whole documents: some default choices cut them, perhaps below the target window.
         text_options = complete(TextOptions(data=options.data, column=options.column), [base]).changed(truncate=None)
         # The first documents are those of the test.
@@ -254,7 +254,7 @@ def descent(start: torch.Tensor, gradient_of: Callable[[torch.Tensor], torch.Ten
         yield point.clone()
 
 
-def search(base: ModelSource, options: SearchOptions, *, dtype: str | None = None) -> SearchResult:
+def search(base: ModelSource, options: SearchOptions) -> SearchResult:
     """Search for the divisors with which a plain base reads and retrieves best at L' tokens.
 
     Every result is journalled, so that an interrupted search continues. Raise ScalingError if the model cannot be
@@ -267,7 +267,7 @@ def search(base: ModelSource, options: SearchOptions, *, dtype: str | None = Non
     start = start_of(base, options.target)
     title = f"searching at {options.target:,}"
     with Session(say=ui.say, journalled=True) as session, ui.progress(title) as progress:
-        searched = Searched(base, options, dtype)
+        searched = Searched(base, options)
         decided_by = {**options.model_dump(exclude={"minutes"}), "texts": [text.digest for text in searched.texts]}
         folder = session.journal(searched.loaded, decided_by)
         assert folder

@@ -45,8 +45,6 @@ def evaluate(
     models: Sequence[ModelSource | LoadedModel],
     requested: Requested,
     files: Mapping[str, Path],
-    *,
-    dtype: str | None = None,
 ) -> dict[str, list[Scores]]:
     """Return the scores of models by measurement. Each measurement is written to the file in `files` as soon as all
     models have scores, and journalled until then.
@@ -84,7 +82,7 @@ def evaluate(
                 elif loaded is None or len(models) > 1:
                     loaded = None  # frees the memory before the next model is read
                     with ui.working(f"loading {model.name}"):
-                        loaded = load_model(model, dtype)
+                        loaded = load_model(model)
                 with ui.progress(f"{name} {model.name}") as session.progress:
                     result = measurements[name].measure(loaded, options, session)
                 results.append(marked(result, loaded.source.run.texts))
@@ -109,7 +107,6 @@ def scores_of(
     resolve: Callable[[], ModelSource],
     *,
     again: bool = False,
-    dtype: str | None = None,
 ) -> dict[str, Scores]:
     """Return scores of a run, or of the base of a run, by the names of the score files.
 
@@ -125,7 +122,7 @@ def scores_of(
             scores_by_name[name] = scores
     missing = {name: section for name, section in requested.items() if name not in scores_by_name}
     if missing:
-        measured = evaluate([resolve()], missing, files, dtype=dtype)
+        measured = evaluate([resolve()], missing, files)
         for name, [scores] in measured.items():
             scores_by_name[name] = scores
     return {name: scores_by_name[name] for name in requested}

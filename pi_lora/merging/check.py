@@ -14,6 +14,7 @@ from transformers import PreTrainedModel
 from pi_lora.errors import ModelError
 from pi_lora.merging.deltas import LowRank, OutputTensor, Stack
 from pi_lora.merging.writing import in_threads
+from pi_lora.model_ref import ModelRef
 from pi_lora.models.composite import names_in
 from pi_lora.models.device import device, free_memory
 from pi_lora.models.files import find_file, read_config
@@ -163,7 +164,7 @@ def check_logits(source: ModelSource, run: Path, tensors: Sequence[OutputTensor]
             load_adapter(load_base(source, torch.float32), run),
             ids,
         )
-        merged_source = resolve_model(str(merged), permissions=source.permissions)
+        merged_source = resolve_model(ModelRef(merged, permissions=source.permissions))
         merged_model = load_model(merged_source, "float32")
         merged_logits = _logits(merged_model.module, ids)
     centered = tuned_logits - tuned_logits.mean(dim=-1, keepdim=True)

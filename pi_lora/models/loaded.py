@@ -93,13 +93,14 @@ def load_model(source: ModelSource, dtype: str | None = None) -> LoadedModel:
 
     Args:
         source: The model as `resolve_model` returns it.
-        dtype: `float32`, `bfloat16` or `float16`. By default float32 on a CPU, that of the training after QLoRA, and on
+        dtype: Instead of `source.dtype`. By default float32 on a CPU, that of the training after QLoRA, and on
             an accelerator the stored dtype; a run is computed there in the dtype of its training.
 
     Raises:
         ModelError: Weights are missing, damaged, or not those that a run was tuned from.
     """
     source.check_base_fingerprint()
+    dtype = dtype or source.dtype
     recipe = source.recipe
     on_cpu = device().type == "cpu"
     quantized = bool(source.adapter and recipe and recipe.tuning.method == "qlora")

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from pi_lora.errors import ModelError, ScalingError
+from pi_lora.model_ref import ModelRef
 from pi_lora.models.files import (
     ADAPTER_CONFIG_FILE,
     BUILTIN,
@@ -62,23 +63,15 @@ WINDOW_ENTRIES = ("max_position_embeddings", "rope_parameters", "rope_scaling", 
 
 
 def resolve_model(
-    name: str,
-    extension: Extension | None = None,
+    model: str | os.PathLike[str],
     *,
-    permissions: Permissions = NO_PERMISSIONS,
-    revision: str = "main",
-    base: str | None = None,
     commit: str | None = None,
     shipped: bool = False,
 ) -> ModelSource:
     """Resolve a hub id, a folder of full weights, `builtin:tiny`, or a run or adapter.
 
     Args:
-        name: The model as the user names it.
-        extension: How to extend a plain base; a run is extended as its config says.
-        permissions: Whether code of the model may run, and a run be used whose base changed.
-        revision: The branch, tag or commit of a hub id; all files are read at one commit of it.
-        base: The base of a run or adapter, if it moved.
+        model: The model as the user names it: a `ModelRef`, or its name alone.
         commit: The commit of the base, if it is known; otherwise that of the revision.
         shipped: Take config and shape of a model that a recipe names from the package, which is enough for a plan.
 
@@ -86,21 +79,25 @@ def resolve_model(
         ModelError: The model is missing, incomplete, or not the one that an adapter was tuned from.
         ScalingError: The model cannot be extended.
     """
-    shipped_base = _shipped_base(name, revision) if shipped else None
+    ref = ModelRef.of(model)
+    name = os.fspath(ref)
+    permissions = ref.permissions
+    shipped_base = _shipped_base(name, ref.revision) if shipped else None
     if shipped_base is None:
         check_finished(Path(name))
-        folder, found_commit = model_folder(name, revision)
+        folder, found_commit = model_folder(name, ref.revision)
         if (folder / ADAPTER_CONFIG_FILE).is_file():
-            if extension is not None:
+            if ref.extension:
                 raise ModelError(
                     f"{name}: is extended already; "
                     "leave out --original, --target and --scaling (in a recipe: scaling: keep), or merge it first"
                 )
+            base = os.fspath(ref.base) if ref.base else None
             resolved_base = _base_of_adapter(folder, base, permissions, commit)
-            return _resolve_adapter(name, folder, resolved_base)
+            return replace(_resolve_adapter(name, folder, resolved_base), dtype=ref.dtype)
     resolved_base = shipped_base or _resolve_base(name, commit or found_commit, permissions)
-    source = ModelSource(name, resolved_base, with_legacy_rope_keys(resolved_base.config))
-    return source.extended(extension) if extension else source
+    source = ModelSource(name, resolved_base, with_legacy_rope_keys(resolved_base.config), dtype=ref.dtype)
+    return source.extended(ref.extension) if ref.extension else source
 
 
 def resolve_for_training(
@@ -109,14 +106,14 @@ def resolve_for_training(
     """Resolve the model of `recipe`, extended as the recipe says, or as it is under `scaling: keep`. The interrupted
     run of the output `resumed` continues at the commit of the base that it began with.
     """
-    source = resolve_model(
+    model = ModelRef(
         recipe.model.name,
-        extension_of(recipe),
-        permissions=permissions,
         revision=recipe.model.revision,
-        commit=Run(staging_path(resumed)).commit if resumed else None,
-        shipped=shipped,
+        extension=extension_of(recipe),
+        permissions=permissions,
     )
+    commit = Run(staging_path(resumed)).commit if resumed else None
+    source = resolve_model(model, commit=commit, shipped=shipped)
     if recipe.scaling == "keep":
         check_reach(recipe.model.name, source.config, recipe.context.target)
     return source

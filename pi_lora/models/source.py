@@ -135,6 +135,7 @@ class ModelSource:
         config: The config that the model is loaded under, with the keys of transformers 4 and 5.
         adapter: The folder of an adapter of the base, if the model is one.
         extension: How the base is extended, if that was asked for.
+        dtype: The data type to load the weights in, if that was asked for.
     """
 
     name: str
@@ -142,6 +143,7 @@ class ModelSource:
     config: Config
     adapter: Path | None = None
     extension: Extension | None = None
+    dtype: str | None = None
 
     def __str__(self) -> str:
         return f"{self.name}: {self.window:,} tokens, scale {self.scale:g}"

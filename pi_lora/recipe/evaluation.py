@@ -6,7 +6,7 @@ from typing import Annotated, Literal
 from pydantic import AfterValidator, Field, PositiveFloat, PositiveInt
 
 from pi_lora.recipe.data import CHAT_COLUMNS
-from pi_lora.recipe.section import LIST, Section, Seed, Texts, Tokens, Windows
+from pi_lora.recipe.section import LIST, Section, Seed, Texts, Tokens, Windows, sections_in
 
 # The paper's stride in tokens.
 STRIDE = 256
@@ -172,7 +172,7 @@ class SearchOptions(Section):
 
 
 class BenchmarksOptions(Section):
-    """Short-context benchmarks (paper, table 5). They run on the finished run only."""
+    """Short-context benchmarks (paper, table 5)."""
 
     tasks: Annotated[Texts, Field(min_length=1)] = ("boolq", "piqa", "race_middle", "race_high", "winogrande")
     """Tasks or task groups of lm-eval."""
@@ -187,7 +187,7 @@ class BenchmarksOptions(Section):
 
 
 class RulerOptions(Section):
-    """RULER (Hsieh et al. 2024) through lm-eval. It runs on the finished run only."""
+    """RULER (Hsieh et al. 2024) through lm-eval."""
 
     windows: Windows = None
     """Windows to measure, in tokens. By default L', L'/2, ... down to L."""
@@ -215,7 +215,7 @@ class Sampling(Section):
 
 
 class SummarizationOptions(Sampling):
-    """Summaries of long documents, scored by ROUGE (paper, section 3.5). They run on the finished run only."""
+    """Summaries of long documents, scored by ROUGE (paper, section 3.5)."""
 
     data: str | None = None
     """Files, folder, glob or hub id of the examples. By default the data of the tuning, or GovReport."""
@@ -246,7 +246,7 @@ class SummarizationOptions(Sampling):
 
 
 class ChatOptions(Section):
-    """Perplexity of the assistant's turns in chats, also against a base. It runs on the finished run only."""
+    """Perplexity of the assistant's turns in chats, also against a base."""
 
     data: str
     """File, folder, glob or hub id of the chats."""
@@ -285,7 +285,7 @@ class Evaluation(Section):
     """The measurements of a run, and how often they are made during training."""
 
     every: PositiveInt | None = None
-    """Training steps between measurements, starting at step 0. By default none during training."""
+    """Training steps between measurements of perplexity and passkeys, from step 0. By default only the finished run."""
     perplexity: PerplexityOptions | None = None
     context: ContextOptions | None = None
     passkey: PasskeyOptions | None = None
@@ -294,6 +294,12 @@ class Evaluation(Section):
     summarization: SummarizationOptions | None = None
     chat: ChatOptions | None = None
     while_training: ShortEvaluation | None = None
+
+    @classmethod
+    def measurements(cls) -> dict[str, type[Section]]:
+        """Return the sections that are measurements, by name."""
+        sections = {name: next(sections_in(field.annotation), None) for name, field in cls.model_fields.items()}
+        return {name: section for name, section in sections.items() if section not in (None, ShortEvaluation)}
 
     def in_short(self) -> "Evaluation":
         """Return the measurements during training: perplexity and passkeys, with the values of `while_training`. Raise

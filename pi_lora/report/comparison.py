@@ -56,14 +56,13 @@ class Comparison(BaseModel):
 def compare_run(
     base: ModelSource,
     run: str,
-    resolve: Callable[[str], ModelSource],
+    resolve: Callable[[], ModelSource],
     requested: Requested,
     *,
     data: str | None,
     another: bool,
     untuned: bool,
     again: bool,
-    dtype: str | None,
 ) -> Comparison:
     """Compare a run with its base in the scores of the run, the measurements of its recipe, and `requested` ones.
 
@@ -73,13 +72,12 @@ def compare_run(
     Args:
         base: The base of the run, or another model.
         run: A folder or hub id.
-        resolve: Returns the model of a name.
+        resolve: Returns the model of the run.
         requested: Further measurements, with options.
         data: Another text for perplexity than the run's.
         another: Allow a `base` that the run was not tuned from.
         untuned: Compare also with the base under the scaling of the run, without tuning.
         again: Measure again what has scores.
-        dtype: The dtype of the weights.
 
     Raises:
         ModelError: `base` is not the base of the run.
@@ -92,8 +90,8 @@ def compare_run(
         raise ModelError(
             f"{run}: was tuned from another model ({folder.base.name}) than {base.name}; name its own, or add --another"
         )
-    measure = partial(scores_of, folder, again=again, dtype=dtype)
-    run_scores = measure(TUNED, all_requested, lambda: resolve(run))
+    measure = partial(scores_of, folder, again=again)
+    run_scores = measure(TUNED, all_requested, resolve)
     used_options = {name: scores.options for name, scores in run_scores.items()}
     base_name = base.name
     untuned_scores: Mapping[str, Scores] = {}
@@ -104,7 +102,7 @@ def compare_run(
             untuned_scores = measure(STEP_0, used_options, partial(base.extended, extension))
     else:
         base_name += " (another model)"
-        measured = evaluate([base], used_options, {}, dtype=dtype)
+        measured = evaluate([base], used_options, {})
         base_scores = {name: scores[0] for name, scores in measured.items()}
     original = folder.metadata.original
     verdict = verdict_of(base_scores, untuned_scores, run_scores, original)

@@ -1,6 +1,7 @@
 """The commands that serve an extended model, and the size of the KV cache, from the config alone."""
 
 import shlex
+from os import PathLike
 from pathlib import Path
 
 from transformers import DynamicCache, PreTrainedConfig
@@ -79,7 +80,7 @@ def _can_be_exported(config: PreTrainedConfig) -> bool:
     return not needs_divisors or language.model_type in DIVISORS_IN_LLAMA_CPP
 
 
-def llama_cpp_lines(file: Path, window: int, model: str, base: str | Path | None = None) -> list[str]:
+def llama_cpp_lines(file: Path, window: int, model: str, base: str | PathLike[str] | None = None) -> list[str]:
     """Return the commands that serve a GGUF file with llama.cpp, and that compare the server with `model`, a run if the
     place of the `base` is given.
     """

@@ -150,9 +150,7 @@ def _prompt(
     return Prompt(characters=starts[text_tokens], code_starts=code_starts, asked=asked)
 
 
-def compute_answers(
-    reference: Reference, model: ModelSource, dtype: str | None = None, progress: Progress = silent
-) -> None:
+def compute_answers(reference: Reference, model: ModelSource, progress: Progress = silent) -> None:
     """Answer all prompts of a reference in every reading."""
     readings = {RIGHT: model}
     without_scaling = unscaled(model)
@@ -160,7 +158,7 @@ def compute_answers(
     if without_scaling.config != model.config:
         readings[UNSCALED] = without_scaling
     for reading, source in readings.items():
-        reader = Reader(load_model(source, dtype))
+        reader = Reader(load_model(source))
         for prompt in reference.prompts:
             progress(0, 0, f"computing {prompt.tokens:,} tokens here: {reading}")
             prompt.answers[reading] = reader.answer(reference.text(prompt))

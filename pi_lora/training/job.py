@@ -27,6 +27,7 @@ from pi_lora.distributed import (
 )
 from pi_lora.errors import Interrupted, ModelError
 from pi_lora.evaluation.suite import requested_measurements
+from pi_lora.model_ref import ModelRef
 from pi_lora.models import adapter as adapters
 from pi_lora.models import device as devices
 from pi_lora.models.loaded import LoadedModel, Placement, load_base, load_model
@@ -109,7 +110,7 @@ class TrainingJob:
             if self.recipe.evaluation.every:
                 # The run is whole by now: a signal loses no more than these scores.
                 if tuned is None:
-                    source = resolve_model(str(self.output), permissions=self.source.permissions)
+                    source = resolve_model(ModelRef(self.output, permissions=self.source.permissions))
                     tuned = load_model(source)
                 measurements = ScheduledMeasurements(self.recipe.evaluation, tuned, finished, stop)
                 measurements.measure(self.recipe.training.steps)

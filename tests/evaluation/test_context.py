@@ -21,6 +21,7 @@ from pi_lora.evaluation import context as context_module
 from pi_lora.evaluation.context import Context, ContextScores, context_losses
 from pi_lora.evaluation.measurement import Session
 from pi_lora.evaluation.suite import metrics_of, read_scores, write_scores
+from pi_lora.model_ref import ModelRef
 from pi_lora.models.loaded import LoadedModel
 from pi_lora.recipe.evaluation import ContextOptions
 from pi_lora.scaling.extension import Extension
@@ -32,7 +33,7 @@ STRIDE = 32
 
 @pytest.fixture(scope="module")
 def loaded() -> LoadedModel:
-    return load("builtin:tiny", Extension(target=512, original=256, scaling="yarn"))
+    return load(ModelRef("builtin:tiny", extension=Extension(target=512, original=256, scaling="yarn")))
 
 
 @pytest.fixture(scope="module")
@@ -167,7 +168,7 @@ def test_key_tokens_of_another_model_are_the_same_characters(
     again = measured(loaded, folder, key_tokens=key_tokens, documents=1)
     assert again.per_document == own.per_document[:1]
     # Another extension finds other key tokens, and is scored on these.
-    other = load("builtin:tiny", Extension(target=512, original=256, scaling="pi"))
+    other = load(ModelRef("builtin:tiny", extension=Extension(target=512, original=256, scaling="pi")))
     on_same = measured(other, folder, key_tokens=key_tokens, documents=1)
     assert on_same.evaluator == "builtin:tiny"
     assert on_same.per_document[0].spans == own.per_document[0].spans

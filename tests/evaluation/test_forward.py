@@ -11,6 +11,7 @@ from architectures import PROMISED, small_config, small_model, stretched
 from pi_lora.api import load
 from pi_lora.evaluation import forward as module
 from pi_lora.evaluation.forward import last_logits, shared_prefix, token_losses
+from pi_lora.model_ref import ModelRef
 from pi_lora.scaling.extension import Extension
 
 LENGTH, TAIL = 60, 5
@@ -117,5 +118,5 @@ def test_memory_of_logits_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_prompts_whose_length_changes_the_rope_are_continued_alone(
     scaling: str, requested: int | None, expected: int
 ) -> None:
-    loaded = load("builtin:tiny", Extension(512, scaling=scaling))
+    loaded = load(ModelRef("builtin:tiny", extension=Extension(512, scaling=scaling)))
     assert module.prompts_at_once(loaded, 512, requested) == expected

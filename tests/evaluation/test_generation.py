@@ -14,6 +14,7 @@ from conftest import refused, run_captured
 from pi_lora.api import load
 from pi_lora.errors import DataError
 from pi_lora.evaluation.generation import answer
+from pi_lora.model_ref import ModelRef
 from pi_lora.models.loaded import LoadedModel
 from pi_lora.recipe.evaluation import Sampling
 from pi_lora.scaling.extension import Extension
@@ -24,7 +25,7 @@ TEMPLATE = "{% for each in messages %}[{{ each.role }}]{{ each.content }}{% endf
 
 @pytest.fixture
 def extended() -> LoadedModel:
-    return load("builtin:tiny", Extension(target=512))
+    return load(ModelRef("builtin:tiny", extension=Extension(target=512)))
 
 
 def written(model: LoadedModel, text: str, **tokenized: Any) -> str:

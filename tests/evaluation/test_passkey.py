@@ -28,6 +28,7 @@ from pi_lora.evaluation.passkey import (
     make_trial,
     prompt,
 )
+from pi_lora.model_ref import ModelRef
 from pi_lora.models.loaded import LoadedModel
 from pi_lora.models.resolve import resolve_model
 from pi_lora.recipe.evaluation import PasskeyOptions
@@ -160,7 +161,7 @@ def test_the_text_before_the_key_is_computed_once(stretched: LoadedModel) -> Non
 
 
 def test_trials_of_a_dynamic_model_do_not_depend_on_earlier_trials() -> None:
-    loaded = load("builtin:tiny", Extension(512, 256, "dynamic"))
+    loaded = load(ModelRef("builtin:tiny", extension=Extension(512, 256, "dynamic")))
     test = grid(loaded, 320, 4, 4, seed=1)
     alone = test.measure(1)
     loaded.module(input_ids=torch.full((1, 700), 5))
@@ -179,7 +180,7 @@ def kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 @pytest.fixture(scope="module")
 def stretched() -> LoadedModel:
-    return load("builtin:tiny", Extension(320, 256))
+    return load(ModelRef("builtin:tiny", extension=Extension(320, 256)))
 
 
 @pytest.fixture(scope="module")

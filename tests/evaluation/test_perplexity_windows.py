@@ -31,6 +31,7 @@ from pi_lora.evaluation.perplexity import (
 )
 from pi_lora.evaluation.suite import metrics_of
 from pi_lora.evaluation.texts import choose_documents
+from pi_lora.model_ref import ModelRef
 from pi_lora.recipe.evaluation import PerplexityOptions
 from pi_lora.scaling.extension import Extension
 
@@ -71,7 +72,7 @@ def test_a_sweep_of_windows_equals_the_oracle(
 
 def test_dynamic_scaling_computes_every_window_on_its_own(small_model: Any, tmp_path: Path) -> None:
     """Its frequencies follow the length of the input, and transformers does not forget a longer one."""
-    model = load(str(small_model), Extension(256, scaling="dynamic"))
+    model = load(ModelRef(str(small_model), extension=Extension(256, scaling="dynamic")))
     unread = copy.deepcopy(model.module)
     (tmp_path / "text.txt").write_text("the road is long and the night is dark " * 20)
     options = PerplexityOptions(data=str(tmp_path), windows=(64, 100, 128), stride=24, truncate=170)
@@ -257,7 +258,7 @@ def loss_by_labels(model: Any, document: list[int], window: int, stride: int) ->
 def test_a_sweep_is_faster_than_a_forward_pass_for_every_window() -> None:
     """Two cores of an AMD EPYC took 1.7 times as long, with a vocabulary of 1,024, and 2.7 times with 32,000."""
     windows, stride = (256, 512, 1024, 2048), 128
-    model = load("builtin:tiny", Extension(target=2048)).module
+    model = load(ModelRef("builtin:tiny", extension=Extension(target=2048))).module
     document = torch.randint(2, 1024, (3072,), generator=torch.Generator().manual_seed(1)).tolist()
     sweep = Sweep(windows, stride)
 

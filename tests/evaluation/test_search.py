@@ -34,6 +34,7 @@ from pi_lora.evaluation.search import (
     start_of,
 )
 from pi_lora.evaluation.texts import choose_documents, complete
+from pi_lora.model_ref import ModelRef
 from pi_lora.models.resolve import resolve_model
 from pi_lora.recipe.evaluation import SearchOptions, TextOptions
 from pi_lora.recipe.factors import read_factors
@@ -119,7 +120,7 @@ def test_the_exchanged_frequencies_are_those_of_a_model_that_is_loaded_so(search
     start = start_of(searched.base, 512)
     searched.use(start, 1.1)
     extension = Extension(512, scaling="factors", factors=tuple(start.exp().tolist()), attention_factor=1.1)
-    loaded = pi_lora.load("builtin:tiny", extension=extension, dtype="float32")
+    loaded = pi_lora.load(ModelRef("builtin:tiny", extension=extension, dtype="float32"))
     with torch.no_grad():
         ours, theirs = (model(searched.long.ids).logits for model in (searched.loaded.module, loaded.module))
     torch.testing.assert_close(ours, theirs, rtol=1e-4, atol=1e-4)
@@ -300,7 +301,7 @@ def test_an_interrupted_search_ends_with_the_same_divisors(
 def test_a_search_lowers_the_losses_of_needles_and_text(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(exams, "SHORT_TOKENS", 256)
     monkeypatch.setattr(exams, "PLAIN_TOKENS", 128)
-    result = search(resolve_model("builtin:tiny"), SearchOptions(target=512, minutes=0.2), dtype="float32")
+    result = search(resolve_model(ModelRef("builtin:tiny", dtype="float32")), SearchOptions(target=512, minutes=0.2))
     start, found = result.scores["start"], result.scores["factors"]
     assert found.needles < start.needles - 0.1
     assert found.value < start.value - 0.1
@@ -330,12 +331,13 @@ def test_the_command_writes_a_file_for_recipes_new_and_extend(
     moved = tmp_path / "moved.json"
     moved.write_text(json.dumps(content))
     pi_lora.new(model, target, gpu="cpu", data=texts_of_words, probe=moved, output=tmp_path / "new.yaml")
-    extended = pi_lora.extend(model, tmp_path / "out", target=target, scaling="factors", probe=moved)
+    extended = pi_lora.extend(
+        ModelRef(model, extension=Extension(target, scaling="factors")), tmp_path / "out", probe=moved
+    )
     assert full_attention_rope(resolve_model(str(extended)).config)["long_factor"] == list(result.factors)
-    other = tmp_path / "other.json"
-    other.write_text(json.dumps({"factors": [3.0] * len(result.factors)}))
+    other = Extension(target, scaling="factors", factors=(3.0,) * len(result.factors))
     with refused(ModelError, "--factors: ", "--probe"):
-        pi_lora.extend(model, tmp_path / "b", target=target, scaling="factors", probe=moved, factors=other)
+        pi_lora.extend(ModelRef(model, extension=other), tmp_path / "b", probe=moved)
     moved.unlink()
     recipe = load_recipe(tmp_path / "new.yaml").recipe
     assert recipe.scaling == "factors"

@@ -12,6 +12,7 @@ from safetensors.torch import load_file, save_file
 from conftest import refused, small_recipe, train
 from pi_lora.api import load, merge
 from pi_lora.errors import Interrupted, ModelError, RecipeError
+from pi_lora.model_ref import ModelRef
 from pi_lora.models.resolve import resolve_model
 from pi_lora.recipe.schema import Recipe
 from pi_lora.run import RUN_FILE, Run
@@ -69,8 +70,8 @@ def test_a_base_with_other_weights_is_refused(place: Path, monkeypatch: pytest.M
     further = small_recipe("run", context={"target": 100}, scaling="keep", data={"source": "builtin:recall"})
     with refused(ModelError, "run: base"):
         train(further, Path("further"))
-    load("run", permissions=Permissions(allow_mismatch=True))
-    merge(Path("run"), Path("merged"), permissions=Permissions(allow_mismatch=True), check="none")
+    load(ModelRef("run", permissions=Permissions(allow_mismatch=True)))
+    merge(ModelRef(Path("run"), permissions=Permissions(allow_mismatch=True)), Path("merged"), check="none")
 
 
 def test_a_relative_base_is_found_from_another_folder(
@@ -88,7 +89,7 @@ def test_a_relative_base_is_found_from_another_folder(
     (place / "base").rename(place / "moved")
     with refused(ModelError, f"{place / 'run'}: base (base) has other weights"):
         load(str(place / "run"))
-    merged = merge(place / "run", tmp_path / "merged", base=str(place / "moved"), check="none").folder
+    merged = merge(ModelRef(place / "run", base=str(place / "moved")), tmp_path / "merged", check="none").folder
     assert merged.is_dir()
 
 

@@ -15,6 +15,7 @@ from pi_lora.api import load
 from pi_lora.errors import Diverged, ModelError
 from pi_lora.evaluation.measurement import Session
 from pi_lora.evaluation.passkey import Passkey
+from pi_lora.model_ref import ModelRef
 from pi_lora.models.loaded import load_base
 from pi_lora.models.resolve import resolve_model
 from pi_lora.recipe.evaluation import PasskeyOptions
@@ -95,7 +96,7 @@ def test_weights_that_are_not_finite_as_stored_or_loaded_are_refused(
     edit(base / WEIGHTS, lambda tensors: tensors.update({key: each.to(stored) for key, each in tensors.items()}))
     edit(base / WEIGHTS, one(value))
     with refused(ModelError, str(base), UP):
-        load(str(base), dtype=dtype)
+        load(ModelRef(str(base), dtype=dtype))
 
 
 def test_large_weights_whose_sum_overflows_are_accepted(base: Path) -> None:
@@ -113,7 +114,7 @@ def test_an_adapter_with_nan_weights_is_refused(lora_run: Path, tmp_path: Path) 
 def test_overflowing_logits_are_refused_rather_than_scored_as_k_max_0(base: Path) -> None:
     """Each weight is a number, and in float16 what comes of them is not."""
     edit(base / WEIGHTS, lambda tensors: tensors["model.norm.weight"].fill_(6e4))
-    loaded = load(str(base), dtype="float16")
+    loaded = load(ModelRef(str(base), dtype="float16"))
     with refused(ModelError, str(base), "infinite", "float16", "--dtype"):
         Passkey().run(loaded, PasskeyOptions(target=300, depths=1, trials=1), Session())
 

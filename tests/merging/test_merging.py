@@ -16,6 +16,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from conftest import extend, refused
 from pi_lora.api import load, merge
 from pi_lora.errors import ModelError
+from pi_lora.model_ref import ModelRef
 from pi_lora.models.resolve import resolve_model
 from pi_lora.models.weights import StoredTensor
 from pi_lora.scaling.extension import Extension
@@ -133,7 +134,7 @@ def test_stored_frequencies_are_dropped_and_integer_tensors_kept(sharded: Path, 
     (path / "config.json").write_bytes((sharded.parent / "base" / "config.json").read_bytes())
     extra = {"model.layers.0.self_attn.rotary_emb.inv_freq": torch.ones(8), "steps": torch.tensor(7)}
     save_file({**tensors, **extra}, path / "model.safetensors")
-    merged = stored(merge(sharded, tmp_path / "merged", base=str(path), check="none").folder)
+    merged = stored(merge(ModelRef(sharded, base=str(path)), tmp_path / "merged", check="none").folder)
     assert merged.keys() - tensors.keys() == {"steps"}
     assert merged["steps"] == 7
 
@@ -169,13 +170,13 @@ def adapter(small_model: Path, tmp_path: Path) -> Path:
 
 def test_an_adapter_made_elsewhere_needs_a_config_and_a_base(small_model: Path, adapter: Path, tmp_path: Path) -> None:
     with refused(ModelError, f"{adapter / 'config.json'}: ", "extend"):
-        merge(adapter, tmp_path / "merged", base=str(small_model))
-    extend(resolve_model(str(small_model), Extension(128)), tmp_path / "extended")
+        merge(ModelRef(adapter, base=str(small_model)), tmp_path / "merged")
+    extend(resolve_model(ModelRef(str(small_model), extension=Extension(128))), tmp_path / "extended")
     shutil.copyfile(tmp_path / "extended" / "config.json", adapter / "config.json")
     with refused(ModelError, f"{adapter / 'adapter_config.json'}: base_model_name_or_path: ", "--base"):
         merge(adapter, tmp_path / "merged")
     assert not (tmp_path / "merged").exists()
-    merged = merge(adapter, tmp_path / "merged", base=str(small_model)).folder
+    merged = merge(ModelRef(adapter, base=str(small_model)), tmp_path / "merged").folder
     ours, expected = AutoModelForCausalLM.from_pretrained(merged), tuned(small_model, adapter)
     with torch.no_grad():
         torch.testing.assert_close(ours(IDS).logits, expected(IDS).logits, rtol=1e-4, atol=1e-4)

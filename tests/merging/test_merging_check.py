@@ -16,6 +16,7 @@ from pi_lora.api import merge
 from pi_lora.errors import ModelError
 from pi_lora.merging.check import check_logits, check_model, check_tensors
 from pi_lora.merging.merging import Merge, plan_merge
+from pi_lora.model_ref import ModelRef
 from pi_lora.models.device import dtype_named
 from pi_lora.models.files import save_config
 from pi_lora.models.resolve import resolve_model
@@ -228,7 +229,7 @@ def test_a_merge_needs_no_tokenizer(run: Path, tmp_path: Path) -> None:
         shutil.copytree(run.parent / name, tmp_path / name)
         for path in (tmp_path / name).glob("tokenizer*"):
             path.unlink()
-    assert merge(tmp_path / "run", tmp_path / "merged", base=str(tmp_path / "base")).lines
+    assert merge(ModelRef(tmp_path / "run", base=str(tmp_path / "base")), tmp_path / "merged").lines
 
 
 OWN = """
@@ -252,7 +253,9 @@ def test_a_model_with_its_own_code_is_merged_with_permission(
         code = {"AutoConfig": f"{prefix}own.OwnConfig", "AutoModelForCausalLM": f"{prefix}own.OwnModel"}
         configured(model_type="own", auto_map=code)(folder, run)
     put_on_hub(base, "someone/own", tmp_path / "hub", monkeypatch)
-    merged = merge(adapter, tmp_path / "merged", base="someone/own", permissions=Permissions(trust_remote_code=True))
+    merged = merge(
+        ModelRef(adapter, base="someone/own", permissions=Permissions(trust_remote_code=True)), tmp_path / "merged"
+    )
     assert merged.lines[0].startswith("checked: 21 tensors")
 
 

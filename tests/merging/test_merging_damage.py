@@ -13,6 +13,7 @@ from safetensors.torch import load_file, save_file
 from conftest import refused
 from pi_lora.api import merge
 from pi_lora.errors import ModelError, PiLoraError
+from pi_lora.model_ref import ModelRef
 from random_runs import save_base, save_run
 from small_configs import ALL, llama
 
@@ -185,7 +186,7 @@ def test_a_damaged_input_is_named_and_no_output_is_left(kind: str, broken: Path,
     damage, file, names = DAMAGE[kind]
     damage(broken)
     with refused(PiLoraError, f"{broken / file}: ", *names):
-        merge(broken / "run", tmp_path / "out" / "merged", base=str(broken / "base"))
+        merge(ModelRef(broken / "run", base=str(broken / "base")), tmp_path / "out" / "merged")
     assert not list(tmp_path.glob("out/*"))
     assert not list(tmp_path.glob("out/.*"))
 
@@ -203,5 +204,5 @@ def test_a_full_disk_leaves_no_output(whole: Path, tmp_path: Path, monkeypatch: 
 def test_weights_that_overflow_a_dtype_are_refused(broken: Path, tmp_path: Path) -> None:
     edit(broken / "base" / SECOND, lambda each: each[f"{Q}.weight"].fill_(1e6))
     with refused(PiLoraError, f"{broken / 'base' / SECOND}: {Q}.weight: ", "torch.float16"):
-        merge(broken / "run", tmp_path / "merged", base=str(broken / "base"), dtype="float16")
+        merge(ModelRef(broken / "run", base=str(broken / "base")), tmp_path / "merged", dtype="float16")
     assert not (tmp_path / "merged").exists()

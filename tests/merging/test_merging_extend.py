@@ -12,6 +12,7 @@ from conftest import extend, refused, run_captured
 from pi_lora.api import load
 from pi_lora.errors import ModelError
 from pi_lora.evaluation.probe import probe
+from pi_lora.model_ref import ModelRef
 from pi_lora.models.resolve import resolve_model
 from pi_lora.recipe.evaluation import ProbeOptions
 from pi_lora.scaling.extension import Extension
@@ -29,7 +30,7 @@ def test_an_extended_folder_is_the_base_with_the_scaling(
     status, out, _ = run_captured(capsys, monkeypatch, "extend", str(small_model), *words, "--output", str(folder))
     assert status == 0
     assert f"vllm serve {folder} --max-model-len 256" in out
-    expected = load(str(small_model), YARN).module(IDS).logits
+    expected = load(ModelRef(str(small_model), extension=YARN)).module(IDS).logits
     for model in (load(str(folder)).module, AutoModelForCausalLM.from_pretrained(folder)):
         torch.testing.assert_close(model(IDS).logits, expected, rtol=1e-6, atol=1e-6)
     assert (expected - load(str(small_model)).module(IDS).logits).abs().max() > 0.01
@@ -48,8 +49,8 @@ def test_the_card_of_an_extended_model_has_the_scores_of_the_probe(small_model: 
     text = tmp_path / "text.txt"
     text.write_text("The door is open and the road is long. " * 60)
     options = ProbeOptions(target=(256,), data=str(text), documents=1, trials=1, scalings=("yarn",))
-    found = probe(resolve_model(str(small_model)), options, dtype="float32")
-    extend(resolve_model(str(small_model), YARN), tmp_path / "extended", found)
+    found = probe(resolve_model(ModelRef(small_model, dtype="float32")), options)
+    extend(resolve_model(ModelRef(str(small_model), extension=YARN)), tmp_path / "extended", found)
     before, after = (found.at(256).scalings[name] for name in ("direct", "yarn"))
     card = (tmp_path / "extended" / "README.md").read_text()
     assert f"| {before.windows[1].text} | {after.windows[1].text} |" in card
@@ -58,7 +59,11 @@ def test_the_card_of_an_extended_model_has_the_scores_of_the_probe(small_model: 
     kept = json.loads((tmp_path / "extended" / "scores" / "perplexity-step-0.json").read_text())
     assert kept["windows"][1]["perplexity"] == after.windows[1].value
     with refused(ModelError, "--probe: ", "direct", "yarn", "theta"):
-        extend(resolve_model(str(small_model), Extension(256, scaling="theta")), tmp_path / "other", found)
+        extend(
+            resolve_model(ModelRef(str(small_model), extension=Extension(256, scaling="theta"))),
+            tmp_path / "other",
+            found,
+        )
     assert not (tmp_path / "other").exists()
 
 
@@ -74,10 +79,10 @@ def test_weights_are_copied_file_by_file_to_another_disk(
         raise OSError("another disk")
 
     monkeypatch.setattr(os, "link", no_link)
-    extend(resolve_model(str(base), YARN), folder)
+    extend(resolve_model(ModelRef(str(base), extension=YARN)), folder)
     assert {file.name for file in folder.glob("model*")} == shards
     assert all((folder / name).read_bytes() == (base / name).read_bytes() for name in shards)
     (base / sorted(shards)[0]).unlink()
     with refused(ModelError, f"{base}: ", sorted(shards)[0]):
-        extend(resolve_model(str(base), YARN), tmp_path / "again")
+        extend(resolve_model(ModelRef(str(base), extension=YARN)), tmp_path / "again")
     assert not (tmp_path / "again").exists()

@@ -12,6 +12,7 @@ from transformers import AutoModelForCausalLM, Phi3Config, PreTrainedConfig
 from conftest import refused, small_recipe, train
 from pi_lora.api import merge
 from pi_lora.errors import ModelError
+from pi_lora.model_ref import ModelRef
 from pi_lora.models.adapter import without_known_warnings
 from random_runs import save_base, save_run, stored, stretched, tuned
 from small_configs import ALL, ATTENTION, MIXTRAL, NEOX, NORMS, SIZES, TIED, UNTIED
@@ -128,7 +129,7 @@ def test_an_extended_vocabulary_is_merged_into_a_base_with_as_many_embeddings(
         modules_to_save=modules,
     )
     with refused(ModelError, f"{run}: ", base, "vocab_size 1024", 1026, "resize_token_embeddings"):
-        merge(run, tmp_path / "merged", base=base)
+        merge(ModelRef(run, base=base), tmp_path / "merged")
     logits = tuned(tmp_path / "resized", run)(IDS).logits
     merged = merge(run, tmp_path / "merged").folder
     torch.testing.assert_close(AutoModelForCausalLM.from_pretrained(merged)(IDS).logits, logits, rtol=1e-5, atol=1e-5)
@@ -165,10 +166,10 @@ def test_other_adapters_are_merged_once_peft_has_written_them_as_lora(kind: type
     logits = adapted.eval()(IDS).logits
     adapted.save_pretrained(run, save_embedding_layers=False)
     with refused(ModelError, f"{run / 'adapter_config.json'}: ", "peft.save_as_lora(FOLDER, model, rank=1.0)"):
-        merge(run, tmp_path / "merged", base=str(base))
+        merge(ModelRef(run, base=str(base)), tmp_path / "merged")
     save_as_lora(run, adapted, rank=1.0)
     merged = AutoModelForCausalLM.from_pretrained(
-        merge(run, tmp_path / "merged", base=str(base), check="logits").folder
+        merge(ModelRef(run, base=str(base)), tmp_path / "merged", check="logits").folder
     )
     torch.testing.assert_close(merged(IDS).logits, logits, rtol=1e-3, atol=1e-4)
     assert (stretched(base, run)(IDS).logits - logits).abs().max() > 0.1

@@ -17,6 +17,7 @@ from conftest import refused, reporting, run_command, small_recipe, train
 from hub import Hub
 from pi_lora.api import extend, load, merge
 from pi_lora.errors import ModelError
+from pi_lora.model_ref import ModelRef
 from pi_lora.models.loaded import load_base
 from pi_lora.models.quantized import check_loadable, dequantized
 from pi_lora.models.resolve import resolve_model
@@ -208,7 +209,7 @@ def test_a_quantization_config_of_weights_that_are_not_quantized_is_refused(
     mark(base, quant_method="bitsandbytes", **{bits: True})
     refuses: tuple[Callable[[], object], ...] = (
         lambda: train(small_recipe(base), tmp_path / "run"),
-        lambda: extend(str(base), tmp_path / "extended", target=128, scaling="yarn"),
+        lambda: extend(ModelRef(str(base), extension=Extension(128, scaling="yarn")), tmp_path / "extended"),
         lambda: load(str(base)),
     )
     for refuse in refuses:
@@ -229,7 +230,7 @@ def test_an_empty_quantization_config_is_none(small_model: Path, tmp_path: Path)
     base = Path(shutil.copytree(small_model, tmp_path / "base"))
     mark(base)
     assert check(small_recipe(base), tmp_path / "run")
-    extend(str(base), tmp_path / "extended", target=128, scaling="yarn")
+    extend(ModelRef(str(base), extension=Extension(128, scaling="yarn")), tmp_path / "extended")
     assert "quantization_config" not in json.loads((tmp_path / "extended" / "config.json").read_text())
 
 
@@ -255,7 +256,7 @@ def test_a_quantization_that_is_not_dequantized_is_refused_with_the_original(
             train(small_recipe(base), tmp_path / "run")
     (base / "README.md").write_text("---\nbase_model: owner/original\n---\n")
     with refused(ModelError, f"{base}: ", "gptq", "owner/original"):
-        merge(lora_run, tmp_path / "merged", base=str(base))
+        merge(ModelRef(lora_run, base=str(base)), tmp_path / "merged")
     words = ["extend", str(base), "--target", "128", "--scaling", "yarn", "--output", str(tmp_path / "extended")]
     assert run_command(*words) == 2
     assert not (tmp_path / "extended").exists()

@@ -13,6 +13,7 @@ from transformers import AutoModelForCausalLM, FalconConfig, PreTrainedConfig
 from conftest import extend, refused, small_recipe, train
 from pi_lora.api import load, merge
 from pi_lora.errors import ModelError
+from pi_lora.model_ref import ModelRef
 from pi_lora.models.resolve import resolve_model
 from pi_lora.scaling.extension import Extension
 from random_runs import TOKENIZER, put_on_hub, save_base, save_run, stored
@@ -71,7 +72,9 @@ def test_a_head_that_the_config_ties_survives_lora_and_merging(base: Path, tmp_p
 
 
 def test_a_head_that_the_config_ties_survives_extending(base: Path, tmp_path: Path) -> None:
-    check_head_is_kept(base, extend(resolve_model(str(base), Extension(128)), tmp_path / "extended"))
+    check_head_is_kept(
+        base, extend(resolve_model(ModelRef(str(base), extension=Extension(128))), tmp_path / "extended")
+    )
 
 
 def test_a_stored_head_that_equals_the_embeddings_stays_tied(tmp_path: Path) -> None:
@@ -121,7 +124,7 @@ def test_a_single_file_counts_before_an_index_that_was_left_beside_it(base: Path
     run = save_run(base, tmp_path / "run", r=4, target_modules=["q_proj"])
     merged = merge(run, tmp_path / "merged").folder
     assert torch.equal(stored(merged)[EMBEDDINGS], expected[EMBEDDINGS])
-    extended = extend(resolve_model(str(base), Extension(128)), tmp_path / "extended")
+    extended = extend(resolve_model(ModelRef(str(base), extension=Extension(128))), tmp_path / "extended")
     assert {path.name for path in extended.glob("*.safetensors*")} == {"model.safetensors"}
     for file in older[:-1]:
         (base / file.name).unlink()

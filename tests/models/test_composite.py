@@ -20,6 +20,7 @@ import pi_lora
 from architectures import small_composite, small_config, small_model
 from pi_lora.errors import Interrupted
 from pi_lora.evaluation.generation import generate_ids
+from pi_lora.model_ref import ModelRef
 from pi_lora.models.adapter import prepare_for_tuning, save_adapter, without_known_warnings
 from pi_lora.models.files import BUILTIN_FOLDER, PROCESSOR_FILES, save_config
 from pi_lora.models.loaded import load_base, load_model
@@ -253,7 +254,11 @@ def test_experts_whose_projections_are_stacked_apart_are_merged(saved: Callable[
 
 
 def test_an_extension_writes_the_whole_checkpoint_and_keeps_short_positions(composite: Path, tmp_path: Path) -> None:
-    written = Path(pi_lora.extend(str(composite), target=2 * WINDOW, scaling="direct", output=tmp_path / "extended"))
+    written = Path(
+        pi_lora.extend(
+            ModelRef(str(composite), extension=Extension(2 * WINDOW, scaling="direct")), output=tmp_path / "extended"
+        )
+    )
     assert_others_as_they_were(written, composite)
     assert stored(written).keys() == stored(composite).keys()
     before = AutoModelForImageTextToText.from_pretrained(composite, dtype=torch.float32)
@@ -285,7 +290,9 @@ def test_entries_of_the_language_model_beside_the_towers_move_into_its_config(
     scaling = {"type": "mrope", "mrope_section": rope["mrope_section"]}
     flat = {**text, **config, **inner, "rope_theta": rope["rope_theta"], "rope_scaling": scaling}
     (base / "config.json").write_text(json.dumps(flat))
-    pi_lora.extend(str(base), tmp_path / "longer", target=2 * WINDOW, scaling="yarn", original=WINDOW)
+    pi_lora.extend(
+        ModelRef(str(base), extension=Extension(2 * WINDOW, original=WINDOW, scaling="yarn")), tmp_path / "longer"
+    )
     written = json.loads((tmp_path / "longer" / "config.json").read_text())
     inside = written["text_config"]
     assert inside["max_position_embeddings"] == 2 * WINDOW
@@ -332,7 +339,9 @@ def test_heads_that_predict_several_tokens_are_kept(tmp_path: Path) -> None:
     add_extra("deepseek_v3", base)
     before = stored(base)
     full = tuned(base, tmp_path / "full", "full")
-    extended = pi_lora.extend(str(base), target=2 * WINDOW, scaling="pi", output=tmp_path / "extended")
+    extended = pi_lora.extend(
+        ModelRef(str(base), extension=Extension(2 * WINDOW, scaling="pi")), output=tmp_path / "extended"
+    )
     run = random_adapter(base, tmp_path / "run", target_modules="attention")
     merged = pi_lora.merge(str(run), output=tmp_path / "merged")
     experts = [name for name in before if ".experts." in name]

@@ -16,6 +16,7 @@ from torch.nn.functional import cross_entropy
 
 from conftest import BUILTIN, small_recipe, train
 from pi_lora.api import load, merge
+from pi_lora.model_ref import ModelRef
 from pi_lora.models.resolve import resolve_model
 from pi_lora.serving.gguf import CONVERTER, export_gguf
 
@@ -83,7 +84,7 @@ def test_llama_cpp_reads_the_scaling_and_agrees_at_the_target_window(
 
     from llama_cpp import Llama
 
-    loaded = load(str(stretched), dtype="float32")
+    loaded = load(ModelRef(str(stretched), dtype="float32"))
     text = Path(argparse.__file__).read_text()
     ids = loaded.tokenizer(text)["input_ids"]
     metadata = Llama(str(file), verbose=False).metadata

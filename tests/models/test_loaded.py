@@ -14,6 +14,7 @@ from pi_lora.errors import ModelError
 from pi_lora.evaluation.chat import chat_score
 from pi_lora.evaluation.forward import last_logits, token_losses
 from pi_lora.evaluation.generation import generate_ids
+from pi_lora.model_ref import ModelRef
 from pi_lora.models import loaded
 from pi_lora.models.loaded import LoadedModel, Placement, load_base
 from pi_lora.models.resolve import resolve_model
@@ -41,7 +42,7 @@ def test_dynamic_frequencies_do_not_depend_on_earlier_inputs(read: Callable[[Loa
     generator = torch.Generator().manual_seed(0)
     longer = torch.randint(2, 1024, (600,), generator=generator).tolist()
     shorter = torch.randint(2, 1024, (300,), generator=generator).tolist()
-    model = load("builtin:tiny", Extension(1024, scaling="dynamic"))
+    model = load(ModelRef("builtin:tiny", extension=Extension(1024, scaling="dynamic")))
     before = read(model, shorter)
     read(model, longer)
     assert read(model, shorter) == before

@@ -15,6 +15,7 @@ from architectures import small_config
 from conftest import refused
 from pi_lora.api import load, merge
 from pi_lora.errors import ModelError, PiLoraError, ScalingError
+from pi_lora.model_ref import ModelRef
 from pi_lora.models.files import read_adapter_settings, read_config, save_config
 from pi_lora.models.loaded import load_base
 from pi_lora.models.resolve import resolve_model
@@ -30,7 +31,7 @@ IDS = torch.randint(2, 1024, (1, 128), generator=torch.Generator().manual_seed(3
 def test_step_0_equals_hand_scaled_positions(small_model: Path) -> None:
     """paper.tex, Eqn. 4: the interpolated model at position m is the plain one at position m L / L'."""
     plain = load(str(small_model)).module
-    interpolated = load(str(small_model), Extension(target=256)).module
+    interpolated = load(ModelRef(str(small_model), extension=Extension(target=256))).module
     by_hand = plain(IDS, position_ids=torch.arange(128)[None] / 4).logits
     torch.testing.assert_close(interpolated(IDS).logits, by_hand, rtol=1e-5, atol=1e-5)
     assert (interpolated(IDS).logits - plain(IDS).logits).abs().max() > 0.01
@@ -38,7 +39,7 @@ def test_step_0_equals_hand_scaled_positions(small_model: Path) -> None:
 
 @torch.no_grad()
 def test_direct_gives_the_logits_of_the_base(small_model: Path) -> None:
-    direct = load(str(small_model), Extension(target=256, scaling="direct"))
+    direct = load(ModelRef(str(small_model), extension=Extension(target=256, scaling="direct")))
     assert direct.window == 256
     assert direct.scale == 1
     assert direct.source.original == 64
@@ -49,7 +50,7 @@ def test_direct_gives_the_logits_of_the_base(small_model: Path) -> None:
 def test_yarn_frequencies_are_the_papers(small_model: Path) -> None:
     """arXiv 2309.00071, section 3: a frequency that turns more than 32 times in L stays, one that turns less than once
     is divided by s, those between are mixed; cosines and sines, so queries and keys, are scaled by 0.1 ln(s) + 1."""
-    loaded = load(str(small_model), Extension(target=256, scaling="yarn"))
+    loaded = load(ModelRef(str(small_model), extension=Extension(target=256, scaling="yarn")))
     assert (loaded.window, loaded.scale) == (256, 4)
     rotary = loaded.module.model.rotary_emb
     window, dim, theta = 64, 16, 500.0
@@ -72,7 +73,7 @@ def test_yarn_frequencies_are_the_papers(small_model: Path) -> None:
 @torch.no_grad()
 def test_dynamic_changes_theta_beyond_the_original_window(small_model: Path) -> None:
     """NTK by length: theta grows by (s n / L - (s - 1)) ^ (d / (d - 2)) for n > L tokens, and not up to there."""
-    loaded = load(str(small_model), Extension(target=256, scaling="dynamic"))
+    loaded = load(ModelRef(str(small_model), extension=Extension(target=256, scaling="dynamic")))
     assert (loaded.window, loaded.scale) == (256, 4)
     dim = 16
     for tokens in (32, 64, 65, 200, 256):
@@ -125,7 +126,7 @@ def test_a_run_whose_scaling_contradicts_its_base_is_refused(lora_run: Path, tmp
     shutil.copytree(base.base.path, base_folder)
     save_config(base.extended(Extension(192, 64)).config, base_folder)
     with refused(ModelError, str(run), "own scale 3", "2"):
-        resolve_model(str(run), base=str(base_folder))
+        resolve_model(ModelRef(str(run), base=str(base_folder)))
 
 
 @pytest.mark.parametrize("model_type", ["stablelm", "gpt_neox", "glm", "phi3", "gemma3_text"])
@@ -231,7 +232,7 @@ def test_a_missing_base_is_named(lora_run: Path, small_model: Path, tmp_path: Pa
         (run / name).write_text((run / name).read_text().replace(before, gone))
     with refused(ModelError, str(run), gone, "--base"):
         resolve_model(str(run))
-    assert load(str(run), base=str(small_model)).scale == 2
+    assert load(ModelRef(str(run), base=str(small_model))).scale == 2
     (run / "run.json").unlink()  # as an adapter from elsewhere
     with refused(ModelError, str(run), gone, "--base"):
         resolve_model(str(run))
@@ -250,7 +251,7 @@ def test_a_push_after_resolving_does_not_mix_two_commits(
     save_file({name: tensor + 1 for name, tensor in other.items()}, pushed / "model.safetensors", {"format": "pt"})
     (kept / "refs" / "main").write_text("b" * 40)
     assert resolve_model("someone/model").base.weights_digest != digest
-    again = resolve_model("someone/model", revision="a" * 40)
+    again = resolve_model(ModelRef("someone/model", revision="a" * 40))
     for each in (source, again):
         assert each.base.path.name == "a" * 40
         assert each.base.fingerprint("0", "0").commit == "a" * 40
@@ -274,7 +275,7 @@ def test_only_the_recorded_commit_is_the_base_of_a_run_without_reading_weights(
     def load_recorded(commit: str, weights: str, base: str) -> None:
         origin = {**content["origin"], "path": None, "commit": commit, "weights": weights}
         (run / "run.json").write_text(json.dumps({**content, "origin": origin}))
-        load(str(run), base=base)
+        load(ModelRef(str(run), base=base))
 
     load_recorded("a" * 40, "unread", "someone/model")
     load_recorded("b" * 40, digest, "someone/model")

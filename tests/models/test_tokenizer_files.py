@@ -12,6 +12,7 @@ from transformers import AutoTokenizer
 
 from conftest import extend
 from pi_lora.api import merge
+from pi_lora.model_ref import ModelRef
 from pi_lora.models.resolve import resolve_model
 from pi_lora.scaling.extension import Extension
 from random_runs import save_base, save_run
@@ -89,7 +90,7 @@ def written(base: Path) -> dict[str, Path]:
     """What extend and merge write; the run has the tokenizer that PEFT's Trainer saved under transformers 5."""
     run = save_run(base, base.parent / "run", r=4, target_modules=["q_proj"])
     AutoTokenizer.from_pretrained(base).save_pretrained(run)
-    extended = extend(resolve_model(str(base), Extension(128)), base.parent / "extended")
+    extended = extend(resolve_model(ModelRef(str(base), extension=Extension(128))), base.parent / "extended")
     return {"extended": extended, "merged": merge(run, base.parent / "merged").folder}
 
 
@@ -128,12 +129,12 @@ def test_an_adapter_with_other_tokens_gets_no_vocabulary_of_the_base(
     base = Path(shutil.copytree(small_model, tmp_path / "base"))
     (base / "tokenizer.model").write_bytes(b"pieces")
     run = Path(shutil.copytree(lora_run, tmp_path / "run"))
-    source = resolve_model(str(run), base=str(base))
+    source = resolve_model(ModelRef(str(run), base=str(base)))
     assert source.tokenizer_files["tokenizer.model"] == base / "tokenizer.model"
     vocabulary = json.loads((run / "tokenizer.json").read_text())
     vocabulary["added_tokens"][-1]["content"] = "<changed>"
     (run / "tokenizer.json").write_text(json.dumps(vocabulary))
-    assert "tokenizer.model" not in resolve_model(str(run), base=str(base)).tokenizer_files
+    assert "tokenizer.model" not in resolve_model(ModelRef(str(run), base=str(base))).tokenizer_files
 
 
 IDS_IN_4 = """

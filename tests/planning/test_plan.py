@@ -21,6 +21,7 @@ from transformers import AutoModelForCausalLM, MixtralConfig
 from conftest import plan_of as plan_on
 from conftest import refused
 from pi_lora.errors import ModelError, PiLoraError
+from pi_lora.model_ref import ModelRef
 from pi_lora.models.files import BUILTIN_FOLDER
 from pi_lora.models.resolve import SHIPPED_CONFIGS, resolve_model, shipped_folder
 from pi_lora.models.shape import Shape, shape_of
@@ -336,7 +337,7 @@ def test_a_model_without_known_layers_has_no_plan() -> None:
 def test_another_revision_is_not_read_from_shipped_shapes() -> None:
     assert shipped_folder(LLAMA).exists()
     with refused(ModelError, LLAMA):
-        resolve_model(LLAMA, revision="other", shipped=True)
+        resolve_model(ModelRef(LLAMA, revision="other"), shipped=True)
 
 
 @pytest.mark.parametrize(
@@ -355,7 +356,10 @@ def test_a_shipped_config_is_extended_as_transformers_reads_it(folder: Path) -> 
     assert methods_for(shipped) == methods_for(read)
     assert full_attention_rope(shipped).items() <= full_attention_rope(read).items()
     extension = Extension(2 * window_of(read), scaling=methods_for(read)[0])
-    assert resolve_model(folder.name.replace("--", "/"), extension, shipped=True).extension == extension
+    assert (
+        resolve_model(ModelRef(folder.name.replace("--", "/"), extension=extension), shipped=True).extension
+        == extension
+    )
 
 
 def test_a_recipe_with_a_shipped_shape_is_planned_without_torch(tmp_path: Path) -> None:

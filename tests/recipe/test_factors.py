@@ -13,6 +13,7 @@ import pi_lora
 from conftest import refused, run_captured, small_recipe, train
 from pi_lora import cli
 from pi_lora.errors import ModelError, PiLoraError, RecipeError, ScalingError
+from pi_lora.model_ref import ModelRef
 from pi_lora.models.resolve import resolve_model
 from pi_lora.recipe.factors import read_factors
 from pi_lora.recipe.files import dump_recipe, load_recipe
@@ -90,7 +91,7 @@ def test_divisors_that_do_not_fit_the_model_are_refused(
     small_model: Path, extension: Extension, where: str, name: str
 ) -> None:
     with refused(PiLoraError, where, name):
-        resolve_model(str(small_model), extension)
+        resolve_model(ModelRef(str(small_model), extension=extension))
 
 
 def test_a_model_that_drops_the_factor_of_the_attention_is_refused(
@@ -165,14 +166,14 @@ def test_an_extended_model_has_the_divisors_of_the_file_and_is_extended_no_furth
     assert rope["attention_factor"] == rope["long_mscale"] == 1.25
     assert (source.window, source.scale) == (256, 4)
     with refused(PiLoraError, "scaling: pi: ", "longrope"):
-        pi_lora.extend(folder, tmp_path / "further", target=512, scaling="pi")
+        pi_lora.extend(ModelRef(folder, extension=Extension(512, scaling="pi")), tmp_path / "further")
 
 
 def test_a_model_is_tuned_measured_and_merged_with_its_divisors(small_model: Path, tmp_path: Path) -> None:
     context = {"target": 128, "factors": {"factors": DIVISORS, "attention_factor": 1.25}}
     steps = {"steps": 2, "global_batch_size": 1, "activation_checkpointing": False}
     run = train(small_recipe(small_model, context=context, scaling="factors", training=steps), tmp_path / "run")
-    tuned = pi_lora.load(run, dtype="float32")
+    tuned = pi_lora.load(ModelRef(run, dtype="float32"))
     rope = full_attention_rope(tuned.source.config)
     assert rope["long_factor"] == DIVISORS
     assert (tuned.source.window, tuned.source.scale) == (128, 2)

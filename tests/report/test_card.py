@@ -18,6 +18,7 @@ from pi_lora.errors import ModelError
 from pi_lora.evaluation.chat import ChatScores
 from pi_lora.evaluation.perplexity import Perplexity
 from pi_lora.evaluation.suite import read_scores
+from pi_lora.model_ref import ModelRef
 from pi_lora.models.adapter import without_known_warnings
 from pi_lora.models.files import BUILTIN_FOLDER
 from pi_lora.recipe.files import dump_recipe, load_recipe
@@ -103,7 +104,7 @@ def test_every_snippet_of_the_card_loads_the_model(
             # A card names no path of the machine where it was written.
             exec(snippet.replace(f'"{small_model.name}"', repr(str(small_model))), names)
         model = names["model"]
-        own = load(str(folder), dtype=str(model.dtype).removeprefix("torch."))
+        own = load(ModelRef(str(folder), dtype=str(model.dtype).removeprefix("torch.")))
         with torch.no_grad():
             logits, expected = model(IDS).logits, own.module(IDS).logits
         if model.dtype == torch.float32:

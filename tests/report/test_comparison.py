@@ -21,8 +21,10 @@ from pi_lora.evaluation.perplexity import PerplexityScores
 from pi_lora.evaluation.ruler import RulerScores
 from pi_lora.evaluation.suite import differences
 from pi_lora.evaluation.summarization import SummarizationScores
+from pi_lora.model_ref import ModelRef
 from pi_lora.recipe.files import dump_recipe, load_recipe
 from pi_lora.report.comparison import compare
+from pi_lora.scaling.extension import Extension
 from reported import make_run, passkey, passkey_map, perplexity, ruler, summarization
 
 
@@ -263,7 +265,9 @@ def test_the_extended_base_is_another_model(
     scores = {"passkey": passkey(96), "passkey-base": {**passkey(32), "model": str(small_model)}}
     run = make_run(small_model, tmp_path / "run", scores, small_recipe(small_model, evaluation={"passkey": {}}))
     window = load_recipe(run / "recipe.yaml").recipe.context.target
-    extended = pi_lora.extend(str(small_model), tmp_path / "extended", target=window, scaling="yarn")
+    extended = pi_lora.extend(
+        ModelRef(str(small_model), extension=Extension(window, scaling="yarn")), tmp_path / "extended"
+    )
     status, out, err = run_captured(capsys, monkeypatch, "compare", str(extended), str(run))
     assert (status, out) == (2, "")
     assert err.startswith(f"{run}: ")

@@ -26,6 +26,7 @@ from pi_lora.evaluation.probe import (
     probe,
     read_probe,
 )
+from pi_lora.model_ref import ModelRef
 from pi_lora.models.resolve import resolve_model
 from pi_lora.recipe.evaluation import PasskeyOptions, PerplexityOptions, ProbeOptions
 from pi_lora.scaling.extension import Extension
@@ -65,7 +66,9 @@ def test_a_probe_equals_measurements_of_the_untuned_scalings(
         # Passkeys take longest: a scaling that cannot win is not asked for them, and one that can always is.
         can_win = found.perplexity.windows[1].perplexity <= 1.25 * lowest
         assert (found.passkey is not None) == can_win
-        loaded = load(str(small_model), None if name == "direct" else Extension(TARGET, scaling=name))
+        loaded = load(
+            ModelRef(str(small_model), extension=None if name == "direct" else Extension(TARGET, scaling=name))
+        )
         assert found.perplexity.windows == Perplexity().run(loaded, losses_of, Session()).windows
         asked = PasskeyOptions(target=TARGET, depths=8, trials=2)
         assert found.passkey is None or found.passkey.depths == Passkey().run(loaded, asked, Session()).depths

@@ -6,6 +6,7 @@ from typing import Any
 import pytest
 
 from pi_lora.evaluation.changes import Row
+from pi_lora.model_ref import ModelRef
 from pi_lora.models.files import save_config
 from pi_lora.models.resolve import resolve_model
 from pi_lora.report.card import card_of
@@ -124,7 +125,7 @@ def test_the_card_begins_with_the_verdict(small_model: Path, tmp_path: Path) -> 
 def test_the_card_says_that_frequencies_have_divisors_of_their_own(small_model: Path, tmp_path: Path) -> None:
     run = make_run(small_model, tmp_path / "run", SCORES)
     extension = Extension(128, scaling="factors", factors=(1.0,) * 7 + (4.0,))
-    save_config(resolve_model(str(small_model), extension).config, run)
+    save_config(resolve_model(ModelRef(str(small_model), extension=extension)).config, run)
     assert "every rotary frequency is divided by a number of its own" in card_of(MeasuredRun(run))
 
 

@@ -29,6 +29,7 @@ from transformers import (
 
 from conftest import extend, refused
 from pi_lora.errors import ScalingError
+from pi_lora.model_ref import ModelRef
 from pi_lora.models.resolve import resolve_model
 from pi_lora.scaling.config import (
     Method,
@@ -230,7 +231,7 @@ def extended_folder(family: str, folder: Path, method: Method | None = None) -> 
     torch.manual_seed(0)
     AutoModelForCausalLM.from_config(type(FAMILIES[family]).from_dict(config)).save_pretrained(folder / "base")
     method = method or ("yarn" if "yarn" in methods_for(config) else methods_for(config)[0])
-    extend(resolve_model(str(folder / "base"), fourfold(config, method)), folder / "extended")
+    extend(resolve_model(ModelRef(str(folder / "base"), extension=fourfold(config, method))), folder / "extended")
     return folder / "extended"
 
 

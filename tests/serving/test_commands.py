@@ -10,6 +10,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, DynamicCache
 
 from architectures import small_composite
 from pi_lora.api import merge
+from pi_lora.model_ref import ModelRef
 from pi_lora.models.resolve import resolve_model
 from pi_lora.scaling.config import Method
 from pi_lora.scaling.extension import Extension
@@ -98,7 +99,7 @@ def test_llama_cpp_is_named_where_its_converter_keeps_the_scaling(
     (folder / "config.json").write_text(json.dumps({**config, "model_type": model_type}))
     factors = (1.0,) * 7 + (4.0,) if scaling == "factors" else None
     extension = Extension(128, scaling=scaling, factors=factors)
-    lines = serving_lines(resolve_model(str(folder), extension).typed_config)
+    lines = serving_lines(resolve_model(ModelRef(str(folder), extension=extension)).typed_config)
     assert any("llama-server" in line for line in lines) == exported
     assert lines[0].startswith("vllm serve")
 

@@ -14,6 +14,7 @@ from transformers import AutoConfig
 import pi_lora
 from pi_lora import cli
 from pi_lora.errors import ModelError, RunExistsError
+from pi_lora.model_ref import ModelRef
 from pi_lora.models.resolve import resolve_model
 from pi_lora.scaling.config import Method
 from pi_lora.scaling.extension import Extension
@@ -110,7 +111,7 @@ def test_full_weights_on_the_hub_are_downloaded(
 
 
 def test_a_scaling_that_the_converter_drops_is_refused(small_model: Path, tmp_path: Path) -> None:
-    found = resolve_model(str(small_model), Extension(128, scaling="dynamic"))
+    found = resolve_model(ModelRef(str(small_model), extension=Extension(128, scaling="dynamic")))
     with pytest.raises(ModelError, match="converter drops the scaling `dynamic`; use another scaling"):
         find_converter(found, tmp_path / "model.gguf", converter(tmp_path / "sources").parent)
 
@@ -120,7 +121,9 @@ def test_a_file_without_the_scaling_of_the_model_is_not_kept(
     scaling: Method, small_model: Path, tmp_path: Path
 ) -> None:
     """As llama.cpp's converter writes it for Gemma 2, StableLM and Cohere."""
-    extended = pi_lora.extend(str(small_model), target=512, scaling=scaling, output=tmp_path / "extended")
+    extended = pi_lora.extend(
+        ModelRef(str(small_model), extension=Extension(512, scaling=scaling)), output=tmp_path / "extended"
+    )
     script = converter(tmp_path / "sources")
     script.write_text(script.read_text().replace('config["rope_parameters"]["rope_type"]', '"none"'))
     with pytest.raises(ModelError, match="converter drops this scaling of llama models"):
@@ -134,9 +137,8 @@ DIVISORS = [1.0, 2.0, 2.0, 2.5, 2.5, 3.0, 3.0, 3.5]
 @pytest.fixture
 def with_divisors(small_model: Path, tmp_path: Path) -> Path:
     """A small model under a list of divisors and a factor of the attention of 1.25."""
-    found = tmp_path / "found.json"
-    found.write_text(json.dumps({"factors": DIVISORS, "attention_factor": 1.25}))
-    return pi_lora.extend(str(small_model), tmp_path / "model", target=512, scaling="factors", factors=found)
+    extension = Extension(512, scaling="factors", factors=tuple(DIVISORS), attention_factor=1.25)
+    return pi_lora.extend(ModelRef(small_model, extension=extension), tmp_path / "model")
 
 
 def test_llama_cpp_gets_the_divisors_that_its_converter_drops(with_divisors: Path, tmp_path: Path) -> None:
@@ -178,7 +180,9 @@ def test_the_factor_of_the_attention_is_added_where_the_converter_writes_divisor
 def test_the_divisors_of_llama3_need_an_architecture_that_reads_them(
     architecture: str, small_model: Path, tmp_path: Path
 ) -> None:
-    extended = pi_lora.extend(str(small_model), tmp_path / "model", target=512, scaling="llama3")
+    extended = pi_lora.extend(
+        ModelRef(str(small_model), extension=Extension(512, scaling="llama3")), tmp_path / "model"
+    )
     script = converter(tmp_path / "sources")
     named = script.read_text().replace('"llama"', f'"{architecture}"').replace("token_embd", "rope_freqs")
     script.write_text(named.replace('config["rope_parameters"]["rope_type"]', '"none"'))
@@ -214,7 +218,7 @@ def test_an_attention_factor_of_yarn_is_that_of_the_file(small_model: Path, tmp_
     yarn = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 16, "attention_factor": 1.5}
     config["rope_parameters"] |= yarn
     (base / "config.json").write_text(json.dumps(config))
-    extended = pi_lora.extend(str(base), tmp_path / "model", target=128, scaling="yarn")
+    extended = pi_lora.extend(ModelRef(str(base), extension=Extension(128, scaling="yarn")), tmp_path / "model")
     file = tmp_path / "model.gguf"
     export_gguf(resolve_model(str(extended)), file, converter(tmp_path / "sources"))
     [factor] = read(file, "llama.rope.scaling.attn_factor")

@@ -23,6 +23,7 @@ from conftest import refused, run_captured
 from pi_lora import cli
 from pi_lora.api import merge
 from pi_lora.errors import PiLoraError
+from pi_lora.model_ref import ModelRef
 from pi_lora.models.files import BUILTIN_FOLDER
 from pi_lora.models.loaded import load_model
 from pi_lora.models.resolve import resolve_model
@@ -581,7 +582,7 @@ def test_an_answer_ends_where_servers_stop(demo: Path, computer: Computer, refer
     settings = json.loads((folder / "tokenizer_config.json").read_text())
     settings["eos_token"] = computer.tokenizer.convert_ids_to_tokens(fourth)
     (folder / "tokenizer_config.json").write_text(json.dumps(settings))
-    compute_answers(read, resolve_model(str(folder)), "float32")
+    compute_answers(read, resolve_model(ModelRef(folder, dtype="float32")))
     answer = prompt.answers["right"]
     assert len(answer.ends) == len(answer.logprobs) == 4
     assert whole_answer.text.startswith(answer.text)

@@ -21,6 +21,7 @@ from conftest import small_recipe, train
 from pi_lora.api import load
 from pi_lora.distributed import STOP_SIGNALS
 from pi_lora.errors import Diverged, Interrupted
+from pi_lora.model_ref import ModelRef
 from pi_lora.models.resolve import resolve_model
 from pi_lora.models.saving import write_generation_config
 from pi_lora.recipe.files import load_recipe
@@ -126,7 +127,7 @@ def test_a_full_run_has_the_dtype_of_its_weights_and_the_generation_config_of_it
 def test_generated_texts_may_fill_the_new_window(base: Path, tmp_path: Path, given: int, expected: int) -> None:
     """Llama 2 limits them to its own window, beyond which transformers refuses prompts; other limits stay."""
     (base / "generation_config.json").write_text(json.dumps({"max_length": given}))
-    write_generation_config(resolve_model(str(base), Extension(128)), tmp_path)
+    write_generation_config(resolve_model(ModelRef(str(base), extension=Extension(128))), tmp_path)
     assert json.loads((tmp_path / "generation_config.json").read_text()) == {"max_length": expected}
 
 

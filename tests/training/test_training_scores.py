@@ -12,6 +12,7 @@ from conftest import small_recipe, train
 from pi_lora.api import load
 from pi_lora.evaluation.measurement import as_json
 from pi_lora.evaluation.suite import measure
+from pi_lora.model_ref import ModelRef
 from pi_lora.models.adapter import prepare_for_tuning
 from pi_lora.models.loaded import LoadedModel, load_base
 from pi_lora.models.resolve import resolve_model
@@ -60,8 +61,8 @@ def interpolated_base(run: Path) -> LoadedModel:
     """The base of a run as it is at step 0; after QLoRA in four bits."""
     recipe = load_recipe(run / "recipe.yaml").recipe
     if recipe.tuning.method != "qlora":
-        return load(recipe.model.name, Extension(128))
-    found = resolve_model(recipe.model.name, Extension(128))
+        return load(ModelRef(recipe.model.name, extension=Extension(128)))
+    found = resolve_model(ModelRef(recipe.model.name, extension=Extension(128)))
     model = load_base(found, torch.bfloat16, placement="quantized")
     if recipe.tuning.with_embeddings:  # which compute in float32, the tied head as well
         model = prepare_for_tuning(model, recipe.tuning, found.name)
@@ -103,7 +104,7 @@ def test_float32_weights_are_measured_in_the_arithmetic_of_tuning(
         for each in (
             scores(run, "perplexity", 4),
             as_json(measure(load(str(run)), recipe.evaluation)["perplexity"]),
-            as_json(measure(load(str(run), dtype="float32"), recipe.evaluation)["perplexity"]),
+            as_json(measure(load(ModelRef(str(run), dtype="float32")), recipe.evaluation)["perplexity"]),
         )
     )
     assert found == pytest.approx(after, rel=1e-6)

@@ -1,0 +1,37 @@
+"""What a user says about a model."""
+
+import os
+from dataclasses import dataclass
+
+from pi_lora.scaling.extension import Extension
+from pi_lora.types import NO_PERMISSIONS, Permissions
+
+
+@dataclass(frozen=True)
+class ModelRef:
+    """A model as a user names it; a string or a path is short for one without options.
+
+    Attributes:
+        name: A hub id, a folder of full weights, `builtin:tiny`, or a run or adapter, which brings its own scaling.
+        base: The place of the base of a run or adapter, if it moved.
+        revision: The branch, tag or commit of a hub id; all files are read at one commit of it.
+        extension: The extension of a plain base that was not tuned, such as `Extension(target=16384)`.
+        dtype: The data type of the loaded weights: `float32`, `bfloat16` or `float16`. By default as stored on a GPU,
+            float32 on a CPU, and bfloat16 after QLoRA.
+        permissions: Whether code of the model may run, and a run be used whose base or data changed.
+    """
+
+    name: str | os.PathLike[str]
+    base: str | os.PathLike[str] | None = None
+    revision: str = "main"
+    extension: Extension | None = None
+    dtype: str | None = None
+    permissions: Permissions = NO_PERMISSIONS
+
+    @classmethod
+    def of(cls, model: str | os.PathLike[str]) -> "ModelRef":
+        """Return a name as a reference without options."""
+        return model if isinstance(model, ModelRef) else cls(model)
+
+    def __fspath__(self) -> str:
+        return os.fspath(self.name)
