@@ -25,7 +25,8 @@ def wilson(mean: float, samples: int) -> Interval:
     center = (mean + squared / (2 * samples)) / denominator
     variance = mean * (1 - mean) / samples + squared / (4 * samples**2)
     half_width = NORMAL_95 * math.sqrt(variance) / denominator
-    return max(0.0, center - half_width), min(1.0, center + half_width)
+    # In floats the bounds of 0 and 1 miss them by a rounding error at some numbers of samples, such as 48.
+    return max(0.0, min(mean, center - half_width)), min(1.0, max(mean, center + half_width))
 
 
 def quantile(pairs: int) -> float:
