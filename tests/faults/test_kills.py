@@ -1,7 +1,7 @@
 """Commands struck at every operation on files, by SIGKILL and by signals: what is left is whole or goes on to the same
 result, nothing that looks finished is not, and nothing is left locked.
 
-`PI_LORA_STRIKES=150 pytest tests/faults/test_kills.py` kills so often and sends as many signals, spread over all
+`PI_LORA_STRIKES=150 pytest --all tests/faults/test_kills.py` kills so often and sends as many signals, spread over all
 operations; without it a few times.
 """
 
