@@ -2,6 +2,7 @@
 
 import errno
 import json
+import os
 import shutil
 from collections.abc import Callable
 from pathlib import Path
@@ -58,22 +59,51 @@ def pickled(folder: Path, name: str, new: str) -> None:
         path.rename(folder / new)
 
 
+Change = Callable[[dict[str, torch.Tensor]], object]
+Damage = Callable[[Path], object]
+
+
+def shard(change: Change) -> Damage:
+    return lambda at: edit(at / "base" / SECOND, change)
+
+
+def adapter(change: Change) -> Damage:
+    return lambda at: edit(at / "run" / ADAPTER, change)
+
+
+def settings(**changes: object) -> Damage:
+    return lambda at: edit_json(at / "run" / "adapter_config.json", **changes)
+
+
+def saved_rows(tokens: list[int] | None = None) -> Damage:
+    def damage(at: Path) -> None:
+        adapter(lambda each: each.update({f"{PEFT}.{ROWS}": torch.zeros(2, 32)}))(at)
+        settings(trainable_token_indices=tokens)(at)
+
+    return damage
+
+
+def rename_layers(tensors: dict[str, torch.Tensor]) -> None:
+    for name in list(tensors):
+        tensors[name.replace("layers.", "layers.1")] = tensors.pop(name)
+
+
+PEFT, ROWS = "base_model.model", "model.embed_tokens.token_adapter.trainable_tokens_delta"
+OF_SHARD, OF_ADAPTER = f"base/{SECOND}", f"run/{ADAPTER}"
+NO_ROWS = (OF_ADAPTER, ("model.embed_tokens.weight [2, 32]",))
+NO_WEIGHTS = (OF_ADAPTER, ("no weights", "DeepSpeed"))
 # What is done to a copy, the file or folder that the message begins with, and what it names.
-DAMAGE: dict[str, tuple[Callable[[Path], object], str, tuple[str, ...]]] = {
-    "truncated shard": (
-        lambda at: (at / "base" / SECOND).write_bytes((at / "base" / SECOND).read_bytes()[:-100]),
-        f"base/{SECOND}",
-        (),
-    ),
-    "bit of the header": (lambda at: flip_a_bit(at / "base" / SECOND, 9), f"base/{SECOND}", ()),
+DAMAGE: dict[str, tuple[Damage, str, tuple[str, ...]]] = {
+    "truncated shard": (lambda at: os.truncate(at / OF_SHARD, (at / OF_SHARD).stat().st_size - 100), OF_SHARD, ()),
+    "bit of the header": (lambda at: flip_a_bit(at / OF_SHARD, 9), OF_SHARD, ()),
     "bit that makes no number": (
-        lambda at: edit(at / "base" / SECOND, lambda each: each[f"{Q}.weight"].view(-1)[3:4].fill_(torch.nan)),
-        f"base/{SECOND}",
+        shard(lambda each: each[f"{Q}.weight"].view(-1)[3:4].fill_(torch.nan)),
+        OF_SHARD,
         (f"{Q}.weight", "NaN", "damaged"),
     ),
-    "missing shard": (lambda at: (at / "base" / SECOND).unlink(), "base", (SECOND, "missing", "model.layers")),
+    "missing shard": (lambda at: (at / OF_SHARD).unlink(), "base", (SECOND, "missing", "model.layers")),
     "tensor that its shard lacks": (
-        lambda at: edit(at / "base" / SECOND, lambda each: each.pop(f"{Q}.weight")),
+        shard(lambda each: each.pop(f"{Q}.weight")),
         "base",
         (SECOND, f"{Q}.weight", "index"),
     ),
@@ -83,82 +113,44 @@ DAMAGE: dict[str, tuple[Callable[[Path], object], str, tuple[str, ...]]] = {
         ("model.safetensors", "pickle"),
     ),
     "base of another shape": (
-        lambda at: edit(at / "base" / SECOND, lambda each: each.update({f"{Q}.weight": torch.zeros(8, 32)})),
-        f"run/{ADAPTER}",
+        shard(lambda each: each.update({f"{Q}.weight": torch.zeros(8, 32)})),
+        OF_ADAPTER,
         (f"{Q}.weight [32, 32]", "base"),
     ),
-    "pickled adapter": (
-        lambda at: (at / "run" / ADAPTER).rename(at / "run" / "adapter_model.bin"),
-        f"run/{ADAPTER}",
-        (),
-    ),
+    "pickled adapter": (lambda at: (at / OF_ADAPTER).rename(at / "run" / "adapter_model.bin"), OF_ADAPTER, ()),
     "half an adapter": (
-        lambda at: edit(at / "run" / ADAPTER, lambda each: each.pop(f"base_model.model.{Q}.lora_A.weight")),
-        f"run/{ADAPTER}",
+        adapter(lambda each: each.pop(f"{PEFT}.{Q}.lora_A.weight")),
+        OF_ADAPTER,
         (f"{Q}.lora_B.weight [32, 4]",),
     ),
     "adapter of other layers": (
-        lambda at: edit(at / "run" / ADAPTER, rename_layers),
-        f"run/{ADAPTER}",
+        adapter(rename_layers),
+        OF_ADAPTER,
         ("layers.10.self_attn.q_proj.weight [32, 32]", "layers.11."),
     ),
     "adapter of infinities": (
-        lambda at: edit(
-            at / "run" / ADAPTER, lambda each: each[f"base_model.model.{Q}.lora_B.weight"].fill_(torch.inf)
-        ),
-        f"base/{SECOND}",
+        adapter(lambda each: each[f"{PEFT}.{Q}.lora_B.weight"].fill_(torch.inf)),
+        OF_SHARD,
         (f"{Q}.weight", "NaN", "damaged"),
     ),
-    "adapter of another kind": (
-        lambda at: edit_json(at / "run" / "adapter_config.json", peft_type="LOHA"),
-        "run/adapter_config.json",
-        ("peft_type LOHA", "LoRA"),
-    ),
-    "adapter of replicated layers": (
-        lambda at: edit_json(at / "run" / "adapter_config.json", layer_replication=[[0, 1], [0, 1]]),
-        "run",
-        ("layer_replication",),
-    ),
-    "adapter without weights": (
-        lambda at: edit(at / "run" / ADAPTER, dict.clear),
-        f"run/{ADAPTER}",
-        ("no weights", "DeepSpeed"),
-    ),
+    "adapter of another kind": (settings(peft_type="LOHA"), "run/adapter_config.json", ("peft_type LOHA", "LoRA")),
+    "adapter of replicated layers": (settings(layer_replication=[[0, 1], [0, 1]]), "run", ("layer_replication",)),
+    "adapter without weights": (adapter(dict.clear), *NO_WEIGHTS),
     "adapter of empty weights": (
-        lambda at: edit(at / "run" / ADAPTER, lambda each: each.update({name: each[name][:0] for name in each})),
-        f"run/{ADAPTER}",
-        ("no weights", "DeepSpeed"),
+        adapter(lambda each: each.update({name: each[name][:0] for name in each})),
+        *NO_WEIGHTS,
     ),
     "adapter with another update than B A": (
-        lambda at: edit_json(at / "run" / "adapter_config.json", arrow_config={"top_k": 1}, init_lora_weights="pissa"),
+        settings(arrow_config={"top_k": 1}, init_lora_weights="pissa"),
         "run",
         ("arrow_config", "init_lora_weights pissa"),
     ),
-    "DoRA without lengths": (
-        lambda at: edit_json(at / "run" / "adapter_config.json", use_dora=True),
-        "run",
-        ("_proj.lora_magnitude_vector",),
-    ),
-    "rows of no known tokens": (
-        lambda at: save_rows(at / "run"),
-        f"run/{ADAPTER}",
-        ("model.embed_tokens.weight [2, 32]",),
-    ),
-    "rows of other tokens": (
-        lambda at: save_rows(at / "run", [1, 1024]),
-        f"run/{ADAPTER}",
-        ("model.embed_tokens.weight [2, 32]",),
-    ),
-    "fewer rows than tokens": (
-        lambda at: save_rows(at / "run", [1, 2, 3]),
-        f"run/{ADAPTER}",
-        ("model.embed_tokens.weight [2, 32]",),
-    ),
+    "DoRA without lengths": (settings(use_dora=True), "run", ("_proj.lora_magnitude_vector",)),
+    "rows of no known tokens": (saved_rows(), *NO_ROWS),
+    "rows of other tokens": (saved_rows([1, 1024]), *NO_ROWS),
+    "fewer rows than tokens": (saved_rows([1, 2, 3]), *NO_ROWS),
     "adapter of embeddings": (
-        lambda at: edit(
-            at / "run" / ADAPTER,
-            lambda each: each.update({"base_model.model.model.embed_tokens.lora_embedding_A": torch.zeros(4, 1024)}),
-        ),
+        adapter(lambda each: each.update({f"{PEFT}.model.embed_tokens.lora_embedding_A": torch.zeros(4, 1024)})),
         "run",
         ("LoRA on embeddings",),
     ),
@@ -168,17 +160,6 @@ DAMAGE: dict[str, tuple[Callable[[Path], object], str, tuple[str, ...]]] = {
         ("vocab_size 999", "1024", "resize_token_embeddings"),
     ),
 }
-
-
-def save_rows(run: Path, tokens: list[int] | None = None) -> None:
-    name = "base_model.model.model.embed_tokens.token_adapter.trainable_tokens_delta"
-    edit(run / ADAPTER, lambda each: each.update({name: torch.zeros(2, 32)}))
-    edit_json(run / "adapter_config.json", trainable_token_indices=tokens)
-
-
-def rename_layers(tensors: dict[str, torch.Tensor]) -> None:
-    for name in list(tensors):
-        tensors[name.replace("layers.", "layers.1")] = tensors.pop(name)
 
 
 @pytest.mark.parametrize("kind", DAMAGE)

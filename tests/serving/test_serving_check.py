@@ -227,26 +227,6 @@ def untrained_computer(untrained: Path) -> Computer:
     return Computer(untrained)
 
 
-def judged(
-    answer: Answer,
-    completion: Completion,
-    *,
-    codes: int = 4,
-    tokens: int = 900,
-    without_scaling: Answer | None = None,
-    tolerance: float = 0.1,
-) -> Verdict:
-    """How a server is judged that completes a prompt of a model, which gives the `answer`."""
-    answers = {"right": answer}
-    if without_scaling:
-        answers["unscaled"] = without_scaling
-    prompt = Prompt(characters=0, code_starts=[0] * codes, tokens=tokens, answers=answers)
-    reference = Reference(model="m", original=256, target=1024, own_text="", prompts=[prompt])
-    server: Any = SimpleNamespace(complete=lambda text: completion)
-    [verdict] = check_server(server, reference, compute=None, tolerance=tolerance)
-    return verdict
-
-
 def check(*words: str) -> int:
     try:
         cli.run(["check-server", *words])
@@ -335,19 +315,6 @@ def test_codes_stand_at_the_depths_that_a_verdict_names(computer: Computer, refe
             assert len(before + after) > 400
     assert 54 <= short.tokens <= 64
     assert made.text(short).count("The code of") == 2
-
-
-@pytest.mark.parametrize(("margin", "verdict"), [(0.45, "unclear"), (0.55, "different")])
-def test_rounding_decides_between_tokens_that_are_half_a_nat_apart(margin: float, verdict: str) -> None:
-    computed = Answer(text="a b c", ends=[1, 3, 5], logprobs=[-1.0] * 3, margins=[9.0, 9.0, margin])
-    found = judged(computed, Completion("a b d", None, [-1.0] * 3))
-    assert (found.verdict, found.agreed) == (verdict, 2)
-
-
-def test_the_difference_is_the_mean_over_equal_tokens() -> None:
-    computed = Answer(text="a b c", ends=[1, 3, 5], logprobs=[-1.0, -2.0, -3.0], margins=[9.0, 9.0, 0.1])
-    found = judged(computed, Completion("a b d", None, [-1.5, -1.0, -9.0]))
-    assert (found.difference, found.agreed) == (0.75, 2)
 
 
 @pytest.mark.parametrize(
@@ -496,78 +463,81 @@ def test_answers_that_fit_both_readings_are_unclear(
     assert (status, [row["verdict"] for row in rows]) == (1, ["unclear"] * 4 + ["right"])
 
 
-def test_a_near_tie_ends_the_comparison(computer: Computer, reference: Path, serve: Serve, tmp_path: Path) -> None:
-    """Two equal tokens before it are too few."""
-    file = tmp_path / "reference.json"
-    tied = Reference.model_validate_json(reference.read_text())
-    for prompt in tied.prompts:
-        answer = prompt.answers["right"]
-        answer.text = answer.text[: answer.ends[1]] + "?" + answer.text[answer.ends[1] + 1 :]
-        answer.margins[2] = 0.1
-    file.write_text(tied.model_dump_json())
-    status, rows = verdicts(serve(Engine(computer)), "--reference", str(file))
-    assert (status, [row["verdict"] for row in rows]) == (1, ["unclear"] * 5)
-    assert all(row["agreed"] == 2 for row in rows)
+def answer(text: str, ends: list[int], near: tuple[int, float] = (0, 9.0)) -> Answer:
+    """A computed answer; `near` is a token by its number, and the margin to its second choice."""
+    margins = [9.0] * len(ends)
+    margins[near[0]] = near[1]
+    return Answer(text=text, ends=ends, logprobs=[-1.0] * len(ends), margins=margins)
 
 
-@pytest.mark.parametrize(("codes", "verdict"), [(1, "right"), (4, "unclear")])
-def test_a_near_tie_ahead_of_the_code_is_unclear_in_long_prompts(codes: int, verdict: str) -> None:
-    computed = Answer(text=": A) 25473", ends=[1, 3, 4, 5, 10], logprobs=[-1.0] * 5, margins=[9.0] * 4 + [0.1])
-    found = judged(computed, Completion(": A) the", None, [-1.0] * 5), codes=codes)
-    assert (found.verdict, found.agreed) == (verdict, 4)
+def judged(
+    computed: Answer, text: str, logprobs: list[float], codes: int = 4, unscaled: Answer | None = None
+) -> Verdict:
+    """How a server is judged that completes a prompt of 900 tokens by a text, where L is 256."""
+    answers = {"right": computed}
+    if unscaled:
+        answers["unscaled"] = unscaled
+    prompt = Prompt(characters=0, code_starts=[0] * codes, tokens=900, answers=answers)
+    reference = Reference(model="m", original=256, target=1024, own_text="", prompts=[prompt])
+    server: Any = SimpleNamespace(complete=lambda prompt: Completion(text, 900, logprobs))
+    [verdict] = check_server(server, reference, compute=None, tolerance=0.1)
+    return verdict
 
 
-@pytest.mark.parametrize(("answer", "agreed", "verdict"), [(" 254xx", 2, "unclear"), (" 25473", 3, "right")])
-def test_a_code_of_three_tokens_is_enough_proof(answer: str, agreed: int, verdict: str) -> None:
-    """Else a right server of a tokenizer with whole numbers, a blank and two halves of a code, would never pass."""
-    computed = Answer(text=" 25473", ends=[1, 4, 6], logprobs=[-1.0] * 3, margins=[9.0, 9.0, 0.1])
-    found = judged(computed, Completion(answer, None, [-1.0] * 3))
-    assert (found.verdict, found.agreed) == (verdict, agreed)
+ABC = ("a b c", [1, 3, 5])
+CODE = (" 25473", [1, 2, 4, 6])
+LATE_CODE = answer(": A) 25473", [1, 3, 4, 5, 10], (4, 0.1))
+OTHER_CODE = {"unscaled": answer(" 11111", [1, 2, 4, 6])}
+SHIP, SHIP_AND_LINE = answer(" ship is", [5, 8]), answer(" ship is\n", [5, 8, 9])
+HALF_CHARACTER = answer(" ship\ufffd", [5, 5])
+SAME = [-1.0] * 5
+# What the model answers, and the server; its log probabilities; verdict, equal tokens, and the difference in nats.
+JUDGED: dict[str, tuple[Answer, str, list[float], dict[str, Any], tuple[str, int, float | None]]] = {
+    "less than half a nat is a tie": (answer(*ABC, (2, 0.45)), "a b d", SAME, {}, ("unclear", 2, 0.0)),
+    "more is none": (answer(*ABC, (2, 0.55)), "a b d", SAME, {}, ("different", 2, None)),
+    "the mean over equal tokens": (answer(*ABC, (2, 0.1)), "a b d", [-1.5, 0.0, -9.0], {}, ("unclear", 2, 0.75)),
+    "a tie ahead of the code": (LATE_CODE, ": A) the", SAME, {}, ("unclear", 4, 0.0)),
+    "a tie ahead of the code of the short prompt": (LATE_CODE, ": A) the", SAME, {"codes": 1}, ("right", 4, 0.0)),
+    # Else a right server of a tokenizer with whole numbers, a blank and two halves of a code, would never pass.
+    "a code of three tokens": (answer(" 25473", [1, 4, 6], (2, 0.1)), " 25473", SAME, {}, ("right", 3, 0.0)),
+    "two of the three": (answer(" 25473", [1, 4, 6], (2, 0.1)), " 254xx", SAME, {}, ("unclear", 2, 0.0)),
+    # A right server that takes the second choice may go on as the model without its scaling does.
+    "unscaled after a tie": (answer(*CODE, (1, 0.1)), " 11111", SAME, OTHER_CODE, ("unclear", 1, 0.0)),
+    "unscaled": (answer(*CODE), " 11111", SAME, OTHER_CODE, ("unscaled", 4, 0.0)),
+    "scaled": (answer(*CODE), " 25473", SAME, OTHER_CODE, ("right", 4, 0.0)),
+    # In bfloat16, a right server of a mixture of experts gave one token by 0.11 nats another log probability.
+    "too far, two tokens before a tie": (answer(*CODE, (2, 0.1)), " 29999", [-1.2] * 4, {}, ("unclear", 2, 0.2)),
+    "too far, three tokens before a tie": (answer(*CODE, (3, 0.1)), " 2549999", [-1.2] * 4, {}, ("different", 3, 0.2)),
+    "two tokens, and no tie": (answer(*CODE), " 29999", [-1.2] * 4, {}, ("different", 2, None)),
+    # mlx-lm leaves out the space that an answer begins with.
+    "the space": (SHIP, " ship is", SAME, {}, ("unclear", 2, 0.0)),
+    "no space": (SHIP, "ship is", SAME, {}, ("unclear", 2, 0.0)),
+    "no space, and more": (SHIP, "ship is red", SAME, {}, ("unclear", 2, 0.0)),
+    "another word after it": (SHIP, "ships", SAME, {}, ("different", 1, None)),
+    "another word": (SHIP, "boat", SAME, {}, ("different", 0, None)),
+    # A model without its scaling may end at once; servers cut characters and spaces at the end of an answer.
+    "nothing": (SHIP_AND_LINE, "", [], {}, ("different", 0, None)),
+    "an early end": (SHIP_AND_LINE, " ship", [], {}, ("different", 1, None)),
+    "an end before a space": (SHIP_AND_LINE, " ship is", [], {}, ("unclear", 2, None)),
+    "the whole": (SHIP_AND_LINE, " ship is\n", [], {}, ("unclear", 3, None)),
+    "an end inside a character": (SHIP_AND_LINE, " sh\ufffd", [], {}, ("unclear", 0, None)),
+    "another end": (SHIP_AND_LINE, " shop", [], {}, ("different", 0, None)),
+    "before half a character": (HALF_CHARACTER, " ship", [-1.5] * 2, {}, ("unclear", 2, 0.5)),
+    "half a character": (HALF_CHARACTER, " ship\ufffd", [-1.5] * 2, {}, ("unclear", 2, 0.5)),
+    "beyond half a character": (HALF_CHARACTER, " ship is", [-1.5] * 2, {}, ("unclear", 2, 0.5)),
+}
 
 
-@pytest.mark.parametrize(("margin", "verdict"), [(0.1, "unclear"), (9.0, "unscaled")])
-def test_a_near_tie_is_no_proof_that_a_server_is_unscaled(margin: float, verdict: str) -> None:
-    """A right server that takes the second choice may go on as the model without its scaling does."""
-    right = Answer(text=" 25473", ends=[1, 2, 4, 6], logprobs=[-1.0] * 4, margins=[9.0, margin, 9.0, 9.0])
-    unscaled = Answer(text=" 11111", ends=[1, 2, 4, 6], logprobs=[-1.0] * 4, margins=[9.0] * 4)
-    for text, expected in ((" 11111", verdict), (" 25473", "right")):
-        assert judged(right, Completion(text, 900, [-1.0] * 4), without_scaling=unscaled).verdict == expected
-
-
-@pytest.mark.parametrize(
-    ("margin", "equal", "verdict"), [(0.1, 2, "unclear"), (0.1, 3, "different"), (9.0, 2, "different")]
-)
-def test_few_tokens_before_a_near_tie_do_not_prove_another_model(margin: float, equal: int, verdict: str) -> None:
-    """In bfloat16, a right server of a mixture of experts gave one token by 0.11 nats another log probability."""
-    margins = [9.0] * 4
-    margins[equal] = margin
-    right = Answer(text=" 25473", ends=[1, 2, 4, 6], logprobs=[-1.0] * 4, margins=margins)
-    text = right.text[: right.ends[equal - 1]] + "9999"
-    assert judged(right, Completion(text, 100, [-1.2] * 4), codes=1, tokens=100).verdict == verdict
+@pytest.mark.parametrize("case", JUDGED)
+def test_an_answer_is_judged_by_its_equal_tokens_and_their_log_probabilities(case: str) -> None:
+    computed, text, logprobs, options, expected = JUDGED[case]
+    found = judged(computed, text, logprobs, **options)
+    assert (found.verdict, found.agreed, found.difference) == (*expected[:2], pytest.approx(expected[2]))
 
 
 def test_no_code_holds_the_digits_that_identify_another() -> None:
     assert len(NAMES) == len(CODES) == 4
     assert all(code[:2] not in other for code in CODES for other in CODES if code != other)
-
-
-@pytest.mark.parametrize(
-    ("text", "agreed"), [(" ship is", 2), ("ship is", 2), ("ship is red", 2), ("ships", 1), ("boat", 0)]
-)
-def test_a_server_may_leave_out_the_space_that_an_answer_begins_with(text: str, agreed: int) -> None:
-    computed = Answer(text=" ship is", ends=[5, 8], logprobs=[-1.0, -1.0], margins=[9.0, 9.0])
-    found = judged(computed, Completion(text, None, [-1.0, -1.0]))
-    assert (found.agreed, found.difference) == (agreed, 0.0 if agreed == 2 else None)
-
-
-@pytest.mark.parametrize(
-    ("text", "follows"),
-    [("", False), (" ship", False), (" ship is", True), (" ship is\n", True), (" sh\ufffd", True), (" shop", False)],
-)
-def test_a_server_that_ends_earlier_gives_another_answer(text: str, follows: bool) -> None:
-    """A model without its scaling may end at once; servers cut characters and spaces at the end of an answer."""
-    computed = Answer(text=" ship is\n", ends=[5, 8, 9], logprobs=[-1.0] * 3, margins=[9.0] * 3)
-    assert judged(computed, Completion(text, None, [])).verdict == ("unclear" if follows else "different")
 
 
 def test_an_answer_ends_where_servers_stop(demo: Path, computer: Computer, reference: Path, tmp_path: Path) -> None:
@@ -586,7 +556,7 @@ def test_an_answer_ends_where_servers_stop(demo: Path, computer: Computer, refer
     answer = prompt.answers["right"]
     assert len(answer.ends) == len(answer.logprobs) == 4
     assert whole_answer.text.startswith(answer.text)
-    found = judged(answer, Completion(answer.text, None, answer.logprobs))
+    found = judged(answer, answer.text, answer.logprobs)
     assert (found.difference, found.agreed) == (0.0, 4)
 
 
@@ -643,13 +613,6 @@ def test_a_missing_log_probability_is_left_out_as_all_are(computer: Computer, re
     status, rows = verdicts(serve(Partial(computer)), "--reference", str(reference))
     assert (status, {row["verdict"] for row in rows}) == (1, {"unclear"})
     assert "log probabilities" in rows[0]["detail"]
-
-
-@pytest.mark.parametrize("text", [" ship", " ship\ufffd", " ship is"])
-def test_an_answer_that_ends_inside_a_character_is_compared_to_there(text: str) -> None:
-    computed = Answer(text=" ship\ufffd", ends=[5, 5], logprobs=[-1.0] * 2, margins=[9.0] * 2)
-    found = judged(computed, Completion(text, None, [-1.5] * 2))
-    assert (found.difference, found.agreed) == (0.5, 2)
 
 
 def test_a_server_that_dies_between_two_prompts_is_one_line(computer: Computer, serve: Serve) -> None:
