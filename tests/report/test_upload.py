@@ -1,4 +1,4 @@
-"""Uploads to a hub on this machine."""
+"""`push` sends what a run or model needs, no more, and nothing private; what is wrong is one line before it sends."""
 
 import json
 import shutil
@@ -24,6 +24,16 @@ def hub(hub: Hub, monkeypatch: pytest.MonkeyPatch) -> Hub:
     """The hub, with a login."""
     monkeypatch.setenv("HF_TOKEN", TOKEN)
     return hub
+
+
+@pytest.fixture
+def run(lora_run: Path, tmp_path: Path) -> Path:
+    return Path(shutil.copytree(lora_run, tmp_path / "run"))
+
+
+@pytest.fixture
+def model(full_run: Path, tmp_path: Path) -> Path:
+    return Path(shutil.copytree(full_run, tmp_path / "model"))
 
 
 def contents(folder: Path, model: Path | None = None) -> dict[str, bytes]:
@@ -72,8 +82,7 @@ def with_code(folder: Path) -> None:
         (folder / name).write_text(code)
 
 
-def test_the_modules_and_vocabulary_of_a_models_own_code_are_uploaded(lora_run: Path, hub: Hub, tmp_path: Path) -> None:
-    run = shutil.copytree(lora_run, tmp_path / "run")
+def test_the_modules_and_vocabulary_of_a_models_own_code_are_uploaded(run: Path, hub: Hub) -> None:
     push(run, "me/model")
     without_code = hub.files("models/me/model").keys()
     with_code(run)
@@ -87,8 +96,7 @@ def test_the_modules_and_vocabulary_of_a_models_own_code_are_uploaded(lora_run: 
     assert added == {"modeling_own.py", "layers.py", "operations.py", "own.tiktoken", "vocab.bpe", "own.spm"}
 
 
-def test_code_that_imports_a_missing_module_is_refused(lora_run: Path, hub: Hub, tmp_path: Path) -> None:
-    run = shutil.copytree(lora_run, tmp_path / "run")
+def test_code_that_imports_a_missing_module_is_refused(run: Path, hub: Hub) -> None:
     with_code(run)
     (run / "operations.py").unlink()
     with refused(ModelError, f"{run / 'operations.py'}: ", "modeling_own.py"):
@@ -96,8 +104,7 @@ def test_code_that_imports_a_missing_module_is_refused(lora_run: Path, hub: Hub,
     assert hub.log == []
 
 
-def test_code_that_imports_a_file_elsewhere_is_refused(lora_run: Path, hub: Hub, tmp_path: Path) -> None:
-    run = shutil.copytree(lora_run, tmp_path / "run")
+def test_code_that_imports_a_file_elsewhere_is_refused(run: Path, hub: Hub, tmp_path: Path) -> None:
     secret = tmp_path / "secret.py"
     secret.write_text("secret")
     for path in (tmp_path / "secret", "../secret"):
@@ -128,33 +135,28 @@ def in_shards(folder: Path, pattern: str) -> None:
 
 
 @pytest.mark.parametrize("pattern", SHARDS)
-def test_the_weights_of_the_index_are_uploaded_under_any_name(
-    pattern: str, full_run: Path, hub: Hub, tmp_path: Path
-) -> None:
-    run = shutil.copytree(full_run, tmp_path / "run")
-    in_shards(run, pattern)
-    push(run, "me/model")
+def test_the_weights_of_the_index_are_uploaded_under_any_name(pattern: str, model: Path, hub: Hub) -> None:
+    in_shards(model, pattern)
+    push(model, "me/model")
     pushed = hub.files("models/me/model")
     for number in (1, 2):
         name = pattern.format(number)
-        assert pushed[name] == (run / name).read_bytes()
+        assert pushed[name] == (model / name).read_bytes()
 
 
-def test_a_model_that_lacks_a_file_of_its_index_is_refused(full_run: Path, hub: Hub, tmp_path: Path) -> None:
-    run = shutil.copytree(full_run, tmp_path / "run")
-    in_shards(run, SHARDS[0])
-    lacking = run / SHARDS[0].format(2)
+def test_a_model_that_lacks_a_file_of_its_index_is_refused(model: Path, hub: Hub) -> None:
+    in_shards(model, SHARDS[0])
+    lacking = model / SHARDS[0].format(2)
     lacking.unlink()
     with refused(ModelError, f"{lacking}: "):
-        push(run, "me/model")
+        push(model, "me/model")
     assert hub.log == []
 
 
-def test_a_single_file_counts_before_an_index_beside_it(full_run: Path, hub: Hub, tmp_path: Path) -> None:
-    run = shutil.copytree(full_run, tmp_path / "run")
+def test_a_single_file_counts_before_an_index_beside_it(model: Path, hub: Hub) -> None:
     index = {"weight_map": {"lm_head.weight": "model-00001-of-00002.safetensors"}}
-    (run / "model.safetensors.index.json").write_text(json.dumps(index))
-    push(run, "me/model")
+    (model / "model.safetensors.index.json").write_text(json.dumps(index))
+    push(model, "me/model")
     assert "model.safetensors" in hub.files("models/me/model")
 
 
@@ -198,9 +200,8 @@ def test_no_local_path_is_uploaded(small_model: Path, hub: Hub, tmp_path: Path) 
 
 
 def test_push_uploads_the_newest_scores_and_prints_no_token(
-    lora_run: Path, hub: Hub, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    run: Path, hub: Hub, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    run = shutil.copytree(lora_run, tmp_path / "run")
     (run / "scores").mkdir()
     (run / "scores" / "passkey.json").write_text(json.dumps(passkey(96)))
     status, out, err = run_captured(capsys, monkeypatch, "push", str(run), "model", "--private")
@@ -236,8 +237,7 @@ def test_a_run_is_pushed_again(lora_run: Path, hub: Hub) -> None:
     assert hub.files("models/me/model") == first
 
 
-def test_a_link_to_a_file_elsewhere_is_refused(lora_run: Path, hub: Hub, tmp_path: Path) -> None:
-    run = shutil.copytree(lora_run, tmp_path / "run")
+def test_a_link_to_a_file_elsewhere_is_refused(run: Path, hub: Hub, tmp_path: Path) -> None:
     (tmp_path / "a.json").write_text("secret")
     (run / "tokenizer.model").symlink_to(tmp_path / "a.json")
     with refused(ModelError, f"{run}/tokenizer.model: ", "link"):
