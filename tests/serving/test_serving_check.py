@@ -407,16 +407,6 @@ def test_a_prompt_has_no_eos_that_the_tokenizer_adds(untrained: Path, tmp_path: 
     assert Reader(load_model(plain)).answer(text) == Reader(load_model(ended)).answer(text)
 
 
-@pytest.mark.parametrize(("more", "named"), [(0, False), (1, True)])
-def test_a_server_that_adds_tokens_to_a_prompt_is_told_so(more: int, named: bool) -> None:
-    answer = Answer(text=" 25473 and", ends=[3, 6, 10], logprobs=[-0.1] * 3, margins=[9.0] * 3)
-    other = Completion(text=" another", prompt_tokens=900 + more, logprobs=[-0.1] * 3)
-    assert judged(answer, other).verdict == "different"
-    assert ("add_eos_token" in judged(answer, other).detail) == named
-    same = Completion(text=answer.text, prompt_tokens=900 + more, logprobs=answer.logprobs)
-    assert (judged(answer, same).verdict, judged(answer, same).detail) == ("right", "")
-
-
 @pytest.mark.parametrize("cut", [whole, last(50), last(95), both_ends(50)], ids=["whole", "50", "95", "ends"])
 def test_an_untrained_model_is_unclear(
     cut: Callable[[Ids], Ids], untrained: Path, untrained_computer: Computer, serve: Serve
@@ -471,15 +461,20 @@ def answer(text: str, ends: list[int], near: tuple[int, float] = (0, 9.0)) -> An
 
 
 def judged(
-    computed: Answer, text: str, logprobs: list[float], codes: int = 4, unscaled: Answer | None = None
+    computed: Answer,
+    text: str,
+    logprobs: list[float],
+    codes: int = 4,
+    unscaled: Answer | None = None,
+    counted: int = 900,
 ) -> Verdict:
-    """How a server is judged that completes a prompt of 900 tokens by a text, where L is 256."""
+    """How a server is judged that completes a prompt of 900 tokens, as `counted` there, by a text. L is 256."""
     answers = {"right": computed}
     if unscaled:
         answers["unscaled"] = unscaled
     prompt = Prompt(characters=0, code_starts=[0] * codes, tokens=900, answers=answers)
     reference = Reference(model="m", original=256, target=1024, own_text="", prompts=[prompt])
-    server: Any = SimpleNamespace(complete=lambda prompt: Completion(text, 900, logprobs))
+    server: Any = SimpleNamespace(complete=lambda prompt: Completion(text, counted, logprobs))
     [verdict] = check_server(server, reference, compute=None, tolerance=0.1)
     return verdict
 
@@ -533,6 +528,15 @@ def test_an_answer_is_judged_by_its_equal_tokens_and_their_log_probabilities(cas
     computed, text, logprobs, options, expected = JUDGED[case]
     found = judged(computed, text, logprobs, **options)
     assert (found.verdict, found.agreed, found.difference) == (*expected[:2], pytest.approx(expected[2]))
+
+
+@pytest.mark.parametrize(("counted", "named"), [(900, False), (901, True)])
+def test_a_server_that_adds_tokens_to_a_prompt_is_told_so(counted: int, named: bool) -> None:
+    computed = answer(" 25473 and", [3, 6, 10])
+    other = judged(computed, " another", SAME, counted=counted)
+    assert (other.verdict, "add_eos_token" in other.detail) == ("different", named)
+    same = judged(computed, computed.text, SAME, counted=counted)
+    assert (same.verdict, same.detail) == ("right", "")
 
 
 def test_no_code_holds_the_digits_that_identify_another() -> None:
