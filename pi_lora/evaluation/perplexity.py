@@ -99,7 +99,7 @@ class Perplexity(Measurement[PerplexityOptions, PerplexityScores]):
         options_in_recipes = [model.recipe.evaluation.perplexity for model in models if model.recipe]
         recipe_options = next(filter(None, options_in_recipes), None)
         if options.data is None and recipe_options:
-            options = recipe_options.changed(**options.model_dump(exclude_defaults=True))
+            options = recipe_options.changed(**options.model_dump(exclude_unset=True, exclude_none=True))
         windows, stride = options.sweep(max(model.window for model in models))
         return complete(options, models, windows=windows, stride=stride)
 

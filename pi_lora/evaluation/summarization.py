@@ -156,7 +156,7 @@ def complete(options: SummarizationOptions, tuned_by: Recipe | None) -> tuple[Su
             defaults |= {"split": source.split, "hold_out": source.hold_out}
     if options.template:
         defaults |= {"document": None, "summary": None}
-    requested = options.model_dump(exclude_defaults=True)
+    requested = options.model_dump(exclude_unset=True, exclude_none=True)
     completed = options.changed(**{**defaults, **requested})
     data = GOVREPORT.changed(
         **completed.model_dump(include=PROMPT_KEYS),

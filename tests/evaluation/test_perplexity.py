@@ -164,13 +164,16 @@ def test_a_run_is_measured_on_the_held_out_text_of_its_recipe(lora_run: Path, tm
     with refused(DataError, "--data: "):
         Perplexity().prepare(PerplexityOptions(), [resolve_model(str(run))])
     recipe = load_recipe(
-        run / RECIPE_FILE, ["evaluation.perplexity={data: novels, documents: 3, windows: [64]}"]
+        run / RECIPE_FILE, ["evaluation.perplexity={data: novels, documents: 3, windows: [64], bos: document}"]
     ).recipe
     (run / RECIPE_FILE).write_text(dump_recipe(recipe))
     options = Perplexity().prepare(
         PerplexityOptions(stride=16), [resolve_model(str(run)), resolve_model("builtin:tiny")]
     )
     assert (options.data, options.documents, options.windows, options.stride) == ("novels", 3, (64,), 16)
+    assert options.bos == "document"
+    # A value that is given counts, also if it is the default.
+    assert Perplexity().prepare(PerplexityOptions(bos="window"), [resolve_model(str(run))]).bos == "window"
     assert Perplexity().prepare(PerplexityOptions(data="mine"), [resolve_model(str(run))]).documents is None
 
 
