@@ -132,7 +132,7 @@ def extend(
         from pi_lora.models.files import CARD
         from pi_lora.models.loaded import check_shapes
         from pi_lora.models.quantized import check_quantization
-        from pi_lora.models.saving import link_weights, save_without_weights, weight_files, write_generation_config
+        from pi_lora.models.saving import link_weights, save_without_weights, weight_files
         from pi_lora.report.card import card_of
         from pi_lora.report.scores import MeasuredRun
         from pi_lora.serving.commands import serving_lines
@@ -158,7 +158,6 @@ def extend(
     with staged(folder) as staging, ui.progress("linking weights") as linked:
         run = MeasuredRun(staging, untuned=True, base_name=source.base.name)
         save_without_weights(source, source.config, staging)
-        write_generation_config(source, staging)
         for stage, measured in scores.items():
             for each in measured:
                 write_scores([each], run.scores_file(each.measurement, stage))

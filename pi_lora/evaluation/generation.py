@@ -27,16 +27,12 @@ def generate_ids(
     loaded: LoadedModel, prompts: Sequence[Sequence[int]], sampling: Sampling, *, stream: bool = False
 ) -> Any:
     """Return the token ids generated after each of `prompts` in one batch: (prompts, tokens), padded on the right. The
-    model's generation config is ignored except for the EOS tokens. With `stream`, the text after a single prompt is
-    printed word by word.
+    model's generation config is ignored except for the tokens that end a text. With `stream`, the text after a single
+    prompt is printed word by word.
     """
     model: Any = loaded.module
     model_config = model.generation_config
-    eos_ids = model_config.eos_token_id
-    if not isinstance(eos_ids, list):
-        eos_ids = [eos_ids]
-    eos_ids = [eos_id for eos_id in (loaded.tokenizer.eos_token_id, *eos_ids) if eos_id is not None]
-    config = GenerationConfig(max_new_tokens=sampling.max_new_tokens, eos_token_id=eos_ids or None)
+    config = GenerationConfig(max_new_tokens=sampling.max_new_tokens, eos_token_id=loaded.ends)
     if sampling.temperature:
         config.update(do_sample=True, temperature=sampling.temperature, top_p=sampling.top_p, top_k=0)
     ids = pad_rows(model, prompts, padding=-1, side="left")  # -1 is masked

@@ -13,7 +13,7 @@ from pi_lora.merging.writing import write_tensors
 from pi_lora.models.composite import names_in
 from pi_lora.models.quantized import check_loadable, check_quantization, dequantized
 from pi_lora.models.quiet import quiet_loading
-from pi_lora.models.saving import save_without_weights, write_generation_config
+from pi_lora.models.saving import save_without_weights
 from pi_lora.models.source import ModelSource
 from pi_lora.scaling.config import Config
 from pi_lora.scaling.verify import build_on_meta, config_of
@@ -53,7 +53,6 @@ class Merge:
     def write_small_files(self, folder: Path) -> None:
         """Write config and tokenizer; raise ModelError if that config does not make the model of the run."""
         save_without_weights(self.source, self.config, folder)
-        write_generation_config(self.source, folder)
         check_model(
             source=self.source,
             expected=self.expected,

@@ -23,6 +23,7 @@ from pi_lora.models.files import quantization_of
 from pi_lora.models.quantized import DEQUANTIZED_ON_LOADING, check_is_quantized, check_loadable
 from pi_lora.models.quiet import quiet_loading
 from pi_lora.models.source import Base, ModelSource
+from pi_lora.models.tokenizer import end_of_turn
 from pi_lora.models.weights import check_finite
 from pi_lora.scaling.config import Config, depends_on_length
 from pi_lora.scaling.verify import config_of
@@ -76,6 +77,14 @@ class LoadedModel:
     def tokenizer(self) -> Any:
         """The tokenizer of the run, or of the base."""
         return self.source.tokenizer
+
+    @property
+    def ends(self) -> list[int]:
+        """The tokens that end a text: EOS, those of the generation config, and the one that ends a turn of a chat."""
+        ends = self.module.generation_config.eos_token_id
+        ends = ends if isinstance(ends, list) else [ends]
+        found = {*ends, self.tokenizer.eos_token_id, end_of_turn(self.tokenizer)}
+        return sorted(found - {None})
 
     @property
     def dtype(self) -> str:

@@ -2,8 +2,8 @@
 
 import os
 import shutil
-from contextlib import suppress
 from pathlib import Path
+from typing import Any
 
 from safetensors.torch import save_file
 from transformers.dynamic_module_utils import custom_object_save
@@ -13,21 +13,22 @@ from pi_lora.errors import ModelError
 from pi_lora.models.composite import names_in
 from pi_lora.models.files import save_config
 from pi_lora.models.source import Base, ModelSource
-from pi_lora.models.tokenizer import save_tokenizer
+from pi_lora.models.tokenizer import end_of_turn, save_tokenizer
 from pi_lora.models.weights import COMPUTED, StoredTensor, read_header, write_index
 from pi_lora.scaling.config import Config, window_of
 from pi_lora.storage import read_json, write_json
-from pi_lora.types import Json, Progress
+from pi_lora.types import Json, Progress, ui
 
 OTHER_WEIGHTS_FILE = "model-other-parts.safetensors"
 FIRST_OF_SEVERAL = "model-00001-of-00001.safetensors"
 
 
 def save_without_weights(source: ModelSource, config: Config, folder: Path) -> None:
-    """Write `config` with the Python code that it names, and the tokenizer and processors that the model has. They are
-    written although the base has them: another machine may not have the base.
+    """Write `config` with the Python code that it names, the generation config, and the tokenizer and processors that
+    the model has. They are written although the base has them: another machine may not have the base.
     """
     save_config(config, folder)
+    write_generation_config(source, folder)
     for kind in source.base.code.values():
         custom_object_save(kind, folder)
     if source.tokenizer_files:
@@ -38,17 +39,33 @@ def save_without_weights(source: ModelSource, config: Config, folder: Path) -> N
 
 def write_generation_config(source: ModelSource, folder: Path) -> None:
     """Write the generation config of the base, which transformers would not save if it is invalid, as it is. If texts
-    may be as long as the window of the base, as for Llama 2, they may be as long as the new one.
+    may be as long as the window of the base, as for Llama 2, they may be as long as the new one. The token that ends a
+    turn of the chat template ends a text too: engines would not stop after an answer.
     """
-    generation_config = source.base.file(GENERATION_CONFIG_NAME)
-    if generation_config is None:
-        return
-    copy = folder / GENERATION_CONFIG_NAME
-    shutil.copyfile(generation_config, copy)
-    with suppress(ModelError):  # the file is damaged
-        settings = read_json(copy, Json, "download it again")
-        if settings.get("max_length") == window_of(source.base.config):
-            write_json(copy, settings | {"max_length": source.window})
+    file = folder / GENERATION_CONFIG_NAME
+    settings: Json = {}
+    changes: Json = {}
+    if stored := source.base.file(GENERATION_CONFIG_NAME):
+        shutil.copyfile(stored, file)
+        try:
+            settings = read_json(file, Json, "download it again")
+        except ModelError:  # the file is damaged
+            return
+    if settings.get("max_length") == window_of(source.base.config):
+        changes["max_length"] = source.window
+    if source.tokenizer_files:
+        end = end_of_turn(source.tokenizer)
+        named = [config.get("eos_token_id") for config in (settings, source.config)]
+        ends: Any = next(ends for ends in (*named, source.tokenizer.eos_token_id) if ends is not None)
+        ends = ends if isinstance(ends, list) else [ends]
+        if end is not None and end not in ends:
+            changes["eos_token_id"] = [*ends, end]
+            token = source.tokenizer.convert_ids_to_tokens(end)
+            ui.say(
+                f"{GENERATION_CONFIG_NAME}: {token}, which ends a turn of the chat template, is added to eos_token_id"
+            )
+    if changes:
+        write_json(file, settings | changes)
 
 
 def save_other_weights(base: Base, folder: Path) -> None:

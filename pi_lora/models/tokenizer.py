@@ -26,6 +26,7 @@ from pi_lora.types import Json
 
 SAMPLE = "The 3rd text, 1999: naïve “café”\n\n\t  if x_1 != 0:   # 中文 здесь 🦋 aaaaaaaaaaaaaaaa ---------- 00000000\n"
 CHAT = [{"role": "user", "content": "a"}]
+ANSWER = "An answer."
 # A log probability below that of any text with the length of a special token.
 LOWEST_SCORE = -1e4
 
@@ -83,6 +84,22 @@ def _ids_given(tokenizer: Any) -> list[int]:
     with suppress(Exception):  # there is no template, or it raises an error of its own
         ids += tokenizer.apply_chat_template(CHAT, add_generation_prompt=True, return_dict=False)
     return ids
+
+
+def end_of_turn(tokenizer: Any) -> int | None:
+    """Return the token by which the chat template ends the last answer, or else an earlier one, as that of GLM by the
+    role of the next turn; None without a template, or if it writes no such token.
+    """
+    numbers: dict[str, int] = {token.content: number for number, token in tokenizer.added_tokens_decoder.items()}
+    for later in ([], CHAT):
+        for content in (ANSWER, [{"type": "text", "text": ANSWER}]):
+            turns = [*CHAT, {"role": "assistant", "content": content}, *later]
+            with suppress(Exception):  # there is no template, or it raises an error of its own
+                _, _, after = tokenizer.apply_chat_template(turns, tokenize=False).partition(ANSWER)
+                for token, number in numbers.items():
+                    if after.lstrip().startswith(token):
+                        return number
+    return None
 
 
 def has_chat_template(name: str) -> bool:

@@ -187,12 +187,13 @@ class Reader:
         tokenizer = self.loaded.tokenizer
         ids: list[int] = prompt_ids(tokenizer, text)
         prompt_tokens = len(ids)
+        ends = self.loaded.ends
         rows = []
         for _ in range(MAX_NEW_TOKENS):
             row = self._logprobs(ids)
             rows.append(row)
             ids = [*ids, int(row.argmax())]
-            if ids[-1] == tokenizer.eos_token_id:
+            if ids[-1] in ends:
                 break
         # Decoded after the last token of the prompt: some tokenizers drop the space before a text.
         answer = ids[prompt_tokens - 1 :]

@@ -32,7 +32,7 @@ from pi_lora.models import adapter as adapters
 from pi_lora.models import device as devices
 from pi_lora.models.loaded import LoadedModel, Placement, load_base, load_model
 from pi_lora.models.resolve import resolve_model
-from pi_lora.models.saving import save_other_weights, save_without_weights, write_generation_config
+from pi_lora.models.saving import save_other_weights, save_without_weights
 from pi_lora.models.source import ModelSource
 from pi_lora.planning.gpus import device_here
 from pi_lora.planning.training_plan import TrainingPlan, hours_in_words, plan_training
@@ -284,7 +284,6 @@ def complete(recipe: Recipe, source: ModelSource, run: Run) -> None:
     if recipe.tuning.method == "full":
         # An adapter's base is stored in a dtype of its own.
         config = {**config, "dtype": "float32"}
-        write_generation_config(source, run.path)
         save_other_weights(source.base, run.path)
     elif source.needs_own_config:
         adapters.mark_adapter_extended(run.path)

@@ -22,6 +22,7 @@ from pi_lora.data.examples import data_problems
 from pi_lora.data.sources import find_table
 from pi_lora.data.tokens import Labelled
 from pi_lora.errors import DataError
+from pi_lora.models.tokenizer import end_of_turn
 from pi_lora.recipe.data import Data, Source
 from pi_lora.recipe.schema import Training
 from small_tokenizers import made
@@ -222,6 +223,20 @@ def make_tokenizer(template: str | None) -> Any:
     if template:
         tokenizer.chat_template = (TEMPLATES / f"{template}.jinja").read_text()
     return tokenizer
+
+
+ENDS = {
+    **{"chatml": "<|im_end|>", "llama3": "<|eot_id|>", "gemma": "<end_of_turn>", "mistral": "</s>", "phi3": "<|end|>"},
+    # The token of the next role; one for the last turn alone; contents in parts.
+    **{"glm": "<|user|>", "gptoss": "<|return|>", "parts": "<|end|>"},
+}
+
+
+@pytest.mark.parametrize("template", [*ENDS, None])
+def test_the_token_that_ends_a_turn_is_found(template: str | None) -> None:
+    tokenizer = make_tokenizer(template)
+    end = end_of_turn(tokenizer)
+    assert (end and tokenizer.convert_ids_to_tokens(end)) == ENDS.get(template or "")
 
 
 @pytest.fixture(scope="module")

@@ -127,3 +127,10 @@ def test_generation_continues_the_prompt_without_an_eos_between(extended: Loaded
     extended.tokenizer.backend_tokenizer.post_processor = TemplateProcessing("<s> $A </s>", special_tokens=ends)
     assert extended.tokenizer("The sea was")["input_ids"][-1] == extended.tokenizer.eos_token_id
     assert pi_lora.generate(extended, "The sea was", tokens=TOKENS) == plain
+
+
+def test_the_token_that_ends_a_turn_ends_the_text(extended: LoadedModel, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert extended.ends == [1]
+    template = "{% for m in messages %}{{ m.content }}<s>{% endfor %}"
+    monkeypatch.setattr(extended.tokenizer, "chat_template", template)
+    assert extended.ends == [0, 1]

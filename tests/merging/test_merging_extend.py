@@ -2,6 +2,7 @@
 
 import json
 import os
+import shutil
 from pathlib import Path
 
 import pytest
@@ -16,6 +17,7 @@ from pi_lora.model_ref import ModelRef
 from pi_lora.models.resolve import resolve_model
 from pi_lora.recipe.evaluation import ProbeOptions
 from pi_lora.scaling.extension import Extension
+from random_runs import save_run
 
 IDS = torch.randint(2, 1024, (2, 256), generator=torch.Generator().manual_seed(5))
 YARN = Extension(256, scaling="yarn")
@@ -86,3 +88,27 @@ def test_weights_are_copied_file_by_file_to_another_disk(
     with refused(ModelError, f"{base}: ", sorted(shards)[0]):
         extend(resolve_model(ModelRef(str(base), extension=YARN)), tmp_path / "again")
     assert not (tmp_path / "again").exists()
+
+
+def test_a_chat_model_stops_where_its_template_ends_a_turn(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, small_model: Path, tmp_path: Path
+) -> None:
+    """Extended or merged, with a generation config that names EOS alone, or with none."""
+    base = Path(shutil.copytree(small_model, tmp_path / "base"))
+    (base / "chat_template.jinja").write_text("{% for m in messages %}{{ m.role }}: {{ m.content }}<s>{% endfor %}")
+    run = save_run(base, tmp_path / "run")
+    shutil.copy(base / "chat_template.jinja", run)
+    commands = {
+        "extended": ["extend", str(base), "--target", "128", "--scaling", "yarn"],
+        "merged": ["merge", str(run)],
+    }
+    for given in ({"max_new_tokens": 9, "eos_token_id": 1}, {}):
+        (base / "generation_config.json").write_text(json.dumps(given))
+        if not given:
+            (base / "generation_config.json").unlink()
+        for name, words in commands.items():
+            folder = tmp_path / f"{name}{len(given)}"
+            status, _, err = run_captured(capsys, monkeypatch, *words, "--output", str(folder))
+            assert status == 0
+            assert [line.count("<s>") for line in err.splitlines() if "eos_token_id" in line] == [1]
+            assert json.loads((folder / "generation_config.json").read_text()) == {**given, "eos_token_id": [1, 0]}

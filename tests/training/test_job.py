@@ -49,6 +49,7 @@ def test_a_lora_run_folder_is_complete(lora_run: Path, small_model: Path) -> Non
         "adapter_config.json",
         "adapter_model.safetensors",
         "config.json",
+        "generation_config.json",
         "recipe.yaml",
         "run.json",
         "tokenizer.json",
@@ -111,16 +112,18 @@ def test_a_full_run_has_the_dtype_of_its_weights_and_the_generation_config_of_it
     base: Path, tmp_path: Path
 ) -> None:
     """In the dtype of the base engines and `load` on a GPU would round the weights. transformers saves no such config
-    of Vicuna's, neither with a checkpoint nor with the run.
+    of Vicuna's, neither with a checkpoint nor with the run. Engines would not stop after a turn, which ends with <s>.
     """
+    (base / "chat_template.jinja").write_text("{% for m in messages %}{{ m.role }}: {{ m.content }}\n<s>{% endfor %}")
     settings = {"temperature": 0.9, "top_p": 0.6, "top_k": 5, "do_sample": False, "pad_token_id": -1}
     generation = base / "generation_config.json"
     generation.write_text(json.dumps({"bos_token_id": 0, "eos_token_id": [1, 7], **settings}))
     training = {**small_recipe(base).training.model_dump(), "steps": 2, "save_every": 1}
     run = train(small_recipe(base, training=training, tuning={"method": "full"}), tmp_path / "run")
     assert json.loads((run / "config.json").read_text())["dtype"] == "float32"
-    assert (run / generation.name).read_bytes() == generation.read_bytes()
-    assert load(str(run)).module.generation_config.eos_token_id == [1, 7]
+    written = json.loads((run / generation.name).read_text())
+    assert written == {"bos_token_id": 0, "eos_token_id": [1, 7, 0], **settings}
+    assert load(str(run)).module.generation_config.eos_token_id == [1, 7, 0]
 
 
 @pytest.mark.parametrize(("given", "expected"), [(64, 128), (32, 32)])
