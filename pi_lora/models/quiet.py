@@ -1,18 +1,40 @@
-"""transformers without its notes on the terminal."""
+"""transformers without its notes on the terminal, except for those that say that a result is wrong."""
 
 import contextlib
+import logging
+import re
 from collections.abc import Iterator
 
+from huggingface_hub.utils import are_progress_bars_disabled
 from transformers import logging as transformers_logging
+
+from pi_lora.types import ui
+
+WRONG = re.compile(r"\b(incorrect|wrong|corrupted|not been properly)\b", re.IGNORECASE)
 
 
 @contextlib.contextmanager
 def quiet_loading() -> Iterator[None]:
-    """Keep transformers' progress bars and notes off the terminal; errors are exceptions all the same."""
-    verbosity = transformers_logging.get_verbosity()
-    transformers_logging.set_verbosity_error()
+    """Keep transformers' progress bars and notes off the terminal, except for notes that something is wrong; errors are
+    exceptions all the same.
+    """
+
+    def passes(record: logging.LogRecord) -> bool:
+        is_error = record.levelno >= logging.ERROR
+        note = record.getMessage()
+        if WRONG.search(note) and not is_error:
+            ui.say(f"transformers: {note} Flags of a tokenizer are keys of its tokenizer_config.json.")
+        return is_error
+
+    handlers = list(logging.getLogger("transformers").handlers)
+    for handler in handlers:
+        handler.addFilter(passes)
+    has_bars = transformers_logging.is_progress_bar_enabled() and not are_progress_bars_disabled()
     transformers_logging.disable_progress_bar()
     try:
         yield
     finally:
-        transformers_logging.set_verbosity(verbosity)
+        if has_bars:
+            transformers_logging.enable_progress_bar()
+        for handler in handlers:
+            handler.removeFilter(passes)

@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 import torch
+import transformers
 from transformers import AutoModelForCausalLM
 
 from pi_lora.api import load
@@ -77,3 +78,11 @@ def test_weights_are_read_straight_into_the_gpu_of_the_process(
     with pytest.raises(ModelError, match="not read in this test"):
         load_base(resolve_model(str(small_model)), torch.bfloat16, placement=placement)
     assert asked.get("device_map") == device_map
+
+
+def test_a_notebook_has_the_progress_bars_of_transformers_after_a_load(monkeypatch: pytest.MonkeyPatch) -> None:
+    # As without the environment variable.
+    monkeypatch.setattr("huggingface_hub.utils.tqdm.HF_HUB_DISABLE_PROGRESS_BARS", None)
+    transformers.logging.enable_progress_bar()
+    load("builtin:tiny")
+    assert transformers.logging.is_progress_bar_enabled()

@@ -3,6 +3,7 @@
 import json
 import shutil
 from collections import Counter
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +23,7 @@ from pi_lora.models.files import BUILTIN_FOLDER
 from pi_lora.models.resolve import resolve_model
 from pi_lora.models.tokenizer import load_tokenizer
 from pi_lora.recipe.data import Data
+from pi_lora.types import SILENT, showing
 from random_runs import TOKENIZER
 
 
@@ -129,3 +131,26 @@ def test_texts_longer_than_the_window_are_no_warning() -> None:
     turns = [{"role": "user", "content": text}, {"role": "assistant", "content": text}]
     assert list(ChatTemplate(tokenizer).chats([("1", {"messages": turns})], "messages", 2000, Counter()))
     assert tokenizer.deprecation_warnings == {}
+
+
+def test_the_note_that_a_tokenizer_splits_wrongly_is_shown_and_its_remedy_works(folder: Path) -> None:
+    """That of a Mistral which transformers 4 wrote, with more than 100,000 tokens."""
+    edit(
+        folder / "config.json", model_type="mistral", architectures=["MistralForCausalLM"], transformers_version="4.50"
+    )
+    state = json.loads((folder / "tokenizer.json").read_text())
+    vocabulary = state["model"]["vocab"]
+    vocabulary |= {f"Ġlamp{number}": number for number in range(len(vocabulary), 100_100)}
+    split = {"type": "Split", "pattern": {"Regex": r"\p{N}+|\P{N}+"}, "behavior": "Isolated", "invert": False}
+    byte_level = {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": True, "use_regex": False}
+    state["pre_tokenizer"] = {"type": "Sequence", "pretokenizers": [split, byte_level]}
+    (folder / "tokenizer.json").write_text(json.dumps(state))
+    lines: list[str] = []
+    with showing(replace(SILENT, say=lines.append)):
+        wrong = resolve_model(str(folder)).tokenizer.backend_tokenizer.to_str()
+        [line] = lines
+        assert "fix_mistral_regex" in line
+        assert "tokenizer_config.json" in line
+        edit(folder / "tokenizer_config.json", fix_mistral_regex=True)
+        assert resolve_model(str(folder)).tokenizer.backend_tokenizer.to_str() != wrong
+    assert lines == [line]
