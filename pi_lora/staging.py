@@ -1,6 +1,7 @@
 """Where the folder of a run is made: beside its place, locked for other processes, and renamed when it is whole."""
 
 import os
+import re
 import shlex
 import shutil
 from collections.abc import Iterable, Iterator
@@ -12,8 +13,11 @@ from filelock import FileLock, Timeout
 from pi_lora.errors import ModelError, RunExistsError, first_line
 from pi_lora.recipe.files import RECIPE_FILE, find_recipe, load_recipe
 from pi_lora.recipe.schema import Recipe
-from pi_lora.run import Run, step_of
+from pi_lora.run import Run, is_complete, step_of
 from pi_lora.storage import check_can_make, is_disk_full
+
+# The names of folders in which runs are made, with the names of the runs.
+BEGUN = re.compile(r"\.(.+)\.partial")
 
 
 def resolve_run(name: Path, overrides: Iterable[str], output: Path | None, resume: bool) -> tuple[Recipe, Path]:
@@ -27,6 +31,8 @@ def resolve_run(name: Path, overrides: Iterable[str], output: Path | None, resum
     if file.is_file():
         # `resume_command` names the run, which may have the name of a recipe.
         is_begun = is_begun and output is None and Run(begun_file.parent).last_checkpoint is not None
+    if resume:
+        check_not_inside(name)
     if resume and is_begun:
         return load_recipe(begun_file, overrides).recipe, output or name
     if resume and not file.is_file():
@@ -43,8 +49,20 @@ def resume_command(output: Path) -> str:
     return f"pi-lora train {shlex.quote(str(output))} --resume"
 
 
+def check_not_inside(path: Path) -> None:
+    """Raise ModelError for a folder inside a run, or a begun run: a checkpoint lacks the config with the scaling."""
+    for folder in (path, *path.parents, *path.absolute().parents):
+        begun = BEGUN.fullmatch(folder.name)
+        if begun and Run(folder).has_recipe:
+            command = resume_command(folder.with_name(begun[1]))
+            raise ModelError(f"{path}: belongs to a run that is not finished; resume it with {command}")
+    if is_complete(path) and not (path / "config.json").is_file():
+        raise ModelError(f"{path}: is a checkpoint without the config of its run; name the run, or resume it there")
+
+
 def check_finished(output: Path) -> None:
-    """Raise ModelError if the run of that name was interrupted and is not finished."""
+    """Raise ModelError if the run of that name was interrupted and is not finished, or if the name is inside a run."""
+    check_not_inside(output)
     if output.exists():
         return
     run = Run(staging_path(output))
@@ -85,7 +103,7 @@ def check_output(output: Path, *, resume: bool = False) -> None:
 def staging_path(output: Path) -> Path:
     """Return the folder in which a run is made: next to `output`, or next to its target if it is a link."""
     target = output.resolve()
-    return target.with_name(f".{target.name}.partial")
+    return target.with_name(f".{target.name}.partial")  # see BEGUN
 
 
 @contextmanager

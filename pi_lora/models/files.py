@@ -51,6 +51,10 @@ PROCESSOR_FILES = ("processor_config.json", "preprocessor_config.json", "video_p
 # As PEFT names them.
 ADAPTER_CONFIG_FILE = "adapter_config.json"
 ADAPTER_WEIGHTS_FILE = "adapter_model.safetensors"
+# One of these is in every folder of a model. Folders that hold such folders: of several models, as in the cache of the
+# hub, and the root of that cache.
+MODEL_FILES = (CONFIG_FILE, ADAPTER_CONFIG_FILE)
+INSIDE = ("*/", "snapshots/*/", "*/snapshots/*/")
 # The ending of the name of the base in the adapters that are released with pi-lora.
 EXTENDED = " (extended by pi-lora: load it with pi_lora.load, or merge it)"
 # A key in the settings of an adapter of an extended base. `PeftModel.from_pretrained` takes any base and does not scale
@@ -89,6 +93,10 @@ def model_folder(name: str, revision: str = "main") -> tuple[Path, str | None]:
         folder = BUILTIN_FOLDER / name.removeprefix(BUILTIN)
     if not name or not folder.is_dir():
         raise ModelError(f"{name or 'an empty name'}: no such model; give a model folder, a hub id or {BUILTIN}tiny")
+    if not find_files(folder, MODEL_FILES):
+        inside = sorted({file.parent for place in INSIDE for kind in MODEL_FILES for file in folder.glob(place + kind)})
+        if inside:
+            raise ModelError(f"{name}: is no model, but holds some; name one, such as {inside[0]}")
     return folder, None
 
 
@@ -144,7 +152,7 @@ def readable(name: str | Path, what: str) -> Iterator[None]:
 
 def read_config(folder: Path) -> Json:
     """Read the config of the language model in a run or model folder; raise ModelError if it is missing or wrong."""
-    remedy = "copy it from the model that was tuned: the base or what extend wrote"
+    remedy = "copy it, with its scaling, from the model that was tuned, or tune again"
     return language_config(read_json(folder / CONFIG_FILE, Json, remedy))
 
 

@@ -26,6 +26,8 @@ def quiet_loading() -> Iterator[None]:
             ui.say(f"transformers: {note} Flags of a tokenizer are keys of its tokenizer_config.json.")
         return is_error
 
+    verbosity = transformers_logging.get_verbosity()
+    transformers_logging.set_verbosity_warning()
     handlers = list(logging.getLogger("transformers").handlers)
     for handler in handlers:
         handler.addFilter(passes)
@@ -38,3 +40,4 @@ def quiet_loading() -> Iterator[None]:
             transformers_logging.enable_progress_bar()
         for handler in handlers:
             handler.removeFilter(passes)
+        transformers_logging.set_verbosity(verbosity)

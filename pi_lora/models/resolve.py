@@ -15,6 +15,7 @@ from pi_lora.models.files import (
     BUILTIN_FOLDER,
     CONFIG_FILE,
     SETTINGS_FILE,
+    WARNING,
     find_file,
     is_local,
     model_folder,
@@ -26,7 +27,7 @@ from pi_lora.models.shape import Shape
 from pi_lora.models.source import Base, ModelSource
 from pi_lora.recipe.files import RECIPE_FILE
 from pi_lora.recipe.schema import Recipe
-from pi_lora.run import Run
+from pi_lora.run import Run, is_complete
 from pi_lora.scaling.config import (
     COMPOSITE,
     NOT_CAUSAL,
@@ -258,7 +259,14 @@ def _resolve_adapter(name: str, folder: Path, base: Base) -> ModelSource:
         config.pop(key, None)
         if key in base.config:
             config[key] = base.config[key]
-    return ModelSource(name, base, config, adapter=folder)
+    source = ModelSource(name, base, config, adapter=folder)
+    of_run = is_complete(folder) or WARNING in (read_adapter_settings(folder).model_extra or {})
+    if of_run and method_of(config) is None and not source.needs_own_config:
+        raise ModelError(
+            f"{folder / CONFIG_FILE}: is that of the base, and the adapter was tuned under a scaling; name the run, or "
+            "bring back the file that the training wrote"
+        )
+    return source
 
 
 def _config_of_adapter(folder: Path, base: Base) -> Json:

@@ -1,5 +1,6 @@
 """Loaded weights: results do not depend on what a model read before."""
 
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -82,7 +83,7 @@ def test_weights_are_read_straight_into_the_gpu_of_the_process(
 
 def test_a_notebook_has_the_progress_bars_of_transformers_after_a_load(monkeypatch: pytest.MonkeyPatch) -> None:
     # As without the environment variable.
-    monkeypatch.setattr("huggingface_hub.utils.tqdm.HF_HUB_DISABLE_PROGRESS_BARS", None)
+    monkeypatch.setattr(sys.modules["huggingface_hub.utils.tqdm"], "HF_HUB_DISABLE_PROGRESS_BARS", None)
     transformers.logging.enable_progress_bar()
     load("builtin:tiny")
     assert transformers.logging.is_progress_bar_enabled()

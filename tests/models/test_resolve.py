@@ -12,17 +12,19 @@ from safetensors.torch import load_file, save_file
 from transformers import CONFIG_MAPPING, AutoModelForCausalLM
 
 from architectures import small_config
-from conftest import refused
+from conftest import refused, small_recipe
 from pi_lora.api import load, merge
 from pi_lora.errors import ModelError, PiLoraError, ScalingError
 from pi_lora.model_ref import ModelRef
 from pi_lora.models.files import read_adapter_settings, read_config, save_config
 from pi_lora.models.loaded import load_base
 from pi_lora.models.resolve import resolve_model
+from pi_lora.recipe.files import dump_recipe
 from pi_lora.scaling.config import Method, method_of, window_of
 from pi_lora.scaling.extension import Extension
 from pi_lora.scaling.verify import build_on_meta, rotary_frequencies
-from random_runs import put_on_hub
+from pi_lora.staging import resolve_run
+from random_runs import put_on_hub, save_run
 
 IDS = torch.randint(2, 1024, (1, 128), generator=torch.Generator().manual_seed(3))
 
@@ -287,3 +289,45 @@ def test_the_number_of_experts_has_the_names_of_transformers_4_and_5(tmp_path: P
     small_config("qwen3_moe").save_pretrained(tmp_path)
     config = resolve_model(str(tmp_path)).config
     assert config["num_experts"] == config["num_local_experts"] == 4
+
+
+def test_a_folder_inside_a_run_is_no_model_and_the_run_is_named(small_model: Path, tmp_path: Path) -> None:
+    begun = tmp_path / ".tuned.partial"
+    run = save_run(small_model, begun / "checkpoints" / "checkpoint-3")
+    (begun / "recipe.yaml").write_text(dump_recipe(small_recipe(small_model)))
+    (begun / "run.json").write_text("{}")
+    (run / "complete").write_text("{}")
+    (run / "config.json").unlink()
+    resume = f"pi-lora train {tmp_path / 'tuned'} --resume"
+    for inside in (run, run.parent, begun):
+        with refused(ModelError, f"{inside}: ", resume):
+            resolve_model(str(inside))
+        with refused(ModelError, f"{inside}: ", resume):
+            resolve_run(inside, [], None, resume=True)
+    copy = Path(shutil.copytree(run, tmp_path / "copy"))
+    with refused(ModelError, f"{copy}: ", "checkpoint"):
+        resolve_model(str(copy))
+    # What the config of the base would make of it is no model that was tuned.
+    shutil.copy(small_model / "config.json", copy)
+    with refused(ModelError, f"{copy / 'config.json'}: "):
+        resolve_model(str(copy))
+
+
+def test_a_config_that_was_lost_is_not_replaced_by_that_of_the_base(lora_run: Path, tmp_path: Path) -> None:
+    run = Path(shutil.copytree(lora_run, tmp_path / "run"))
+    (run / "config.json").unlink()
+    with refused(ModelError, f"{run / 'config.json'}: ", "scaling"):
+        resolve_model(str(run))
+    shutil.copy(Path(resolve_model(str(lora_run)).base.path) / "config.json", run)
+    with refused(ModelError, f"{run / 'config.json'}: "):
+        resolve_model(str(run))
+
+
+def test_a_folder_that_holds_models_names_one(small_model: Path, tmp_path: Path) -> None:
+    """As the cache of the hub, and the folder of a model there."""
+    kept = tmp_path / "hub" / "models--org--name"
+    model = Path(shutil.copytree(small_model, kept / "snapshots" / "abc"))
+    for folder in (tmp_path / "hub", kept, model.parent):
+        with refused(ModelError, f"{folder}: ", model):
+            resolve_model(str(folder))
+    assert resolve_model(str(model)).window == 64
