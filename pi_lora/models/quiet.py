@@ -5,7 +5,7 @@ import logging
 import re
 from collections.abc import Iterator
 
-from huggingface_hub.utils import are_progress_bars_disabled
+from huggingface_hub.utils.tqdm import are_progress_bars_disabled
 from transformers import logging as transformers_logging
 
 from pi_lora.types import ui

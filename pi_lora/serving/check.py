@@ -217,8 +217,9 @@ def _judge(reference: Reference, prompt: Prompt, completion: Completion, toleran
         detail = f"it computes another model, or not the whole prompt: {start}"
     if missing < 0 and verdict in (DIFFERENT, UNCLEAR):
         detail = (
-            f"it read {-missing} tokens more than the prompt has, as an EOS or a second BOS that its tokenizer adds; "
-            "correct add_eos_token and add_bos_token in tokenizer_config.json, and the post_processor in tokenizer.json"
+            f"it read {completion.prompt_tokens} tokens, the prompt has {prompt.tokens}: its tokenizer adds an EOS or "
+            "a second BOS; correct add_eos_token and add_bos_token in tokenizer_config.json, and the post_processor in "
+            "tokenizer.json"
         )
     return Verdict(
         tokens=prompt.tokens,

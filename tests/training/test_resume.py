@@ -1,5 +1,6 @@
 """A run that ends early goes on to the weights that it would have had."""
 
+import itertools
 import json
 import os
 import re
@@ -245,7 +246,7 @@ def test_hardware_does_not_change_the_order_of_examples(
 def test_short_and_long_rows_are_mixed_from_the_first_step_to_the_last(
     small_model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Short chats beside long sequences, and examples of two kinds: each third of the steps has its share of both."""
+    """Short chats beside long sequences, and examples of two kinds: long and short rows take turns throughout."""
     model = shutil.copytree(small_model, tmp_path / "model")
     (model / "chat_template.jinja").write_text("{% for m in messages %}[{{ m.role }}] {{ m.content }}\n{% endfor %}")
     chats = [
@@ -276,9 +277,10 @@ def test_short_and_long_rows_are_mixed_from_the_first_step_to_the_last(
         with pytest.raises(Interrupted):
             train(small_recipe(model, data=data, training=training), tmp_path / "run")
         assert len(lengths) == 240
-        middle = statistics.median(lengths)
-        shares = [statistics.fmean(each > middle for each in lengths[start : start + 80]) for start in (0, 80, 160)]
-        assert max(shares) - min(shares) < 0.3, shares
+        is_long = [length > statistics.fmean(lengths) for length in lengths]
+        # Four batches of 15 steps, each sorted, as transformers orders them, have about 8 turns.
+        turns = sum(before != after for before, after in itertools.pairwise(is_long))
+        assert turns > 15
 
 
 def test_a_run_of_one_gpu_is_not_resumed_in_shards(small_model: Path, tmp_path: Path) -> None:
