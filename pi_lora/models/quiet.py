@@ -18,11 +18,13 @@ def quiet_loading() -> Iterator[None]:
     """Keep transformers' progress bars and notes off the terminal, except for notes that something is wrong; errors are
     exceptions all the same.
     """
+    said = set[str]()
 
     def passes(record: logging.LogRecord) -> bool:
         is_error = record.levelno >= logging.ERROR
         note = record.getMessage()
-        if WRONG.search(note) and not is_error:
+        if WRONG.search(note) and not is_error and note not in said:  # by another handler
+            said.add(note)
             ui.say(f"transformers: {note} Flags of a tokenizer are keys of its tokenizer_config.json.")
         return is_error
 
