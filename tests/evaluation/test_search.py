@@ -57,7 +57,7 @@ def seconds(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.fixture(scope="module")
 def searched() -> Searched:
-    return Searched(resolve_model("builtin:tiny"), OPTIONS, "float32")
+    return Searched(resolve_model(ModelRef("builtin:tiny", dtype="float32")), OPTIONS)
 
 
 @pytest.fixture
@@ -230,8 +230,8 @@ def test_the_gradient_is_the_slope_of_what_is_minimized(searched: Searched) -> N
 def test_the_gradient_reaches_the_frequencies_of_every_family(kind: str, tmp_path: Path) -> None:
     config = small_config(kind)
     config.vocab_size = 1024
-    base = resolve_model(str(save_base(config, tmp_path)))
-    searched = Searched(base, SearchOptions(target=512, data="builtin:stdlib"), "float32")
+    base = resolve_model(ModelRef(save_base(config, tmp_path), dtype="float32"))
+    searched = Searched(base, SearchOptions(target=512, data="builtin:stdlib"))
     start = start_of(base, 512)
     factors = tuple(start.exp().tolist())
     base.extended(Extension(512, scaling="factors", factors=factors, attention_factor=searched.attention_factor))
@@ -381,7 +381,7 @@ def test_copies_of_tested_documents_are_not_searched(small_model: Path, texts_of
     first = texts_of_words / "0.txt"
     (texts_of_words / "1_copy.txt").write_text(first.read_text())
     options = SearchOptions(target=256, minutes=1, documents=2, data=str(texts_of_words))
-    found = Searched(resolve_model(str(small_model)), options, "float32")
+    found = Searched(resolve_model(ModelRef(small_model, dtype="float32")), options)
     assert found.test_documents == 2
     assert [Path(text.name).name for text in found.texts] == ["2.txt"]
 
@@ -400,7 +400,7 @@ def test_bad_input_is_one_line(tmp_path: Path, lora_run: Path) -> None:
 def test_a_choice_of_documents_that_cuts_them_does_not_cut_a_search(monkeypatch: pytest.MonkeyPatch) -> None:
     """As `proof-pile`, whose documents are measured to 32,768 tokens."""
     monkeypatch.setitem(texts.DEFAULTS, "builtin:stdlib", {"documents": 12, "truncate": 400})
-    assert Searched(resolve_model("builtin:tiny"), OPTIONS, "float32").text.shape == (1, 512)
+    assert Searched(resolve_model(ModelRef("builtin:tiny", dtype="float32")), OPTIONS).text.shape == (1, 512)
 
 
 def test_a_model_with_two_ropes_in_full_attention_is_refused(tmp_path: Path) -> None:
