@@ -27,7 +27,7 @@ from pi_lora.recipe.data import Source
 from pi_lora.recipe.evaluation import Evaluation, PasskeyOptions, PerplexityOptions
 from pi_lora.recipe.section import Section
 from pi_lora.run import TUNED, Run, check_tuned
-from pi_lora.storage import check_can_write, first_problem, read_json, write_json
+from pi_lora.storage import check_can_write, digest_of, first_problem, read_json, write_json
 from pi_lora.types import Progress, silent, ui
 
 # By the names of the sections of a recipe's `evaluation` and of the files in a run's scores, the paper's first.
@@ -37,6 +37,8 @@ MEASUREMENTS: Mapping[str, Measurement[Any, Any]] = {
 }
 # Options that change the duration of a measurement, but no metric that is compared.
 SPEED_OPTIONS = {"batch_size"}
+# Options that name the text of a perplexity, or a part of it.
+OF_ONE_TEXT = {"data", "subset", "split", "column", "hold_out"}
 # Options by measurement.
 Requested = Mapping[str, Section]
 
@@ -156,15 +158,18 @@ def requested_of_run(run: Run, data: str | None = None) -> dict[str, Any]:
     of_recipe = requested.pop("perplexity", PerplexityOptions())
     if of_recipe.data and Path(of_recipe.data) == Path(data):
         return {"perplexity": of_recipe, **requested}
-    options = PerplexityOptions(
-        data=data,
-        windows=of_recipe.windows,
-        stride=of_recipe.stride,
-        truncate=of_recipe.truncate,
-    )
+    of_all_texts = of_recipe.model_dump(exclude_unset=True, exclude=OF_ONE_TEXT)
+    options = PerplexityOptions(data=data, **of_all_texts)
+    return {name_of_text_scores(data): options, **requested}
+
+
+def name_of_text_scores(data: str) -> str:
+    """Return the name of the scores of another text: texts of one name in two folders have two names."""
+    path = Path(data).expanduser()
+    identity = digest_of(str(path.resolve()) if path.exists() else data)[:8]
+    text = re.sub(r"\W+", "_", path.name).strip("_")
     # `text_`, as a stage follows a hyphen, and a text may have the name of a stage, such as `base`.
-    text = re.sub(r"\W+", "_", Path(data).name).strip("_")
-    return {f"perplexity-text_{text}": options, **requested}
+    return f"perplexity-text_{text}_{identity}"
 
 
 def metrics_of(scores: Scores) -> list[Metric]:

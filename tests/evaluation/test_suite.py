@@ -118,16 +118,20 @@ def test_a_recipe_without_measurements_gets_perplexity_and_passkey(own_run: Path
 def test_scores_of_another_text_have_a_file_of_their_own(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, own_run: Path
 ) -> None:
-    asks_for(own_run, {"perplexity": {**PERPLEXITY, "documents": 1}})
-    (own_run.parent / "other.txt").write_text("A light burns in every window of the old house. " * 60)
-    for words in ([], ["--data", "other.txt"], ["--data", "text.txt"]):
+    asks_for(own_run, {"perplexity": {**PERPLEXITY, "documents": 1, "bos": "document"}})
+    others = ["other.txt", "books/other.txt"]
+    (own_run.parent / "books").mkdir()
+    for number, other in enumerate(others):
+        text = f"A light burns in window {number} of the old house. "
+        (own_run.parent / other).write_text(text * 60)
+    for words in ([], *(["--data", other] for other in others), ["--data", "text.txt"]):
         assert run_captured(capsys, monkeypatch, "eval", "all", "run", *words)[0] == 0
     kept = {file.stem: json.loads(file.read_text()) for file in (own_run / "scores").iterdir()}
-    assert {name: scores["data"] for name, scores in kept.items()} == {
-        "perplexity": "text.txt",
-        "perplexity-text_other_txt": "other.txt",
-    }
-    assert kept["perplexity-text_other_txt"]["options"]["windows"] == [64, 256]
+    assert kept.pop("perplexity")["data"] == "text.txt"
+    assert sorted(scores["data"] for scores in kept.values()) == sorted(others)
+    for scores in kept.values():
+        options = {key: scores["options"][key] for key in ("windows", "documents", "bos")}
+        assert options == {"windows": [64, 256], "documents": 1, "bos": "document"}
     asks_for(own_run, {"perplexity": {**PERPLEXITY, "documents": 1, "stride": 64}})
     assert run_captured(capsys, monkeypatch, "eval", "all", "run")[0] == 0
     assert json.loads((own_run / "scores" / "perplexity.json").read_text())["stride"] == 64
@@ -235,7 +239,8 @@ def test_texts_that_train_are_marked_and_not_published(
     assert err.startswith("./text.txt: run is tuned on it")
     assert "data.source.hold_out" in err
     assert "run is tuned on it" in " ".join(out.split())
-    assert json.loads((own_run / "scores" / "perplexity-text_text_txt.json").read_text())["tuned_on"]
+    [scores] = (own_run / "scores").glob("perplexity-text_text_txt_*.json")
+    assert json.loads(scores.read_text())["tuned_on"]
     run_captured(capsys, monkeypatch, "report", "run")
     card = (own_run / "README.md").read_text()
     assert "the model is tuned on it" in card
@@ -295,5 +300,5 @@ def test_a_note_on_trained_texts_is_printed_once(
     assert (status, err.count("run is tuned on it")) == (0, 1)
     recipe = yaml.safe_load((own_run / RECIPE_FILE).read_text())
     Path("new.yaml").write_text(yaml.safe_dump({**recipe, "context": {"target": 256}}))
-    status, out, err = run_captured(capsys, monkeypatch, "train", "new.yaml", "--dry-run")
+    status, out, err = run_captured(capsys, monkeypatch, "train", "new.yaml", "--dry-run", "data.epochs=4")
     assert (status, (out + err).count("text.txt: the run is tuned on it")) == (0, 1)

@@ -19,7 +19,7 @@ from pi_lora.evaluation.measurement import Scores, Value, proportion
 from pi_lora.evaluation.passkey import PasskeyScores
 from pi_lora.evaluation.perplexity import PerplexityScores
 from pi_lora.evaluation.ruler import RulerScores
-from pi_lora.evaluation.suite import differences
+from pi_lora.evaluation.suite import differences, name_of_text_scores
 from pi_lora.evaluation.summarization import SummarizationScores
 from pi_lora.model_ref import ModelRef
 from pi_lora.recipe.files import dump_recipe, load_recipe
@@ -222,18 +222,17 @@ def test_compare_measures_missing_scores_on_a_named_text(
     assert "pi-lora report run" in err
     assert "k_max at" in out
     assert "data novel.txt, split test, column text, windows 128, " in " ".join(out.split())
-    assert "novel.txt" in json.loads(Path("compared.json").read_text())["settings"]["perplexity-text_novel_txt"]
+    of_text = name_of_text_scores("novel.txt")
+    assert "novel.txt" in json.loads(Path("compared.json").read_text())["settings"][of_text]
     kept = {file.stem: json.loads(file.read_text()) for file in Path("run/scores").iterdir()}
-    names = {
-        f"{name}{stage}" for name in ("perplexity-text_novel_txt", "passkey") for stage in ("", "-base", "-step-0")
-    }
+    names = {f"{name}{stage}" for name in (of_text, "passkey") for stage in ("", "-base", "-step-0")}
     assert set(kept) == names
     assert kept["passkey-base"]["model"] == kept["passkey-step-0"]["model"] == str(small_model)
     assert [kept[name]["scaling"] for name in ("passkey-base", "passkey-step-0", "passkey")] == [None, "pi", "pi"]
     assert "Compared with no tuning: " in out
     untuned = json.loads(Path("compared.json").read_text())["untuned"]
     assert {row["measurement"] for row in untuned} == {"perplexity at 128", "k_max at 256", "passkeys retrieved at 256"}
-    assert kept["perplexity-text_novel_txt"]["options"] == kept["perplexity-text_novel_txt-base"]["options"]
+    assert kept[of_text]["options"] == kept[f"{of_text}-base"]["options"]
     assert run_captured(capsys, monkeypatch, "compare", str(small_model), "run", *words) == (0, out, "")
     status, without, _ = run_captured(capsys, monkeypatch, "compare", str(small_model), "run", *words, "--no-untuned")
     assert (status, "Compared with no tuning: " in without) == (0, False)
