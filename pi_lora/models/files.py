@@ -145,7 +145,11 @@ def readable(name: str | Path, what: str) -> Iterator[None]:
     except Exception as error:  # config and tokenizer classes raise exceptions of any kind
         cause = first_line(error)
         problem = f"has no {what} that can be read ({cause}); give a hub id, a model folder or {BUILTIN}tiny"
-        if isinstance(error, ValueError) and "trust_remote_code" in str(error):
+        if isinstance(error, ImportError):
+            problem = f"needs a package that is not installed ({cause}); install it"
+        elif "does not recognize this architecture" in str(error):
+            problem = f"this version of transformers lacks its type ({cause}); upgrade transformers, or choose another"
+        elif isinstance(error, ValueError) and "trust_remote_code" in str(error):
             problem = REMOTE_CODE
         raise ModelError(f"{name}: {problem}") from None
 

@@ -35,7 +35,6 @@ from pi_lora.scaling.config import (
     STORED_ENTRIES,
     TEXT_CONFIG,
     Config,
-    check_reach,
     full_attention_rope,
     is_extension_of,
     language_config,
@@ -46,7 +45,7 @@ from pi_lora.scaling.config import (
     window_of,
     with_legacy_rope_keys,
 )
-from pi_lora.scaling.extension import Extension
+from pi_lora.scaling.extension import Extension, check_reach
 from pi_lora.staging import check_finished, staging_path
 from pi_lora.storage import read_json
 from pi_lora.types import NO_PERMISSIONS, Json, Permissions
@@ -241,15 +240,25 @@ def _resolve_adapter(name: str, folder: Path, base: Base) -> ModelSource:
     adapter_entries = _common_entries(config)
     if method_of(config) == "theta":
         del base_entries["rope_theta"]
+    unstated = _unstated(folder, base)
     differing = []
+    missing = []
     for key, entry in base_entries.items():
-        if entry != adapter_entries[key]:
+        if entry == adapter_entries[key]:
+            continue
+        if key in unstated:
+            missing.append(key)
+        else:
             differing.append(f"{key} {entry} instead of {adapter_entries[key]}")
+    if missing:
+        raise ModelError(
+            f"{folder / CONFIG_FILE}: has no {', '.join(missing)}; add the numbers of the model that was tuned"
+        )
     if not is_extension_of(config, base_config):
         own_scale = scale_of(base_config)
         differing.append(f"its own scale {own_scale:g} does not lead to {scale_of(config):g}")
     if differing:
-        remedy = "name its own base"
+        remedy = f"name its own base, or correct {CONFIG_FILE} if it is not that of the model that was tuned"
         if base_entries["vocab_size"] != adapter_entries["vocab_size"]:
             remedy += ", or resize the embeddings of this one (resize_token_embeddings) and save it"
         differences = "; ".join(differing)
@@ -267,6 +276,13 @@ def _resolve_adapter(name: str, folder: Path, base: Base) -> ModelSource:
             "bring back the file that the training wrote"
         )
     return source
+
+
+def _unstated(folder: Path, base: Base) -> set[str]:
+    """Return the common entries that transformers fills in, since the config of an adapter has none under any name."""
+    stored = read_config(folder)
+    other_names = base.config_class.attribute_map
+    return {key for key in COMMON_ENTRIES if key not in stored and other_names.get(key) not in stored}
 
 
 def _config_of_adapter(folder: Path, base: Base) -> Json:

@@ -150,7 +150,7 @@ def read_header(path: Path) -> dict[str, StoredTensor]:
     other_dtypes = {entry["dtype"] for entry in header.values()} - DTYPES.keys()
     if other_dtypes:
         names = ", ".join(other_dtypes)
-        raise ModelError(f"{path}: stores tensors as {names}, which cannot be merged; use the model itself")
+        raise ModelError(f"{path}: stores tensors as {names}, which are not read; name a model in bfloat16")
     tensors = {}
     for name, entry in header.items():
         first_byte, _ = entry["data_offsets"]

@@ -106,7 +106,7 @@ def whole_config(config: Config) -> Config:
 def read_rope(config: Config) -> dict[str, Any]:
     """Return the complete `rope_parameters` of a config in either dialect, per layer type if the model has several."""
     if config.get("alibi"):
-        raise _refused(config, "has ALiBi, no rotary position embeddings; nothing to interpolate")
+        raise _refused(config, "has ALiBi, no rotary position embeddings; choose a model with rotary embeddings")
     nested = config.get("rope_parameters")
     if isinstance(nested, Mapping) and nested:
         rope = deepcopy(dict(nested))  # the config classes of transformers change their arguments in place
@@ -116,7 +116,8 @@ def read_rope(config: Config) -> dict[str, Any]:
                 parameters.setdefault("rope_type", parameters.pop("type"))
         return rope
     if config.get("rope_theta") is None:
-        raise _refused(config, "has no rotary position embeddings that its config describes; nothing to interpolate")
+        problem = "has no rotary position embeddings that its config describes"
+        raise _refused(config, f"{problem}; choose a model with rotary embeddings")
     scaling = dict(config.get("rope_scaling") or {})
     old_name = scaling.pop("type", "default")
     rope_type = scaling.pop("rope_type", old_name)
@@ -317,15 +318,6 @@ def _legacy_rope_scaling(rope: Config, model_type: str) -> dict[str, Any] | None
         keys |= {"rope_theta"}
     scaling = {key: value for key, value in rope.items() if key in keys}
     return {"type": kind, **scaling}
-
-
-def check_reach(name: str, config: Config, target: int) -> None:
-    """Raise ScalingError if a model's own window is shorter than `target` tokens (`scaling: keep`)."""
-    if (window := window_of(config)) < target:
-        raise ScalingError(
-            f"context.target: {target} is longer than the window of {name}, {window} tokens, "
-            "which scaling: keep does not change; extend it first, or lower the target"
-        )
 
 
 def local_window(config: Config) -> int | None:

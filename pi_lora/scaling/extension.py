@@ -40,6 +40,10 @@ METHODS_OF: Mapping[str, tuple[Method, ...]] = {
 LLAMA3_BANDS = {"low_freq_factor": 1.0, "high_freq_factor": 4.0}
 
 
+# What is possible with a model that no scaling extends.
+WITHIN_WINDOW = "tune it by scaling: keep within its window"
+
+
 @dataclass(frozen=True)
 class Extension:
     """The extension of an unextended base to `target` tokens. `original` is the window L, by default read from the
@@ -87,6 +91,9 @@ def extend_config(config: Config, extension: Extension) -> dict[str, Any]:
         declared += 1
     extended = {**with_full_rope(config, rope), "max_position_embeddings": declared}
     extended.pop(ORIGINAL_WINDOW, None)
+    if extended.get("head_dim", 0) is None:
+        # transformers (5.23) computes the frequencies of yarn with the entry as it is, as in Mixtral's config.
+        extended["head_dim"], _ = rotary_dimensions(config, rope)
     is_constant = constant_longrope(rope) is not None
     has_lists = rope["rope_type"] == "longrope" and not is_constant
     if has_lists or extension.scaling in ("theta", "factors"):
@@ -104,23 +111,23 @@ def check_extendable(config: Config, extension: Extension) -> None:
     method = extension.scaling
     original = extension.original_of(config)
     target = extension.target
-    reach = local_window(config)
     suitable = methods_for(config)
     problem = None
     if target <= original:
         problem = f"context.target: {target} is not longer than the model's own window of {original}; nothing to extend"
     elif model_type in LOCAL_ROPE_ONLY:
-        problem = f"model of type {model_type}: only its local-attention layers are rotary; nothing to interpolate"
+        why = "only its local-attention layers are rotary; nothing to interpolate"
+        problem = f"model of type {model_type}: {why}; {WITHIN_WINDOW}"
     elif method not in get_args(Method):
         problem = f"scaling: {method}: no such scaling; choose from {', '.join(suitable)}"
     elif method not in suitable:
         kind = full_attention_rope(config)["rope_type"]
-        advice = "start from an unextended base"
+        advice = f"{WITHIN_WINDOW} of {window_of(config)} tokens, or start from an unextended base"
         if suitable:
             advice = f"use {' or '.join(suitable)}"
         problem = f"scaling: {method}: not possible for a {model_type} model with rope type {kind}; {advice}"
-    elif reach is not None and reach < target:
-        limit = f"every layer of this model attends to at most {reach} tokens"
+    elif _is_beyond_layers(config, target):
+        limit = f"every layer of this model attends to at most {local_window(config)} tokens"
         problem = f"context.target: {target}: {limit}; choose a model with full attention"
     elif extension.original and original != window_of(config) and scale_of(config) != 1:
         own = f"this base is scaled already, and has a window of {window_of(config)} tokens"
@@ -129,6 +136,27 @@ def check_extendable(config: Config, extension: Extension) -> None:
         problem = _factors_problem(config, extension)
     if problem:
         raise ScalingError(problem)
+
+
+def check_reach(name: str, config: Config, target: int) -> None:
+    """Raise ScalingError if a model reads fewer than `target` tokens as it is (`scaling: keep`)."""
+    window = window_of(config)
+    if target > window:
+        advice = "extend it first, or lower the target" if methods_for(config) else "lower the target"
+        raise ScalingError(
+            f"context.target: {target} is longer than the window of {name}, {window} tokens, "
+            f"which scaling: keep does not change; {advice}"
+        )
+    if _is_beyond_layers(config, target):
+        limit = f"every layer of {name} attends to at most {local_window(config)} tokens"
+        raise ScalingError(
+            f"context.target: {target}: {limit}; lower the target, or choose a model with full attention"
+        )
+
+
+def _is_beyond_layers(config: Config, target: int) -> bool:
+    reach = local_window(config)
+    return reach is not None and reach < target
 
 
 def _factors_problem(config: Config, extension: Extension) -> str | None:

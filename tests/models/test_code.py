@@ -207,6 +207,7 @@ def test_two_folders_of_one_name_run_their_own_code(small_model: Path, tmp_path:
 def test_a_library_that_the_code_imports_is_named(base: Path) -> None:
     file = base / "modeling_lamp.py"
     file.write_text("import lampblack\n" + file.read_text())
-    with refused(ModelError, str(base), "lampblack"):
+    with refused(ModelError, str(base), "lampblack", "install") as raised:
         resolve_model(ModelRef(str(base), permissions=TRUST))
+    assert "has no" not in str(raised.value)
     assert "lampblack" not in sys.modules

@@ -12,8 +12,8 @@ import pytest
 import yaml
 
 from conftest import refused
-from pi_lora.errors import PiLoraError
-from pi_lora.models.resolve import resolve_model
+from pi_lora.errors import PiLoraError, ScalingError
+from pi_lora.models.resolve import resolve_for_training, resolve_model
 from pi_lora.models.source import ModelSource
 from pi_lora.planning.gpus import find_gpu
 from pi_lora.planning.training_plan import plan_training
@@ -39,6 +39,8 @@ def few_layers(entries: Row) -> Row:
     periods += [
         value for key in ("full_attention_interval", "sliding_window_pattern") if type(value := entries.get(key)) is int
     ]
+    if "attention_chunk_size" in entries:
+        periods.append(4)  # of Llama 4: every fourth layer attends to everything
     layers = max(2, *periods) if periods else 2
     lists = {key: (entries[key] * layers)[:layers] for key in LISTS if key in entries}
     return {**entries, **lists, "num_hidden_layers": layers}
@@ -126,3 +128,30 @@ def test_a_refusal_names_what_it_is_about(name: str, tmp_path: Path) -> None:
     with refused(PiLoraError, line["where"] or str(tmp_path), *line["names"]):
         source = resolve_model(str(tmp_path))
         source.extended(Extension(2 * source.window))
+    if line["way"] == "keep":
+        assert resolve_for_training(kept(tmp_path, source.window)).window == source.window
+
+
+def kept(folder: Path, target: int) -> Recipe:
+    """A recipe that leaves the scaling of a model as it is."""
+    tree = {"model": {"name": str(folder)}, "context": {"target": target}, "data": {"source": "text"}}
+    return Recipe.model_validate(tree | {"scaling": "keep"})
+
+
+@pytest.mark.parametrize("name", [name for name in REFUSED if ROWS[name]["refused"]["where"] == "context.target"])
+def test_a_kept_scaling_reaches_no_farther_than_the_layers(name: str, tmp_path: Path) -> None:
+    row = ROWS[name]
+    write(row, tmp_path)
+    [reach] = row["refused"]["names"]
+    assert resolve_for_training(kept(tmp_path, reach)).window == row["window"]
+    if reach < row["window"]:
+        with refused(ScalingError, f"context.target: {row['window']}", reach, "full attention"):
+            resolve_for_training(kept(tmp_path, row["window"]))
+
+
+def test_a_model_that_nothing_extends_is_not_to_be_extended_first(tmp_path: Path) -> None:
+    row = ROWS["internlm/internlm3-8b-instruct"]
+    write(row, tmp_path)
+    with refused(ScalingError, "context.target", row["window"], "lower the target") as raised:
+        resolve_for_training(kept(tmp_path, 2 * row["window"]))
+    assert "extend" not in str(raised.value)

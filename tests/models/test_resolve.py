@@ -200,6 +200,30 @@ def test_a_config_that_builds_no_model_is_not_blamed_on_the_scaling(small_model:
         resolve_model(str(tmp_path)).extended(Extension(target=128))
 
 
+def test_a_type_that_transformers_lacks_is_not_a_missing_config(small_model: Path, tmp_path: Path) -> None:
+    folder = Path(shutil.copytree(small_model, tmp_path / "new"))
+    config = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps({**config, "model_type": "lampblack"}))
+    with refused(ModelError, str(folder), "lampblack", "transformers") as raised:
+        resolve_model(str(folder))
+    assert "has no" not in str(raised.value)
+
+
+def test_entries_that_transformers_fills_in_are_not_those_of_the_adapter(lora_run: Path, tmp_path: Path) -> None:
+    """The defaults of LLaMA were called the numbers of the adapter."""
+    run = Path(shutil.copytree(lora_run, tmp_path / "run"))
+    config = json.loads((run / "config.json").read_text())
+    del config["vocab_size"], config["hidden_size"]
+    (run / "config.json").write_text(json.dumps(config))
+    with refused(ModelError, f"{run / 'config.json'}: ", "hidden_size", "vocab_size") as raised:
+        resolve_model(str(run))
+    assert "32000" not in str(raised.value)
+    config |= {"hidden_size": 64, "vocab_size": 1024}
+    (run / "config.json").write_text(json.dumps(config))
+    with refused(ModelError, str(run), "hidden_size 32 instead of 64", "own base", "config.json"):
+        resolve_model(str(run))
+
+
 def test_pickled_weights_are_refused(small_model: Path, tmp_path: Path) -> None:
     folder = tmp_path / "pickled"
     shutil.copytree(small_model, folder)
