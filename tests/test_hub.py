@@ -248,6 +248,16 @@ def test_a_part_of_a_split_is_downloaded(hub: Hub) -> None:
     assert [document.text for document in evaluation_documents(measured)] == ["one"]
 
 
+def test_a_few_documents_are_measured_without_the_other_files(hub: Hub) -> None:
+    """All files of all splits were downloaded."""
+    files = {f"{split}-0000{n}.jsonl": jsonl([f"{split} {n}"]) for split in ("train", "test") for n in (0, 1)}
+    hub.add(BOOKS, files)
+    measured = evaluation_documents(PerplexityOptions(data="me/books", documents=1))
+    assert next(measured).text == "test 0"
+    # Of another split `datasets` reads the beginning of one file, to know its kind.
+    assert not any("00001" in request.path for request in hub.log)
+
+
 def test_a_hub_that_fails_is_told_from_one_that_does_not_answer(hub: Hub, small_model: Path) -> None:
     kinds(hub, small_model)
     hub.faults = [Fault("/api/", 503)]

@@ -190,10 +190,24 @@ def _rows(file: File, columns: Sequence[str]) -> Iterator[Any]:
             first = next(lines, "[]")
             if first.lstrip().startswith("["):
                 yield from json.loads(first + "".join(lines))
+            elif first.strip() == "{":
+                yield from _pretty_printed(first + "".join(lines))
             else:
                 yield from map(json.loads, itertools.chain([first], lines))
         else:
             yield {"text": stream.read()}
+
+
+def _pretty_printed(text: str) -> Iterator[Any]:
+    """Yield objects of JSON over several lines, one after the other."""
+    decoder = json.JSONDecoder()
+    text = text.rstrip()
+    end = 0
+    while end < len(text):
+        while text[end].isspace():
+            end += 1
+        value, end = decoder.raw_decode(text, end)
+        yield value
 
 
 def _check_names(names: Sequence[str], columns: Sequence[str]) -> None:

@@ -45,6 +45,8 @@ HELD_OUT_SHARE = 0.1
 FIRST_OF_TEST = "e"
 # The most rows that are counted for the share to hold out.
 COUNTED_ROWS = 500
+# The column of chats in TRL.
+MESSAGES = "messages"
 # As many rows of a file as `datasets` (5.2) holds of a stream.
 SHUFFLED_ROWS = 1000
 # The loader of SCROLLS is a script, which `datasets` no longer runs. It reads `SPLIT.jsonl` out of `SUBSET.zip`.
@@ -114,19 +116,55 @@ def texts(rows: Iterable[NamedJson], columns: Sequence[str]) -> Iterator[NamedJs
     Raise DataError if a row lacks one of the `columns`.
     """
     for row_name, row in rows:
+        if columns[0] == MESSAGES:
+            row = _with_messages(row)
         values = row if columns[0] in CHAT_COLUMNS else {}
         for column in columns:
             kind = list if column in CHAT_COLUMNS else str
             if column not in row or not isinstance(row[column], kind | None):
                 wanted = "list of messages" if kind is list else "text"
                 held = f"holds {type(row[column]).__name__} and " if column in row else ""
+                columns_held = ", ".join(row)
                 raise DataError(
-                    f"{row_name}: {held}has no {wanted} in column {column}; name the column of texts, or of chats "
-                    "(messages or conversations), or leave the file out by a pattern such as *.txt; "
-                    f"its columns: {', '.join(row)}"
+                    f"{row_name}: {held}has no {wanted} in column {column}; {_advice(row)}; its columns: {columns_held}"
                 )
             values[column] = row[column] or kind()
         yield row_name, values
+
+
+def _with_messages(row: Json) -> Json:
+    """Return a row with its chat, also that of TRL's `prompt` and `completion`, of which the completion is learned."""
+    prompt: Any = row.get("prompt")
+    completion: Any = row.get("completion")
+    if MESSAGES in row or not (_is_chat(prompt) and _is_chat(completion)):
+        return row
+    given = [{**turn, "train": False} if turn.get("role") == "assistant" else turn for turn in prompt]
+    return {**row, MESSAGES: [*given, *completion]}
+
+
+def _is_chat(value: Any) -> bool:
+    return isinstance(value, list) and bool(value) and all(isinstance(turn, dict) for turn in value)
+
+
+def _advice(row: Json) -> str:
+    """Return what to do with a row that has nothing in the named column, by the kinds of rows that TRL knows."""
+    chats = [column for column, value in row.items() if _is_chat(value)]
+    answer = "chosen" if "chosen" in row else "completion"
+    if "input_ids" in row:
+        return "rows of token ids are not read: name the texts that they were made from"
+    if {"prompt", answer} <= row.keys() and not chats:
+        return f'in a recipe, set data.template: "{{prompt}}" and data.completion: {answer}'
+    if {"prompt", "completion"} <= set(chats):
+        return f"name the column {MESSAGES}, which joins prompt and completion"
+    if {"prompt", "chosen"} <= set(chats):
+        return f"rename chosen to completion, and name the column {MESSAGES}, which joins both"
+    if chats and row.keys().isdisjoint(CHAT_COLUMNS):
+        chat = answer if answer in chats else chats[0]
+        return f"rename {chat} to {MESSAGES}, and name that column"
+    return (
+        "name the column of texts, or of chats (messages or conversations), or leave the file out by a pattern such "
+        "as *.txt"
+    )
 
 
 def format_counts(counts: Counter[str]) -> list[str]:
@@ -382,7 +420,8 @@ def evaluation_documents(options: TextOptions) -> Iterator[Document]:
         source, file = PINNED[name]
         return hub_file(source, file).documents()
     source = Source(name=name, **options.model_dump(include=HELD_OUT_KEYS))
-    # The first documents of a large data set are measured without downloading all of it.
-    if options.hold_out is not None:
+    # The first documents of a large data set are measured without downloading all of it, and its other splits.
+    takes_first = options.documents is not None and options.seed is None
+    if takes_first or options.hold_out is not None:
         source = streamed(source)
     return find_table(source).documents(held_out=True)

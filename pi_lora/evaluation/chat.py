@@ -10,7 +10,7 @@ import torch
 from torch.nn.functional import kl_div
 
 from pi_lora.data.chats import MASKED, ChatTemplate
-from pi_lora.data.sources import find_table, format_counts
+from pi_lora.data.sources import find_table, format_counts, streamed
 from pi_lora.data.tokens import Labelled
 from pi_lora.errors import DataError
 from pi_lora.evaluation.forward import check_numbers, logits_in_parts, pad_rows, split_positions
@@ -77,7 +77,7 @@ class Chats(Measurement[ChatOptions, ChatScores]):
     def measure(self, model: LoadedModel, options: ChatOptions, session: Session) -> ChatScores:
         """Measure a model, with the base in memory too. Raise DataError if the data cannot be read, or no chat fits."""
         source = Source(name=options.data, column=options.column, split=options.split)
-        table = find_table(source)
+        table = find_table(streamed(source) if options.limit else source)
         counts = Counter[str]()
         rows = table.read([source.column], None)
         fitting = ChatTemplate(model.tokenizer).chats(

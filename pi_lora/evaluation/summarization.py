@@ -11,7 +11,7 @@ from pydantic import Field
 
 from pi_lora.data.documents import looks_local
 from pi_lora.data.examples import EMPTY, NO_EXAMPLE, TOO_LONG, Prompter, Task
-from pi_lora.data.sources import SCROLLS, find_table, format_counts, trains_on
+from pi_lora.data.sources import SCROLLS, find_table, format_counts, streamed, trains_on
 from pi_lora.errors import DataError
 from pi_lora.evaluation.forward import prompts_at_once
 from pi_lora.evaluation.generation import generate
@@ -80,11 +80,12 @@ class Summarization(Measurement[SummarizationOptions, SummarizationScores]):
         """
         _, data = complete(options, model.source.recipe)
         prompter = Prompter(data, model.tokenizer, model.window)
-        table = find_table(data.source[0])
+        [source] = data.source
+        table = find_table(streamed(source) if options.limit else source)
         counts = Counter[str]()
         examples = list(prompter.examples(table, counts, options.limit, held_out=True))
         if not examples:
-            raise DataError(f"{data.source[0].name}: {NO_EXAMPLE}")
+            raise DataError(f"{source.name}: {NO_EXAMPLE}")
         for line in format_counts(counts):
             session.say(line)
         prompts = [prompt for _, _, prompt, _ in examples]

@@ -641,10 +641,43 @@ def test_a_chat_model_tuned_without_chats_gets_a_warning(tmp_path: Path, tokeniz
         training_data(data_of(write_chats(tmp_path / "x.jsonl", [])), training, make_tokenizer(None), 64, 128)
 
 
+@pytest.mark.parametrize("suffix", ["jsonl", "parquet"])
+def test_the_completion_of_a_prompt_of_messages_is_learned(tmp_path: Path, tokenizer: Any, suffix: str) -> None:
+    """Rows as TRL has them; the answers in the prompt are not learned, as there."""
+    file = tmp_path / f"rows.{suffix}"
+    earlier = [{"role": "user", "content": "Who?"}, {"role": "assistant", "content": "a fox"}]
+    row = {"prompt": [*earlier, {"role": "user", "content": "Where?"}], "completion": QUESTIONS[1:2]}
+    if suffix == "parquet":
+        pq.write_table(pa.Table.from_pylist([row] * 40), file)
+    else:
+        file.write_text("\n".join([json.dumps(row)] * 40))
+    data = data_of({"name": str(file), "column": "messages"})
+    rows = training_data(data, Training(steps=1, global_batch_size=1), tokenizer, 64, 256).rows
+    learned = tokenizer.decode(rows[0]["input_ids"][rows[0]["loss_mask"]])
+    assert "It is 4." in learned
+    assert "fox" not in learned
+    assert "fox" in tokenizer.decode(rows[0]["input_ids"])
+
+
 @pytest.mark.parametrize(
     ("row", "column", "names"),
     [
-        ({"chat": QUESTIONS}, "chat", ["no text", "column chat", "messages or conversations", "columns: chat"]),
+        ({"chat": QUESTIONS}, "chat", ["no text", "column chat", "columns: chat"]),
+        ({"chat": "a"}, "text", ["no text", "column text", "messages or conversations", "columns: chat"]),
+        ({"turns": QUESTIONS}, "text", ["rename turns to messages"]),
+        ({"turns": QUESTIONS}, "turns", ["rename turns to messages"]),
+        ({"prompt": QUESTIONS, "completion": QUESTIONS[1:2]}, "text", ["name the column messages"]),
+        ({"prompt": QUESTIONS, "completion": QUESTIONS[1:2]}, "prompt", ["name the column messages"]),
+        (
+            {"prompt": QUESTIONS, "chosen": QUESTIONS[1:2], "rejected": QUESTIONS[1:2]},
+            "text",
+            ["rename chosen to completion"],
+        ),
+        ({"chosen": QUESTIONS, "rejected": QUESTIONS}, "text", ["rename chosen to messages"]),
+        ({"prompt": "a", "completion": "b"}, "text", ['data.template: "{prompt}"', "data.completion: completion"]),
+        ({"prompt": "a", "chosen": "b", "rejected": "c"}, "text", ["data.completion: chosen"]),
+        ({"input_ids": [5, 6], "labels": [5, 6]}, "text", ["token ids", "texts"]),
+        ({"input_ids": [5, 6], "labels": [5, 6]}, "messages", ["token ids", "texts"]),
         ({"messages": "Hello"}, "messages", ["no list of messages", "column messages"]),
         ({"text": "Hello"}, "messages", ["column messages", "columns: text"]),
     ],

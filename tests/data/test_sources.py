@@ -232,6 +232,17 @@ def test_compressed_files_are_read_to_their_end(tmp_path: Path, compression: str
     assert texts(tmp_path) == ["one, é", "two", "three", "four é"]
 
 
+@pytest.mark.parametrize("number", [1, 3])
+def test_objects_over_several_lines_are_rows(tmp_path: Path, number: int) -> None:
+    """A pretty-printed object was called broken."""
+    file = tmp_path / "rows.json"
+    file.write_text("\n".join(json.dumps({"text": f"a lamp {n}"}, indent=2) for n in range(number)) + "\n")
+    assert texts(file) == [f"a lamp {n}" for n in range(number)]
+    file.write_text(file.read_text() + "{")
+    with refused(DataError, f"{file}:{number + 1}: "):
+        texts(file)
+
+
 def test_globs_single_files_and_the_home_folder_are_sources(shelf: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("HOME", str(shelf.parent))
     monkeypatch.chdir(shelf.parent)
