@@ -6,13 +6,23 @@ from collections.abc import Sequence
 class PiLoraError(Exception):
     """An error that the user can correct; the command line prints it without a traceback and exits with 2."""
 
+    @property
+    def problems(self) -> tuple[str, ...]:
+        """What is wrong, a line each."""
+        return (str(self),)
+
 
 class RecipeError(PiLoraError):
     """All mistakes of one recipe together, a line each."""
 
     def __init__(self, problems: Sequence[str]) -> None:
         super().__init__("\n".join(problems))
-        self.problems = tuple(problems)
+        self._problems = tuple(problems)
+
+    @property
+    def problems(self) -> tuple[str, ...]:
+        """All mistakes, a line each."""
+        return self._problems
 
 
 class ScalingError(PiLoraError):

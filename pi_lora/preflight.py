@@ -86,7 +86,7 @@ def check(
     if len(mistakes) == 1:
         raise mistakes[0]
     if mistakes or model is None:
-        raise RecipeError([str(mistake) for mistake in mistakes])
+        raise RecipeError([problem for mistake in mistakes for problem in mistake.problems])
     return model
 
 

@@ -147,3 +147,18 @@ def cache_folder() -> Path:
         return Path(folder).expanduser()
     except RuntimeError:  # a container's user without a name and HOME
         raise PiLoraError(f"{folder}: this user has no home folder; set HOME or PI_LORA_CACHE") from None
+
+
+def cache_remedy(file: str) -> str | None:
+    """Return the variables that move the caches that cannot be written at a file; None for other files."""
+    from huggingface_hub import constants  # takes a while, and is for errors alone
+
+    caches = {"HF_HOME": Path(constants.HF_HOME)}
+    with suppress(PiLoraError):
+        caches["PI_LORA_CACHE"] = cache_folder()
+    variables = [
+        name for name, folder in caches.items() if folder.is_relative_to(file) or Path(file).is_relative_to(folder)
+    ]
+    if not variables:
+        return None
+    return f"set {' and '.join(variables)} to a folder that can be written, or make room"

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 import architectures
-from conftest import plan_of, refused, small_recipe
+from conftest import plan_of, refused, run_command, small_recipe
 from hub import Hub
 from pi_lora import api
 from pi_lora.data.tokens import token_spans
@@ -21,6 +21,7 @@ from pi_lora.models.resolve import resolve_model
 from pi_lora.planning.gpus import find_gpu
 from pi_lora.planning.training_plan import TrainingPlan
 from pi_lora.preflight import check, check_data, plan_or_refuse
+from pi_lora.recipe.files import dump_recipe
 from pi_lora.recipe.schema import Recipe
 from pi_lora.scaling.extension import Extension
 from pi_lora.serving.reference import reference_of
@@ -541,3 +542,18 @@ def test_an_interrupted_run_is_checked_against_its_recipe(lora_run: Path, small_
     shutil.rmtree(staging)
     with refused(PiLoraError, f"{tmp_path / 'run'}: ", "--resume"):
         check(recipe, tmp_path / "run", resume=True)
+
+
+def test_every_mistake_is_a_line_of_its_own(recipe: Recipe, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Mistakes of the data were one line where another kind of mistake came too."""
+    (tmp_path / "recipe.yaml").write_text(dump_recipe(recipe))
+    (tmp_path / "out").write_text("x")
+    wrong = ["data.source.name=boks/", "evaluation.perplexity.data=gone.txt", "context.target=32"]
+    assert run_command("train", "recipe.yaml", "--dry-run", "--output", "out", *wrong) == 2
+    lines = [line for line in capsys.readouterr().err.splitlines() if ": " in line]
+    assert [line.partition(": ")[0] for line in lines if not line.startswith("loading")] == [
+        "context.target",
+        "data.source",
+        "evaluation.perplexity.data",
+        "out",
+    ]

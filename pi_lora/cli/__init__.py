@@ -15,8 +15,8 @@ from pydantic import ValidationError
 from pi_lora.cli import extend, measure, recipes  # noqa: F401
 from pi_lora.cli.app import app
 from pi_lora.distributed import enable_expandable_segments, is_to_report
-from pi_lora.errors import Interrupted, PiLoraError, RecipeError, ScalingError, first_line
-from pi_lora.storage import problem_text
+from pi_lora.errors import Interrupted, PiLoraError, ScalingError, first_line
+from pi_lora.storage import cache_remedy, problem_text
 from pi_lora.terminal import TERMINAL, err
 from pi_lora.types import showing
 
@@ -56,13 +56,14 @@ def main() -> NoReturn:
             sys.exit()  # the launcher ends as the process that reports it
         if isinstance(error, OSError) and error.strerror:
             # A folder that nobody may read, a name that is too long, a full disk.
-            _fail(2, f"{error.filename or 'pi-lora'}: {error.strerror}; name another file or folder, or make room")
+            remedy = cache_remedy(str(error.filename)) or "name another file or folder, or make room"
+            _fail(2, f"{error.filename or 'pi-lora'}: {error.strerror}; {remedy}")
         package = str(error.name).partition(".")[0] if isinstance(error, ModuleNotFoundError) else ""
         if package in EXTRAS:
             _fail(2, f"pi-lora: needs the package {package}; pip install 'pi-lora[{EXTRAS[package]}]'")
         if not isinstance(error, PiLoraError):
             _fail(1, _unforeseen(error))
-        problems = error.problems if isinstance(error, RecipeError) else [str(error)]
+        problems: Sequence[str] = error.problems
         if isinstance(error, ScalingError) and sys.argv[1] in WITH_OPTIONS:
             problems = [re.sub(r"^context\.", "--", problem) for problem in problems]
         _fail(INTERRUPTED if isinstance(error, Interrupted) else 2, *problems)

@@ -13,7 +13,7 @@ from typing import Any
 import psutil
 import pytest
 
-from conftest import run_captured, small_recipe
+from conftest import run_captured, run_command, small_recipe
 from pi_lora import cli
 from pi_lora.recipe.files import dump_recipe
 from processes import without_progress
@@ -176,3 +176,13 @@ def test_an_unforeseen_error_is_one_line_and_its_traceback_a_file(
     assert "ZeroDivisionError: division by zero" in line
     assert str(log) in line
     assert "in fail" in log.read_text()
+
+
+def test_a_cache_that_cannot_be_written_names_its_variable(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "home").write_text("a file")
+    monkeypatch.setenv("PI_LORA_CACHE", str(tmp_path / "home" / ".cache" / "pi-lora"))
+    (tmp_path / "recipe.yaml").write_text(dump_recipe(small_recipe("builtin:tiny", context={"target": 512})))
+    assert run_command("prepare", str(tmp_path / "recipe.yaml")) == 2
+    assert "set PI_LORA_CACHE" in capsys.readouterr().err
