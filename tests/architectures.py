@@ -556,7 +556,8 @@ angles, and logits to float32 precision. `pi-lora eval` measures how well a real
 
 Refused for every architecture:
 
-- a scaling that does not suit the rope of the model; the message names suitable ones. For a `dynamic` base there are none;
+- a scaling that does not suit the rope of the model; the message names suitable ones. A `dynamic` base has
+  none, and is tuned within its window by `scaling: keep`;
 - a model that transformers builds without rotary embeddings, or without the scaling of its config. The frequencies of the built model are
   compared, so a model's own code is checked too;
 - a model that does not predict the next token of a text: encoders, and PaliGemma and DiffusionGemma, whose tokens see later ones.

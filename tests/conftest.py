@@ -25,6 +25,7 @@ from pathlib import Path
 import jinja2
 import pytest
 import torch
+import transformers
 from hypothesis import settings
 from transformers import LlamaConfig, LlamaForCausalLM
 
@@ -52,6 +53,8 @@ pytest_plugins = ["lanes"]
 __all__ = ["BUILTIN", "extend", "plan_of", "refused", "run_captured", "run_command", "small_recipe", "train"]
 
 BUILTIN = "builtin:tiny"
+# As in every command, so that stderr holds the lines of pi-lora alone.
+transformers.logging.disable_progress_bar()
 # A machine may be busy with other tests.
 settings.register_profile("tests", deadline=None)
 settings.load_profile("tests")

@@ -156,7 +156,7 @@ def readable(name: str | Path, what: str) -> Iterator[None]:
 
 def read_config(folder: Path) -> Json:
     """Read the config of the language model in a run or model folder; raise ModelError if it is missing or wrong."""
-    remedy = "copy it, with its scaling, from the model that was tuned, or tune again"
+    remedy = "copy it, with its scaling, from the model that was tuned or that pi-lora extend wrote, or tune again"
     return language_config(read_json(folder / CONFIG_FILE, Json, remedy))
 
 

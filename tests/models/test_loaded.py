@@ -85,5 +85,8 @@ def test_a_notebook_has_the_progress_bars_of_transformers_after_a_load(monkeypat
     # As without the environment variable.
     monkeypatch.setattr(sys.modules["huggingface_hub.utils.tqdm"], "HF_HUB_DISABLE_PROGRESS_BARS", None)
     transformers.logging.enable_progress_bar()
-    load("builtin:tiny")
-    assert transformers.logging.is_progress_bar_enabled()
+    try:
+        load("builtin:tiny")
+        assert transformers.logging.is_progress_bar_enabled()
+    finally:
+        transformers.logging.disable_progress_bar()
