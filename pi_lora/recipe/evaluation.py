@@ -112,7 +112,7 @@ class ContextOptions(TextOptions):
 
 
 class PasskeyOptions(Section):
-    """Passkey retrieval (paper, section 3.3)."""
+    """Passkey retrieval and k_max (paper, section 3.3)."""
 
     target: Tokens | None = None
     """Tokens of context. By default L'."""
@@ -172,7 +172,7 @@ class SearchOptions(Section):
 
 
 class BenchmarksOptions(Section):
-    """Short-context benchmarks (paper, table 5)."""
+    """Short-context benchmarks (paper, table 5) through lm-eval."""
 
     tasks: Annotated[Texts, Field(min_length=1)] = ("boolq", "piqa", "race_middle", "race_high", "winogrande")
     """Tasks or task groups of lm-eval."""
@@ -187,7 +187,7 @@ class BenchmarksOptions(Section):
 
 
 class RulerOptions(Section):
-    """RULER (Hsieh et al. 2024) through lm-eval."""
+    """RULER and the effective length (Hsieh et al. 2024) through lm-eval."""
 
     windows: Windows = None
     """Windows to measure, in tokens. By default L', L'/2, ... down to L."""
@@ -215,7 +215,7 @@ class Sampling(Section):
 
 
 class SummarizationOptions(Sampling):
-    """Summaries of long documents, scored by ROUGE (paper, section 3.5)."""
+    """Summaries of long documents, scored by ROUGE (paper, section 3.5): GovReport's, or as a run was tuned."""
 
     data: str | None = None
     """Files, folder, glob or hub id of the examples. By default the data of the tuning, or GovReport."""
@@ -246,7 +246,7 @@ class SummarizationOptions(Sampling):
 
 
 class ChatOptions(Section):
-    """Perplexity of the assistant's turns in chats, also against a base."""
+    """Perplexity of the assistant's turns in chats; against a base, also the KL divergence."""
 
     data: str
     """File, folder, glob or hub id of the chats."""
