@@ -135,9 +135,10 @@ def test_models_of_a_list_are_measured_side_by_side(small_model: Path, lora_run:
     assert alone == both[1]
 
 
-def test_a_dtype_may_be_short(small_model: Path) -> None:
+def test_a_dtype_may_be_short(small_model: Path, lora_run: Path) -> None:
     loaded = pi_lora.load(ModelRef(small_model, dtype="bf16"))
     assert loaded.dtype == "bfloat16"
+    assert pi_lora.load(ModelRef(lora_run, dtype="bf16")).dtype == "bfloat16"
     assert pi_lora.evaluate(loaded, "passkey", target=256, depths=1, trials=1).dtype == "bfloat16"
     with refused(PiLoraError, "dtype: int8: ", "bfloat16, float16, float32"):
         pi_lora.load(ModelRef(small_model, dtype="int8"))

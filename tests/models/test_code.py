@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 from transformers import AutoModel, AutoModelForCausalLM, LlamaForCausalLM
 
-from conftest import refused, small_recipe, train
+from conftest import refused, run_command, small_recipe, train
 from pi_lora.api import export_gguf, extend, load, merge
 from pi_lora.errors import ModelError
 from pi_lora.model_ref import ModelRef
@@ -136,9 +136,10 @@ def test_a_run_of_a_hub_model_runs_and_writes_the_code_of_its_commit(commits: li
     assert number_of(load(ModelRef(run, permissions=TRUST)).module.get_base_model()) == 1
     merged = merge(ModelRef(run, permissions=TRUST), tmp_path / "merged", check="logits").folder
     check_self_contained(merged, 1)
-    check_self_contained(
-        extend(ModelRef("acme/lamp", extension=Extension(128, scaling="yarn"), permissions=TRUST), tmp_path / "new"), 2
-    )
+    words = ("extend", "acme/lamp", "--target", "128", "--scaling", "yarn", "--output", str(tmp_path / "new"))
+    assert run_command(*words) == 2
+    assert run_command(*words, "--trust-remote-code") == 0
+    check_self_contained(tmp_path / "new", 2)
     # The card loads the base under the config of the run.
     assert {file.name for file in run.glob("*.py")} == {*FILES, "wick.py"}
     assert "trust_remote_code=True" in (run / "README.md").read_text()
