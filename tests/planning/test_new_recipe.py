@@ -4,7 +4,7 @@ import json
 import os
 import re
 import shutil
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -35,10 +35,9 @@ Command = Callable[..., tuple[int, str, str]]
 
 
 def chosen(
-    model: str = LLAMA, target: int = 8192, gpu: str = "H100", source: Path | None = None, synthetic: str = ""
+    model: str = LLAMA, target: int = 8192, gpu: str = "H100", sources: Sequence[dict[str, object]] = ()
 ) -> TrainingPlan:
-    names = [str(each) for each in (source, synthetic) if each]
-    given = {"data": {"source": names}} if names else {}
+    given = {"data": {"source": sources}} if sources else {}
     return choose(first_plan(resolve_model(model, shipped=True), target, find_gpu(gpu), given))
 
 
@@ -196,10 +195,11 @@ def test_new_refuses_what_train_refuses(command: Command, lora_run: Path, small_
 def test_the_amount_of_text_decides_the_steps(tmp_path: Path) -> None:
     text = tmp_path / "notes.txt"
 
-    def size(sequences: float, synthetic: str = "") -> tuple[int, int]:
+    def size(sequences: float, *synthetic: str, hold_out: float | None = None) -> tuple[int, int]:
         text.touch()
         os.truncate(text, int(sequences * 8192 * choosing.BYTES_PER_TOKEN))
-        training = chosen(source=text, synthetic=synthetic).recipe.training
+        sources = [{"name": str(text), "hold_out": hold_out}, *({"name": name} for name in synthetic)]
+        training = chosen(sources=sources).recipe.training
         return training.steps, training.global_batch_size
 
     endless = chosen().recipe.training
@@ -207,6 +207,7 @@ def test_the_amount_of_text_decides_the_steps(tmp_path: Path) -> None:
     assert size(500 * 16) == (500, 16)
     assert size(120 * 8) == (240, 4)
     assert size(0.1) == (20, 2)
+    assert size(1000 * 16, hold_out=0.5) == (500, 16)
     # Half of the mixture is text, and recall documents have no end.
     assert size(250 * 16, "builtin:recall") == (500, 16)
 
