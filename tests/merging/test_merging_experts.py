@@ -50,12 +50,14 @@ def config_of(kind: str) -> PreTrainedConfig:
 
 
 @torch.no_grad()
+# PEFT applies the pattern, and warns that it does not.
+@pytest.mark.filterwarnings("ignore:The following alpha_pattern keys")
 @pytest.mark.parametrize("kind", [*QUICK, *(pytest.param(kind, marks=SLOW) for kind in KINDS)])
 def test_adapted_experts_are_merged(kind: str, tmp_path: Path) -> None:
     base = save_base(config_of(kind), tmp_path / "base")
     extension = Extension(128, scaling="yarn") if kind == "gpt_oss" else TWICE
     targets = {"target_modules": ["o_proj", "out_proj"], "target_parameters": STACKED}
-    run = save_run(base, tmp_path / "run", extension, r=2, **targets)
+    run = save_run(base, tmp_path / "run", extension, r=2, alpha_pattern={r"experts\.down_proj": 6}, **targets)
     logits = tuned(base, run)(IDS).logits
     merged = merge(run, tmp_path / "merged")
     assert stored(merged.folder).keys() == stored(base).keys()
