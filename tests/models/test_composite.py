@@ -18,6 +18,7 @@ from transformers import AutoModelForCausalLM, AutoModelForImageTextToText
 
 import pi_lora
 from architectures import small_composite, small_config, small_model
+from conftest import reporting
 from pi_lora.errors import Interrupted
 from pi_lora.evaluation.generation import generate_ids
 from pi_lora.model_ref import ModelRef
@@ -215,8 +216,8 @@ def test_interrupted_full_tuning_goes_on_to_the_same_weights(composite: Path, fu
         if (done, total) == (1, STEPS):
             signal.raise_signal(signal.SIGINT)
 
-    with pytest.raises(Interrupted):
-        tuned(composite, tmp_path / "run", "full", progress=interrupt)
+    with pytest.raises(Interrupted), reporting(interrupt):
+        tuned(composite, tmp_path / "run", "full")
     weights = stored(tuned(composite, tmp_path / "run", "full", resume=True))
     for name, tensor in stored(full).items():
         assert torch.equal(tensor, weights[name]), name
