@@ -245,7 +245,13 @@ def one_line(process: "subprocess.Popen[str]", folder: Path) -> str:
     return errors
 
 
-@pytest.mark.parametrize("told", ["Ctrl-C", "SIGHUP twice"])
+# What these tests start inherits it.
+heard = pytest.mark.skipif(
+    signal.getsignal(signal.SIGHUP) is signal.SIG_IGN, reason="SIGHUP is ignored here, as nohup does it"
+)
+
+
+@pytest.mark.parametrize("told", ["Ctrl-C", "SIGTERM", pytest.param("SIGHUP twice", marks=heard)])
 def test_a_signal_ends_all_processes_after_one_checkpoint(python: str, folder: Path, told: str) -> None:
     """Both the shell and the kernel report a connection that drops; the second report kills no process."""
     process = start(python, folder, *LONG, "--output", "long")
