@@ -8,7 +8,7 @@ class PiLoraError(Exception):
 
     @property
     def problems(self) -> tuple[str, ...]:
-        """What is wrong, a line each."""
+        """The mistakes, a line each."""
         return (str(self),)
 
 

@@ -1,4 +1,4 @@
-"""What a user says about a model."""
+"""The reference to a model: the name and the options that a user gives."""
 
 import os
 from dataclasses import dataclass

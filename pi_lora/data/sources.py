@@ -133,7 +133,7 @@ def texts(rows: Iterable[NamedJson], columns: Sequence[str]) -> Iterator[NamedJs
 
 
 def _with_messages(row: Json) -> Json:
-    """Return a row with its chat, also that of TRL's `prompt` and `completion`, of which the completion is learned."""
+    """Return a row whose `messages` join TRL's `prompt` and `completion`; only the completion is learned."""
     prompt: Any = row.get("prompt")
     completion: Any = row.get("completion")
     if MESSAGES in row or not (_is_chat(prompt) and _is_chat(completion)):
