@@ -64,6 +64,9 @@ def _show_probe(probed: "Probe", file: Path | None) -> None:
     """Show the results of a probe that is kept in `file`, and what to do next."""
     from pi_lora.evaluation.probe import next_command, probe_table
 
+    scalings = [scaling for result in probed.targets for scaling in result.scalings.values()]
+    if not any(scaling.retrieved and scaling.retrieved.value for scaling in scalings):
+        ui.show(f"{probed.model}: finds no passkey at any length; retrieval cannot be searched for with pi-lora search")
     for result in probed.targets:
         ui.show_table(probe_table(probed, result))
         advice = "no tuning is needed"
@@ -85,14 +88,14 @@ def search(
     **options: Any,
 ) -> "SearchResult":
     """Search for the divisors of the rotary frequencies with which a model reads and retrieves best at a target window,
-    and measure them on other text beside untuned scalings, as `pi-lora search` does.
+    as `pi-lora search` does. `probe` measures them with `factors=output`.
 
     Args:
         model: A plain base.
         target: L', the window to extend to, in tokens.
-        output: The new file. It serves as `context.factors` of a recipe, and as the probe of `new` and `extend`.
+        output: The new file. It serves as `context.factors` of a recipe, and as `factors` of `probe` and `extend`.
         progress: Whether to show a progress bar.
-        options: The options of the command: `data`, `column`, `minutes`, `documents`, `trials`, `seed`.
+        options: The options of the command: `data`, `column`, `minutes`, `documents`, `seed`.
 
     Returns:
         The `factors`, the divisors of all frequencies, with the `attention_factor` and the scores.
@@ -101,24 +104,15 @@ def search(
         PiLoraError: An option is wrong, the file exists, the model cannot be extended so, or the text is too short.
     """
     with ui.working(LIBRARIES):
-        from pi_lora.evaluation import probe as probing
-        from pi_lora.evaluation.search import options_of_test, search, untested_result
+        from pi_lora.evaluation.search import search, test_command
         from pi_lora.recipe.evaluation import SearchOptions
-        from pi_lora.storage import check_can_write, write_json
 
     section = section_of(SearchOptions, {"target": target, **options})
     source = resolve(model)
     file = path_of(output)
-    result = untested_result(file, source, section) if file.is_file() else None
-    if file.exists() and result is None:
+    if file.exists():
         raise RunExistsError(f"{file}: exists, and is not overwritten; remove it, or name another --output")
-    check_can_write(file)
-    if result is None:
-        result = search(source, section)
-        write_json(file, result.model_dump(mode="json", exclude_none=True))
-    ui.show(f"{file}: divisors found in {result.steps:,} steps; now they are measured on other text")
-    probed = probing.probe(source, options_of_test(source, result, file))
-    tested = probed.as_json()
-    write_json(file, {**result.model_dump(mode="json", exclude_none=True), **tested})
-    _show_probe(probed, file)
-    return result.model_copy(update={"targets": tested["targets"]})
+    result = search(source, section, file)
+    ui.show(f"{file}: divisors found in {result.steps:,} steps; measure them on other text beside untuned scalings:")
+    ui.copy(test_command(result, file))
+    return result

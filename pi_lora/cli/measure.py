@@ -114,7 +114,7 @@ def search(
 ) -> None:
     """Search for the divisors of MODEL's rotary frequencies that read and retrieve best at --target tokens.
 
-    The result is compared with untuned scalings on other text.
+    The last line is the command that compares the result with untuned scalings on other text.
     """
     ref = plain_ref(model, trust_remote_code=trust_remote_code, dtype=dtype)
     api.search(ref, output=output, **options.model_dump(exclude_unset=True))

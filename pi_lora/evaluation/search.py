@@ -12,17 +12,18 @@ try. It begins with YaRN (with theta, if YaRN does not suit the model), and keep
 short texts would choose too low. No dimension is taken as critical; no frequency is divided by less than a higher one.
 A step reads a short text with new needles, whose chunks are spread over the target window, as in PoSE, and a short text
 without needles as it is. Now and then the mean of the last half of the steps reads the target window; the best of these
-means is the result.
+means is the result. The search ends early if the loss of the needles stays as it is.
 """
 
 import inspect
 import math
+import shlex
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
 from statistics import fmean
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from pydantic import BaseModel
@@ -38,27 +39,33 @@ from pi_lora.models.device import hardware, has_fast_bfloat16, versions
 from pi_lora.models.loaded import load_model
 from pi_lora.models.source import ModelSource
 from pi_lora.models.weights import finite
-from pi_lora.recipe.evaluation import ProbeOptions, SearchOptions, TextOptions
+from pi_lora.recipe.evaluation import SearchOptions, TextOptions
 from pi_lora.scaling.config import Config, Method, rotary_frequencies_of
 from pi_lora.scaling.extension import Extension, extend_config, methods_for
 from pi_lora.scaling.rope import attention_factor_of, scaled_frequencies_of
-from pi_lora.types import ui
+from pi_lora.storage import check_can_write, write_json
+from pi_lora.types import Progress, ui
 
-# The untuned scalings that the result is measured beside, as far as they suit the model. The search begins with the
-# first one.
-COMPARED: tuple[Method, ...] = ("yarn", "theta", "llama3")
+# The search begins with the first of these scalings that suits the model; Phi-3 has no YaRN.
+STARTS: tuple[Method, ...] = ("yarn", "theta")
+# The most documents that a search reads, besides those that are left for the test.
+DOCUMENTS = 16
 # The largest divisor: a frequency turns by at most a thousandth of a radian in a million tokens.
 LARGEST = 1e9
 # A nat that the text loses costs as much as this many nats of a needle.
 PENALTY = 4.0
-# Adam's learning rate for the logarithms of the divisors, the steps after which it has fallen by a half, and its decay
-# rates.
+# Adam's learning rate for the logarithms of the divisors, the steps after which it has fallen by a half, and the decay
+# rates of the moments.
 RATE = 0.03
 STEPS_TO_HALF = 16
 BETAS = (0.8, 0.95)
 # Steps before a mean reads the target window: this number, or more where reading takes over a third of the time.
 LEAST_STEPS = 8
 SHORT_SHARE = 2
+# The search ends if this number of means in a row, the start among them, lose about the same on the needles: the
+# highest loss is less than this share above the lowest.
+PATIENCE = 5
+LEAST_MOVE = 0.01
 # The frequencies of the layers that attend to the whole window, in a rotary module for all layers or by layer type.
 FREQUENCIES = ("inv_freq", "full_attention_inv_freq")
 
@@ -69,6 +76,13 @@ class Scored(BaseModel):
     needles: float
     text: float
     value: float
+
+
+class Mean(NamedTuple):
+    """The mean of steps as logarithms of divisors: (divisors), and the scores of it at the target window."""
+
+    point: torch.Tensor
+    scores: Scored
 
 
 class SearchResult(BaseModel):
@@ -85,8 +99,6 @@ class SearchResult(BaseModel):
     scores: dict[str, Scored]
     hardware: str
     versions: dict[str, str]
-    targets: list[Any] | None = None
-    """The test of the result, as a probe writes it."""
 
 
 class Searched:
@@ -96,9 +108,11 @@ class Searched:
         self.base = base
         self.attention_factor = attention_factor_of(start_config(base, options.target))
         self.loaded = load_model(base, base.dtype or ("bfloat16" if has_fast_bfloat16() else None))
+        text_options = complete(TextOptions(data=options.data, column=options.column), [base])
+        most = options.documents + DOCUMENTS
         # Whole documents: some default choices cut them, perhaps below the target window.
-        text_options = complete(TextOptions(data=options.data, column=options.column), [base]).changed(truncate=None)
-        # The first documents are those of the test.
+        text_options = text_options.changed(documents=min(most, text_options.documents or most), truncate=None)
+        # The first documents are left for the test.
         documents, _ = choose_documents(self.loaded, text_options, options.target)
         self.test_documents = min(options.documents, len(documents) - 1)
         tested = {document.digest for document in documents[: self.test_documents]}
@@ -176,35 +190,18 @@ def _with_gradient(part: Any, args: Any, inputs: Any, output: Any) -> Any:
     return inspect.unwrap(type(part).forward)(part, *args, **inputs)
 
 
-def compared_methods(base: ModelSource) -> list[Method]:
-    """Return the scalings of `COMPARED` that suit a model; Phi-3 has no YaRN."""
-    suitable = methods_for(base.config)
-    return [method for method in COMPARED if method in suitable]
-
-
-def options_of_test(base: ModelSource, result: SearchResult, file: Path) -> ProbeOptions:
-    """Return the options of a probe of the result in `file` beside untuned scalings, on other text with other keys."""
+def test_command(result: SearchResult, file: Path) -> str:
+    """Return the command that compares the result in `file` with untuned scalings, on documents that the search did not
+    read and with other passkeys.
+    """
     options = result.options
-    return ProbeOptions(
-        target=(result.target,),
-        scalings=(*compared_methods(base), "factors"),
-        factors=str(file),
-        data=options.data,
-        column=options.column,
-        documents=result.test_documents,
-        trials=options.trials,
-        seed=options.seed + 1,
-    )
-
-
-def untested_result(file: Path, base: ModelSource, options: SearchOptions) -> SearchResult | None:
-    """Return the result of the same search in a file whose test was interrupted; None for any other file."""
-    try:
-        result = SearchResult.model_validate_json(file.read_bytes())
-    except ValueError:
-        return None
-    is_same = (result.model, result.options) == (base.name, options)
-    return result if is_same and result.targets is None else None
+    words = ["pi-lora", "probe", result.model, "--target", str(result.target), "--factors", str(file)]
+    if options.data:
+        words += ["--data", options.data]
+    if options.column != "text":
+        words += ["--column", options.column]
+    words += ["--documents", str(result.test_documents), "--seed", str(options.seed + 1)]
+    return shlex.join([*words, "--json", str(file.with_suffix(".probe.json"))])
 
 
 def start_of(base: ModelSource, target: int) -> torch.Tensor:
@@ -223,7 +220,13 @@ def start_of(base: ModelSource, target: int) -> torch.Tensor:
 
 def start_config(base: ModelSource, target: int) -> Config:
     """Return the config of a base under the scaling that the search begins with."""
-    return extend_config(base.config, Extension(target, scaling=compared_methods(base)[0]))
+    return extend_config(base.config, Extension(target, scaling=start_method(base)))
+
+
+def start_method(base: ModelSource) -> Method:
+    """Return the scaling that the search begins with."""
+    suitable = methods_for(base.config)
+    return next(method for method in STARTS if method in suitable)
 
 
 def allowed(logarithms: torch.Tensor) -> torch.Tensor:
@@ -241,90 +244,122 @@ def allowed(logarithms: torch.Tensor) -> torch.Tensor:
     return torch.tensor(rising).clamp(0, math.log(LARGEST))
 
 
-def descent(start: torch.Tensor, gradient_of: Callable[[torch.Tensor], torch.Tensor]) -> Iterator[torch.Tensor]:
-    """Yield the logarithms of the divisors after every step of Adam along the gradient."""
-    point = start.clone()
-    optimizer = torch.optim.Adam([point], lr=RATE, betas=BETAS)
-    schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 1 / math.sqrt(1 + 3 * step / STEPS_TO_HALF))
-    while True:
-        point.grad = gradient_of(point)
-        optimizer.step()
-        schedule.step()
-        point.copy_(allowed(point))
-        yield point.clone()
+class Descent:
+    """A descent by Adam: the `points` after the steps so far, logarithms of divisors, and the moments."""
+
+    def __init__(self, start: torch.Tensor) -> None:
+        self.point = start.clone()
+        self.points: list[torch.Tensor] = []
+        self.adam = torch.optim.Adam([self.point], betas=BETAS)
+
+    def step(self, gradient: torch.Tensor) -> None:
+        """Step along a gradient, to the nearest allowed point."""
+        [settings] = self.adam.param_groups
+        settings["lr"] = RATE / math.sqrt(1 + 3 * len(self.points) / STEPS_TO_HALF)
+        self.point.grad = gradient
+        self.adam.step()
+        self.point.copy_(allowed(self.point))
+        self.points.append(self.point.clone())
+
+    def mean(self) -> torch.Tensor:
+        """Return the mean of the last half of the points."""
+        return torch.stack(self.points[len(self.points) // 2 :]).mean(dim=0)
 
 
-def search(base: ModelSource, options: SearchOptions) -> SearchResult:
-    """Search for the divisors with which a plain base reads and retrieves best at L' tokens.
+class Results:
+    """The results of a search in order, from a journal in `folder` or computed, and the seconds that each took."""
 
-    Every result is journalled, so that an interrupted search continues. Raise ScalingError if the model cannot be
-    extended by divisors, DataError if the text is too short.
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        self.kept: dict[Any, Any] = dict(read_journal(folder))
+        self.seconds: list[float] = []
+
+    def next(self, compute: Callable[..., torch.Tensor], *inputs: Any) -> torch.Tensor:
+        """Return the next result: it is read, or computed and written."""
+        item = len(self.seconds)
+        if item not in self.kept:
+            started = time.monotonic()
+            numbers = compute(*inputs).tolist()
+            self.kept[item] = numbers, time.monotonic() - started
+            append_journal(item, self.kept[item], self.folder)
+        numbers, seconds = self.kept[item]
+        self.seconds.append(seconds)
+        return torch.tensor(numbers)
+
+
+def descend(searched: Searched, descent: Descent, results: Results, *, limit: float, progress: Progress) -> list[Mean]:
+    """Descend for `limit` seconds, or until the needles no longer move. Return the start and the means."""
+
+    def at_target(point: torch.Tensor) -> Mean:
+        with torch.no_grad():
+            needles = results.next(searched.needle_loss, point, searched.long).item()
+            text = results.next(searched.text_loss, point).item()
+        return Mean(point, Scored(needles=needles, text=text, value=needles + PENALTY * text))
+
+    means = [at_target(descent.point.clone())]
+    while sum(results.seconds) < limit and moves(means):
+        best = min(means, key=score_of).scores
+        least_seconds = SHORT_SHARE * sum(results.seconds[-2:])
+        first = len(results.seconds)
+        while len(results.seconds) - first < LEAST_STEPS or sum(results.seconds[first:]) < least_seconds:
+            exam = searched.exams.short()
+            text = searched.exams.short_text()
+            descent.step(results.next(searched.gradient, descent.point, exam, text))
+            note = f"{len(descent.points):,} steps, needles {best.needles:.3f} nats, text {best.text:.3f}"
+            progress(round(min(sum(results.seconds), limit)), round(limit), note)
+        means.append(at_target(descent.mean()))
+    return means
+
+
+def score_of(mean: Mean) -> float:
+    """Return what the search minimizes."""
+    return mean.scores.value
+
+
+def moves(means: Sequence[Mean]) -> bool:
+    """Whether the loss of the needles differs in the last `PATIENCE` means."""
+    needles = [mean.scores.needles for mean in means[-PATIENCE:]]
+    return len(needles) < PATIENCE or max(needles) > (1 + LEAST_MOVE) * min(needles)
+
+
+def search(base: ModelSource, options: SearchOptions, file: Path) -> SearchResult:
+    """Search for the divisors with which a plain base reads and retrieves best at L' tokens, and write them to `file`.
+
+    Every result is journalled until the file is written, so that an interrupted search continues. Raise ScalingError if
+    the model cannot be extended by divisors, DataError if the text is too short.
     """
     if base.adapter:
         raise ModelError(f"{base.name}: is extended already; search for the base, {base.base.name}")
     frequencies = len(rotary_frequencies_of(base.config))
     base.extended(Extension(options.target, scaling="factors", factors=(2.0,) * frequencies))
-    start = start_of(base, options.target)
-    title = f"searching at {options.target:,}"
-    with Session(say=ui.say, journalled=True) as session, ui.progress(title) as progress:
+    descent = Descent(start_of(base, options.target))
+    check_can_write(file)
+    with Session(say=ui.say, journalled=True) as session:
         searched = Searched(base, options)
         decided_by = {**options.model_dump(exclude={"minutes"}), "texts": [text.digest for text in searched.texts]}
         folder = session.journal(searched.loaded, decided_by)
         assert folder
-        kept: dict[Any, Any] = dict(read_journal(folder))
-        limit = 60 * options.minutes
-        spent: list[float] = []
-
-        def measured(compute: Callable[..., torch.Tensor], *inputs: Any) -> torch.Tensor:
-            """Return the next result from the journal, or compute it."""
-            item = len(spent)
-            if item not in kept:
-                started = time.monotonic()
-                numbers = compute(*inputs).tolist()
-                kept[item] = numbers, time.monotonic() - started
-                append_journal(item, kept[item], folder)
-            numbers, seconds = kept[item]
-            spent.append(seconds)
-            return torch.tensor(numbers)
-
-        @torch.no_grad()
-        def scored_at_target(point: torch.Tensor) -> Scored:
-            needles = measured(searched.needle_loss, point, searched.long).item()
-            text = measured(searched.text_loss, point).item()
-            return Scored(needles=needles, text=text, value=needles + PENALTY * text)
-
-        def gradient_of(point: torch.Tensor) -> torch.Tensor:
-            exam = searched.exams.short()
-            text = searched.exams.short_text()
-            return measured(searched.gradient, point, exam, text)
-
-        best = start
-        start_scores = scored_at_target(start)
-        best_scores = start_scores
-        steps = descent(start, gradient_of)
-        points: list[torch.Tensor] = []
-        while sum(spent) < limit:
-            least_seconds = SHORT_SHARE * sum(spent[-2:])
-            first = len(spent)
-            while len(spent) - first < LEAST_STEPS or sum(spent[first:]) < least_seconds:
-                points.append(next(steps))
-                note = f"{len(points):,} steps, needles {best_scores.needles:.3f} nats, text {best_scores.text:.3f}"
-                progress(round(min(sum(spent), limit)), round(limit), note)
-            mean = torch.stack(points[len(points) // 2 :]).mean(dim=0)
-            scored = scored_at_target(mean)
-            if scored.value < best_scores.value:
-                best = mean
-                best_scores = scored
-    return SearchResult(
-        model=base.name,
-        original=base.window,
-        factors=tuple(float(f"{divisor:.8g}") for divisor in best.exp().tolist()),
-        attention_factor=round(searched.attention_factor, 8),
-        options=options,
-        target=options.target,
-        steps=len(points),
-        test_documents=searched.test_documents,
-        scores={"start": start_scores, "factors": best_scores},
-        hardware=hardware(),
-        versions=versions(),
-    )
+        with ui.progress(f"searching at {options.target:,}") as progress:
+            means = descend(searched, descent, Results(folder), limit=60 * options.minutes, progress=progress)
+        start = means[0].scores
+        point, best = min(means, key=score_of)
+        if not moves(means):
+            ui.say(
+                f"the loss of the needles does not move ({start.needles:.3f} nats at the start, {best.needles:.3f} at "
+                f"best): the search ends after {len(descent.points):,} steps"
+            )
+        result = SearchResult(
+            model=base.name,
+            original=base.window,
+            factors=tuple(float(f"{divisor:.8g}") for divisor in point.exp().tolist()),
+            attention_factor=round(searched.attention_factor, 8),
+            options=options,
+            target=options.target,
+            steps=len(descent.points),
+            test_documents=searched.test_documents,
+            scores={"start": start, "factors": best},
+            hardware=hardware(),
+            versions=versions(),
+        )
+        write_json(file, result.model_dump(mode="json", exclude_none=True))
+    return result

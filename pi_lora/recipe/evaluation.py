@@ -158,17 +158,15 @@ class SearchOptions(Section):
     target: Tokens
     """L', the window to extend to, as 16384 or 16k."""
     data: str | None = None
-    """File, folder, glob or hub id. The first documents test the result, the search reads the others."""
+    """File, folder, glob or hub id. The search reads up to 16 documents after those that are left for the test."""
     column: TextColumn = "text"
     """Column that holds the text, if documents are rows."""
     minutes: PositiveFloat = 30.0
-    """Minutes of the search, without the test."""
+    """Minutes of the search. It ends earlier if the loss of the needles does not move."""
     documents: PositiveInt = 4
-    """Number of documents that test the result, from the first. At least one is left for the search."""
-    trials: PositiveInt = 5
-    """Random passkeys at each of 8 distances of the test. A single passkey is measured at 4 distances."""
+    """Number of documents, from the first, that are left for the test of the result. The search reads at least one."""
     seed: Seed = 0
-    """Seed of the search and the needles. The test takes the next seed."""
+    """Seed of the search and the needles."""
 
 
 class BenchmarksOptions(Section):

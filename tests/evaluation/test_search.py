@@ -1,10 +1,10 @@
 """The search for divisors of the rotary frequencies: its texts, its gradient, going on, and the file for recipes."""
 
+import errno
 import itertools
 import json
 import math
-from collections.abc import Callable
-from functools import partial
+import shlex
 from pathlib import Path
 from typing import Any
 
@@ -19,20 +19,9 @@ from conftest import refused
 from pi_lora import cli
 from pi_lora.errors import DataError, Interrupted, ModelError, PiLoraError, RunExistsError, ScalingError
 from pi_lora.evaluation import exams, texts
-from pi_lora.evaluation import probe as probing
 from pi_lora.evaluation import search as searching
 from pi_lora.evaluation.probe import read_probe
-from pi_lora.evaluation.search import (
-    COMPARED,
-    LARGEST,
-    PENALTY,
-    Searched,
-    SearchResult,
-    allowed,
-    descent,
-    search,
-    start_of,
-)
+from pi_lora.evaluation.search import LARGEST, PENALTY, Descent, Searched, SearchResult, allowed, search, start_of
 from pi_lora.evaluation.texts import choose_documents, complete
 from pi_lora.model_ref import ModelRef
 from pi_lora.models.resolve import resolve_model
@@ -43,6 +32,7 @@ from pi_lora.scaling.config import full_attention_rope
 from pi_lora.scaling.extension import Extension
 from pi_lora.scaling.verify import build_on_meta, rotary_frequencies
 from pi_lora.storage import read_json
+from pi_lora.types import UI, showing
 from random_runs import save_base
 
 OPTIONS = SearchOptions(target=512, minutes=1)
@@ -87,13 +77,17 @@ def test_neighbors_in_the_wrong_order_become_their_mean() -> None:
 def test_the_descent_follows_the_gradient_in_shorter_and_shorter_steps() -> None:
     goal = torch.tensor([0.0, 0.2, 0.4])
     start = torch.tensor([0.3, 0.3, 0.3])
-    points = [*itertools.islice(descent(start, lambda point: point - goal), 400)]
+    to_goal, away = Descent(start), Descent(start)
+    for _ in range(400):
+        to_goal.step(to_goal.point - goal)
     rate = searching.RATE
-    assert points[0].tolist() == pytest.approx([0.3 - rate, 0.3 - rate, 0.3 + rate], abs=1e-6)
-    torch.testing.assert_close(points[-1], goal, atol=0.02, rtol=0)
+    assert to_goal.points[0].tolist() == pytest.approx([0.3 - rate, 0.3 - rate, 0.3 + rate], abs=1e-6)
+    torch.testing.assert_close(to_goal.points[-1], goal, atol=0.02, rtol=0)
+    torch.testing.assert_close(to_goal.mean(), goal, atol=0.02, rtol=0)
     assert start.tolist() == pytest.approx([0.3, 0.3, 0.3])
-    away = [*itertools.islice(descent(start, lambda point: -torch.ones(3)), searching.STEPS_TO_HALF + 1)]
-    assert (away[-1] - away[-2]).tolist() == pytest.approx([rate / 2] * 3, abs=1e-4)
+    for _ in range(searching.STEPS_TO_HALF + 1):
+        away.step(-torch.ones(3))
+    assert (away.points[-1] - away.points[-2]).tolist() == pytest.approx([rate / 2] * 3, abs=1e-4)
 
 
 def test_the_start_computes_what_yarn_computes() -> None:
@@ -242,38 +236,71 @@ def test_the_gradient_reaches_the_frequencies_of_every_family(kind: str, tmp_pat
     assert size == pytest.approx(slope(searched, start, 1e-4 * gradient / size, exam, text), rel=0.15)
 
 
-def test_the_mean_of_the_later_steps_with_the_best_score_is_the_result(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The target window is read after every eight steps; the second mean of the last half of the steps is best."""
-    points = [torch.full((16,), number / 10) for number in range(1, 41)]
-    means = [(first + last) / 20 for first, last in ((5, 8), (9, 16), (13, 24))]
-    read: list[float] = []
+@pytest.fixture
+def needles(monkeypatch: pytest.MonkeyPatch) -> list[tuple[torch.Tensor, float]]:
+    """Pairs of a point and the loss of needles there; elsewhere it is 2. The loss of text is 3, the gradient -1."""
+    losses: list[tuple[torch.Tensor, float]] = []
 
     def needle_loss(_: Searched, point: torch.Tensor, exam: Any) -> torch.Tensor:
-        read.append(point[0].item())
-        return torch.tensor(1.0 if point[0].item() == pytest.approx(means[1]) else 2.0)
+        found = [loss for other, loss in losses if torch.allclose(point, other, atol=1e-5)]
+        return torch.tensor([*found, 2.0][0])
 
-    def steps(start: torch.Tensor, gradient_of: Callable[..., torch.Tensor]) -> Any:
-        for point in points:
-            gradient_of(start)
-            yield point
-
-    monkeypatch.setattr(searching, "descent", steps)
     monkeypatch.setattr(Searched, "needle_loss", needle_loss)
     monkeypatch.setattr(Searched, "text_loss", lambda searched, point: torch.tensor(3.0))
-    monkeypatch.setattr(Searched, "gradient", lambda searched, *inputs: torch.zeros(16))
-    found = search(resolve_model("builtin:tiny"), SearchOptions(target=512, minutes=30 / 60))
-    assert read[1:] == pytest.approx(means)
-    assert found.factors == pytest.approx([math.exp(means[1])] * 16)
+    monkeypatch.setattr(Searched, "gradient", lambda searched, *inputs: torch.full((16,), -1.0))
+    return losses
+
+
+def test_the_mean_of_the_later_steps_with_the_best_score_is_the_result(
+    needles: list[tuple[torch.Tensor, float]], tmp_path: Path
+) -> None:
+    """The target window is read after every eight steps; the second mean of the last half of the steps is best."""
+    base = resolve_model("builtin:tiny")
+    descent = Descent(start_of(base, 512))
+    for _ in range(16):
+        descent.step(torch.full((16,), -1.0))
+    needles.append((descent.mean(), 1.0))
+    found = search(base, SearchOptions(target=512, minutes=30 / 60), tmp_path / "found.json")
+    assert found.factors == pytest.approx(torch.stack(descent.points[8:]).mean(dim=0).exp().tolist())
     assert found.attention_factor == pytest.approx(1.0693147)
     assert found.steps == 24
-    best = found.scores["factors"]
-    assert (best.needles, best.text, best.value) == (1.0, 3.0, 1.0 + 3 * PENALTY)
+    start, best = found.scores["start"], found.scores["factors"]
+    assert (start.needles, best.needles, best.text, best.value) == (2.0, 1.0, 3.0, 1.0 + 3 * PENALTY)
+    assert read_json(tmp_path / "found.json", SearchResult, "") == found
+
+
+def test_a_search_ends_when_the_needles_no_longer_move(
+    needles: list[tuple[torch.Tensor, float]], tmp_path: Path
+) -> None:
+    said: list[str] = []
+    base = resolve_model("builtin:tiny")
+    options = SearchOptions(target=512, minutes=60)
+    steps = searching.LEAST_STEPS
+    with showing(UI(say=said.append)):
+        still = search(base, options, tmp_path / "still.json")
+    assert still.steps == (searching.PATIENCE - 1) * steps
+    assert still.factors == pytest.approx(start_of(base, 512).exp().tolist())
+    [line] = said
+    assert f"{still.steps} steps" in line
+    assert "2.000 nats" in line
+    # A loss that rises is movement as well; the last two changes are too small.
+    descent = Descent(start_of(base, 512))
+    for loss in (1.9, 1.92, 1.93, 1.999):
+        for _ in range(steps):
+            descent.step(torch.full((16,), -1.0))
+        needles.append((descent.mean(), loss))
+    with showing(UI(say=said.append)):
+        moved = search(base, options, tmp_path / "moved.json")
+    assert moved.steps == (3 + searching.PATIENCE) * steps
+    assert moved.scores["factors"].needles == pytest.approx(1.9)
+    assert f"{moved.steps} steps" in said[-1]
 
 
 def test_an_interrupted_search_ends_with_the_same_divisors(
-    small_model: Path, texts_of_words: Path, monkeypatch: pytest.MonkeyPatch
+    small_model: Path, texts_of_words: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     base = resolve_model(str(small_model))
+    file = tmp_path / "found.json"
     options = SearchOptions(target=256, minutes=0.25, documents=1, data=str(texts_of_words))
     write = searching.append_journal
     written: list[Any] = []
@@ -287,58 +314,72 @@ def test_an_interrupted_search_ends_with_the_same_divisors(
 
     monkeypatch.setattr(searching, "append_journal", journal)
     with pytest.raises(Interrupted):
-        search(base, options)
-    again = search(base, options)
+        search(base, options, file)
+    assert not file.exists()
+
+    def full(*_: Any) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(searching, "write_json", full)
+        with pytest.raises(OSError, match="No space"):
+            search(base, options, file)
     resumed = len(written) - kept
+    again = search(base, options, file)
+    assert resumed == len(written) - kept, "the results of a search whose file could not be written are kept"
     written.clear()
     kept = 0
-    whole = search(base, options)
+    whole = search(base, options, file)
     assert again == whole
     assert resumed == len(written) - 9
     assert len(written) >= whole.steps + 4
 
 
-def test_a_search_lowers_the_losses_of_needles_and_text(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_search_lowers_the_losses_of_needles_and_text(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(exams, "SHORT_TOKENS", 256)
     monkeypatch.setattr(exams, "PLAIN_TOKENS", 128)
-    result = search(resolve_model(ModelRef("builtin:tiny", dtype="float32")), SearchOptions(target=512, minutes=0.2))
+    base = resolve_model(ModelRef("builtin:tiny", dtype="float32"))
+    result = search(base, SearchOptions(target=512, minutes=0.2), tmp_path / "found.json")
     start, found = result.scores["start"], result.scores["factors"]
     assert found.needles < start.needles - 0.1
     assert found.value < start.value - 0.1
 
 
-def test_the_command_writes_a_file_for_recipes_new_and_extend(
+def test_the_command_writes_a_file_for_recipes_probe_new_and_extend(
     small_model: Path, texts_of_words: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     file, model, target = tmp_path / "found.json", str(small_model), 256
-    words = ["search", model, "--target", str(target), "--minutes", "0.2", "--documents", "1", "--trials", "1"]
+    words = ["search", model, "--target", str(target), "--minutes", "0.05", "--documents", "1", "--seed", "3"]
     words += ["--data", str(texts_of_words), "--output", str(file)]
     assert not cli.run(words)
-    printed = capsys.readouterr().out
-    assert "passkeys" in printed
-    assert f"--probe {file}" in printed.replace("\n", " ")
+    # The test that the last line names.
+    program, *test = shlex.split(capsys.readouterr().out.splitlines()[-1])
+    assert program == "pi-lora"
+    assert not cli.run([*test, "--trials", "1"])
     result = read_json(file, SearchResult, "")
     assert read_factors(file).factors == result.factors
-    probed = read_probe(file).at(target)
+    probe_file = tmp_path / "found.probe.json"
+    probed = read_probe(probe_file).at(target)
     assert probed.factors == str(file)
-    assert set(probed.scalings) == {"direct", *COMPARED, "factors"}
-    perplexity = probed.scalings["factors"].perplexity.options
-    assert (perplexity.documents, perplexity.data) == (1, str(texts_of_words))
-    assert probed.scalings["factors"].passkey
-    content = json.loads(file.read_text())
+    assert set(probed.scalings) == {"direct", "pi", "yarn", "theta", "factors"}
+    perplexity = probed.scalings["factors"].perplexity
+    assert (perplexity.options.documents, perplexity.options.data) == (1, str(texts_of_words))
+    assert [Path(document.name).name for document in perplexity.per_document] == ["0.txt"]
+    passkey = probed.scalings["factors"].passkey
+    assert passkey
+    assert passkey.options.seed == 4
+    content = json.loads(probe_file.read_text())
     content["targets"][0] |= {"best": "factors", "enough": False}
+    probe_file.write_text(json.dumps(content))
     file.unlink()
-    moved = tmp_path / "moved.json"
-    moved.write_text(json.dumps(content))
-    pi_lora.new(model, target, gpu="cpu", data=texts_of_words, probe=moved, output=tmp_path / "new.yaml")
+    pi_lora.new(model, target, gpu="cpu", data=texts_of_words, probe=probe_file, output=tmp_path / "new.yaml")
     extended = pi_lora.extend(
-        ModelRef(model, extension=Extension(target, scaling="factors")), tmp_path / "out", probe=moved
+        ModelRef(model, extension=Extension(target, scaling="factors")), tmp_path / "out", probe=probe_file
     )
     assert full_attention_rope(resolve_model(str(extended)).config)["long_factor"] == list(result.factors)
     other = Extension(target, scaling="factors", factors=(3.0,) * len(result.factors))
     with refused(ModelError, "--factors: ", "--probe"):
-        pi_lora.extend(ModelRef(model, extension=other), tmp_path / "b", probe=moved)
-    moved.unlink()
+        pi_lora.extend(ModelRef(model, extension=other), tmp_path / "b", probe=probe_file)
     recipe = load_recipe(tmp_path / "new.yaml").recipe
     assert recipe.scaling == "factors"
     assert recipe.context.factors
@@ -348,33 +389,17 @@ def test_the_command_writes_a_file_for_recipes_new_and_extend(
         pi_lora.search(model, target, file)
 
 
-def test_a_search_that_was_interrupted_in_its_test_is_tested(
-    small_model: Path, texts_of_words: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    file = tmp_path / "found.json"
-    options: dict[str, Any] = {"minutes": 0.05, "documents": 1, "trials": 1, "data": str(texts_of_words)}
-    search_again = partial(pi_lora.search, str(small_model), 256, file)
-    read = probing.MEASUREMENTS["perplexity"].run
-
-    def interrupt(*_: Any) -> None:
-        raise KeyboardInterrupt
-
-    monkeypatch.setattr(type(probing.MEASUREMENTS["perplexity"]), "run", interrupt)
-    with pytest.raises(KeyboardInterrupt):
-        search_again(**options)
-    monkeypatch.setattr(type(probing.MEASUREMENTS["perplexity"]), "run", lambda _, *inputs: read(*inputs))
-    untested = read_json(file, SearchResult, "")
-    with pytest.raises(RunExistsError):
-        search_again(**options, seed=1)
-    monkeypatch.setattr(searching, "search", interrupt)
-    tested = search_again(**options)
-    assert tested.targets
-    assert tested.model_copy(update={"targets": None}) == untested
-    assert read_probe(file).at(256).scalings["factors"].passkey
-    for content in (file.read_text(), "{}"):
-        file.write_text(content)
-        with pytest.raises(RunExistsError):
-            search_again(**options)
+def test_a_search_reads_no_more_documents_than_it_needs(small_model: Path, texts_of_words: Path) -> None:
+    """The row after them is broken, and is not noticed."""
+    file = texts_of_words / "rows.jsonl"
+    text = (texts_of_words / "0.txt").read_text()
+    number = 2 + searching.DOCUMENTS
+    rows = "".join(json.dumps({"story": f"{index} {text}"}) + "\n" for index in range(number))
+    file.write_text(rows + "broken\n")
+    options = SearchOptions(target=256, documents=2, data=str(file), column="story")
+    found = Searched(resolve_model(ModelRef(small_model, dtype="float32")), options)
+    assert found.test_documents == 2
+    assert [text.name for text in found.texts] == [f"{file}:{row}" for row in range(3, number + 1)]
 
 
 def test_copies_of_tested_documents_are_not_searched(small_model: Path, texts_of_words: Path) -> None:
@@ -388,13 +413,14 @@ def test_copies_of_tested_documents_are_not_searched(small_model: Path, texts_of
 
 def test_bad_input_is_one_line(tmp_path: Path, lora_run: Path) -> None:
     base = resolve_model("builtin:tiny")
+    file = tmp_path / "found.json"
     with refused(PiLoraError, "context.target: 256 ", 256):
-        search(base, SearchOptions(target=256))
+        search(base, SearchOptions(target=256), file)
     (tmp_path / "one.txt").write_text("word " * 3000)
     with refused(DataError, f"--data: {tmp_path / 'one.txt'}: "):
-        search(base, SearchOptions(target=512, data=str(tmp_path / "one.txt")))
+        search(base, SearchOptions(target=512, data=str(tmp_path / "one.txt")), file)
     with refused(ModelError, f"{lora_run}: ", resolve_model(str(lora_run)).base.name):
-        search(resolve_model(str(lora_run)), SearchOptions(target=512))
+        search(resolve_model(str(lora_run)), SearchOptions(target=512), file)
 
 
 def test_a_choice_of_documents_that_cuts_them_does_not_cut_a_search(monkeypatch: pytest.MonkeyPatch) -> None:

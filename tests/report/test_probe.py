@@ -14,6 +14,7 @@ from conftest import BUILTIN, refused, run_captured
 from pi_lora.api import load
 from pi_lora.errors import DataError, Interrupted, ModelError, ScalingError
 from pi_lora.evaluation import perplexity
+from pi_lora.evaluation import probe as probing
 from pi_lora.evaluation.measurement import Session
 from pi_lora.evaluation.passkey import Passkey
 from pi_lora.evaluation.perplexity import Perplexity
@@ -192,7 +193,9 @@ def test_a_long_target_has_one_document_and_passkeys_of_the_lowest_perplexity(
     assert reach.best == name == min(reach.scalings, key=lambda each: reach.scalings[each].windows[1].value)
     assert [depth.trials for depth in scores.depths] == [1] * 4
     assert reach.scalings[name].perplexity.documents == 1
-    [line] = lines
+    note, line = lines
+    # The model is random.
+    assert "search" in note
     assert line.startswith(reach.summary)
     assert "--json FILE" in line
     assert "pi-lora new --probe FILE" in line
@@ -228,6 +231,24 @@ def test_the_best_finds_the_most_passkeys_and_then_has_the_lowest_perplexity(
     reach = choose_best(4096, found)
     assert (reach.best, reach.enough) == (best, enough)
     assert reach.summary.startswith(f"{best} keeps {scalings[best][1]:.2f} at 4,096 (8.00 at 1,024 before) and finds ")
+
+
+@pytest.mark.parametrize(("of_targets", "finds_none"), [((0.0, 0.0), True), ((0.0, 0.1), False), ((0.1, 0.0), False)])
+def test_a_model_that_finds_no_passkey_is_not_to_be_searched(
+    of_targets: tuple[float, ...], finds_none: bool, small_model: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    results = []
+    for number, found in enumerate(of_targets, 1):
+        scalings = {"direct": measured(8.0, 90.0, 0.0), "yarn": measured(8.0, 8.0, found)}
+        scalings["direct"].passkey = None
+        results.append(choose_best(4096 * number, scalings))
+    probed = Probe(model=BUILTIN, original=1024, targets=results)
+    monkeypatch.setattr(probing, "probe", lambda *_, **options: probed)
+    lines: list[Any] = []
+    with showing(UI(show=lines.append, show_table=lines.append)):
+        pi_lora.probe(str(small_model), TARGET)
+    assert ("search" in str(lines[0])) == finds_none
+    assert not any("search" in str(line) for line in lines[1:])
 
 
 def test_several_targets_are_probed_the_shortest_first(small_model: Path, texts: Path, tmp_path: Path) -> None:
