@@ -55,7 +55,7 @@ test-newest: .venv-newest/installed
 test-slow: .venv/installed
 	HF_HUB_OFFLINE=1 $(BIN)/pytest --all -m slow
 
-# What docs/reliability.md promises, with STRIKES kills and as many signals: 150 of each take 10 minutes of one core.
+# What docs/design.md promises, with STRIKES kills and as many signals: 150 of each take 10 minutes of one core.
 faults: .venv/installed
 	HF_HUB_OFFLINE=1 OMP_NUM_THREADS=1 PI_LORA_STRIKES=$(or $(STRIKES),150) \
 		$(BIN)/pytest tests/faults tests/test_run.py --all -m 'slow or not slow' -n auto --dist worksteal

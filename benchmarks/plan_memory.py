@@ -57,7 +57,7 @@ ROWS: dict[str, tuple[int, int | None, tuple[str, ...]]] = {
     "Gemma 3, LoRA, checkpointing, sdpa": (8192, None, (*GEMMA, CHECKPOINTING, "model.attention=sdpa")),
     "gpt-oss, LoRA": (4096, GPT_OSS, ()),
 }
-# The GPUs and models whose chosen recipes are simulated: some small models, and those of docs/families.md.
+# The GPUs and models whose chosen recipes are simulated: some small models, and those of docs/choosing.md.
 SMALL_MODELS = ("HuggingFaceTB/SmolLM2-1.7B", "Qwen/Qwen3-1.7B-Base", "mistralai/Mistral-7B-v0.3")
 GPUS = ("12GB", "4090", "A6000", "H100")
 # What is not simulated.

@@ -171,7 +171,7 @@ def readme() -> Iterator[str]:
     head = ("model", "seeds", f"perplexity, {NEAR}", "16k", f"key tokens, {NEAR}", "16k", "passkeys at 16k")
     yield from table(head, rows)
     [control, *_] = of_row("use_context", CONTROL, "novels")
-    yield f"\n{amounts(control)}. Three seeds: mean and range. One seed: 95 % interval over passkeys.\n"
+    yield f"\n{amounts(control)}. Three seeds: mean and range. One seed: 95 % interval over passkeys."
     yield from machines_of(record.read("use_context/machines"))
 
 

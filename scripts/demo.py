@@ -5,7 +5,7 @@ model, beside interpolation without tuning, and beside the released adapter, whi
 shows one table and one picture. What it prints was measured in this run; a finished run in `demo/` is measured again,
 not trained again. `make reproduce NAME=methods` compares the methods.
 
-    python scripts/demo.py --readme     also tune with two more seeds, and put table, picture and time into the README
+    python scripts/demo.py --publish     also tune with two more seeds, and put table, picture and time into docs/
 """
 
 import logging
@@ -38,7 +38,7 @@ RELEASED = ROOT / "adapters" / "demo"
 STEPS = 180
 DOCUMENTS = 3
 TRIALS = 5
-SEEDS = 3  # of the table in the README
+SEEDS = 3  # of the table in docs/experiments.md
 ORIGINAL = 256
 TARGET = 1024
 DEPTHS = 32
@@ -116,8 +116,8 @@ def show(models: dict[str, list[Measured]]) -> None:
     save(figure_of(*panels, window=ORIGINAL), DEMO / "demo.png")
 
 
-def into_readme(seconds: float) -> None:
-    """Write the table, the time and the picture into the README."""
+def into_docs(seconds: float) -> None:
+    """Write the table, the time and the picture into docs/."""
     arithmetic = "bfloat16" if has_fast_bfloat16() else "float32"
     note = (
         f"`make demo` took {seconds:.0f} s, with one seed, on {DOCUMENTS} documents, and {TRIALS} passkeys at each of "
@@ -125,15 +125,15 @@ def into_readme(seconds: float) -> None:
         f"Trained in {arithmetic}. {made_on(machine())}"
     )
     table = (DEMO / "table.md").read_text()
-    write_block(ROOT / "README.md", "demo", f"{table}\n{note}\n")
+    write_block(ROOT / "docs" / "experiments.md", "demo", f"{table}\n{note}\n")
     shutil.copy(DEMO / "demo.png", ROOT / "docs" / "demo.png")
 
 
 def main() -> None:
     started = time.monotonic()
     parser = parser_of(__doc__)
-    parser.add_argument("--readme", action="store_true", help="three seeds, for the README")
-    for_readme = parser.parse_args().readme
+    parser.add_argument("--publish", action="store_true", help="three seeds, for docs/")
+    published = parser.parse_args().publish
     logging.getLogger("transformers").setLevel(logging.ERROR)
     console.print(f"[bold]A model that reads {ORIGINAL} tokens learns to read {TARGET}.[/bold]\n")
     live = tuned("live")
@@ -150,13 +150,13 @@ def main() -> None:
         run("merge", live, "--output", str(merged))
     show(rows)
     seconds = time.monotonic() - started
-    if for_readme:
+    if published:
         for seed in range(1, SEEDS):
             name = f"live-{seed}"
             another = tuned(name, f"training.seed={seed}", f"data.seed={seed}")
             rows[live_row].append(measured(name, another))
         show(rows)
-        into_readme(seconds)
+        into_docs(seconds)
     console.print(f"demo.png, table.md and scores/ are in {DEMO}/   {seconds:.0f} s in all\n")
     console.print(
         f"Try next: .venv/bin/pi-lora eval perplexity builtin:tiny {merged} --data README.md --windows 256,1024\n"

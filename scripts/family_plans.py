@@ -1,4 +1,4 @@
-"""Write the tables of docs/families.md: what plans choose for the models that people have, on two GPUs.
+"""Write the plans of docs/choosing.md and of the README: what fits two GPUs, for the models that people have.
 
 python scripts/family_plans.py
 """
@@ -19,7 +19,9 @@ from pi_lora.recipe.data import Data
 from pi_lora.recipe.schema import Context
 from pi_lora.scaling.config import window_of
 
-PAGE = Path(__file__).parent.parent / "docs" / "families.md"
+ROOT = Path(__file__).parent.parent
+PAGE = ROOT / "docs" / "choosing.md"
+README = ROOT / "README.md"
 MODELS = (
     "meta-llama/Llama-3.1-8B-Instruct",
     "Qwen/Qwen3-8B",
@@ -28,27 +30,48 @@ MODELS = (
     "mistralai/Mistral-Small-3.1-24B-Instruct-2503",
     "openai/gpt-oss-20b",
 )
+# Models and targets of the README.
+FIRST = {
+    "HuggingFaceTB/SmolLM2-1.7B": 32768,
+    "Qwen/Qwen3-8B": 131072,
+    "meta-llama/Llama-3.1-8B-Instruct": 262144,
+    "mistralai/Mistral-Small-3.1-24B-Instruct-2503": 262144,
+}
 GPUS = ("4090", "H100")
-TARGETS = (32768, 65536, 131072)
+TARGETS = (32768, 131072)
 # A task whose examples are as long as the window. A plan reads no data.
 EXAMPLES = Data.model_validate({"source": "tau/scrolls", "document": "input", "summary": "output"})
 HEAD = ("tokens", "GPU", "scaling", "method", "sequences", "checkpointing", "MLP", "GiB", "host", "trained", "hours")
 
 
-def text_of(model: str) -> str:
-    """The size of a model and a table: a row for each target and GPU, the last target beyond the model's own window."""
-    source = resolve_model(model, shipped=True)
-    window = window_of(source.config)
-    beyond = max(2 * window, TARGETS[-1])
+def families() -> str:
+    """A row for each model, target and GPU, the last target beyond the model's own window."""
     rows = []
-    for target, gpu in product(sorted({*TARGETS, beyond}), GPUS):
-        try:
-            cells = cells_of(chosen_plan(source, target, gpu))
-        except PiLoraError:
-            cells = ["does not fit"]
-        rows.append([short(target), gpu, *cells])
-    size = f"{source.shape.parameters / 1e9:.1f} billion parameters without towers, a window of {window:,} tokens.\n"
-    return "\n".join([size, *table(HEAD, rows), ""])
+    for model in MODELS:
+        source = resolve_model(model, shipped=True)
+        beyond = max(2 * window_of(source.config), TARGETS[-1])
+        for target, gpu in product(sorted({*TARGETS, beyond}), GPUS):
+            try:
+                cells = cells_of(chosen_plan(source, target, gpu))
+            except PiLoraError:
+                cells = ["does not fit"]
+            rows.append([model.partition("/")[2], short(target), gpu, *cells])
+    return "\n".join([*table(("model", *HEAD), rows), ""])
+
+
+def first_plans() -> str:
+    """The README's table: what `pi-lora new` chooses for a model a row, on the smaller and the larger GPU."""
+    rows = []
+    for model, target in FIRST.items():
+        source = resolve_model(model, shipped=True)
+        cells = []
+        for gpu in GPUS:
+            plan = chosen_plan(source, target, gpu)
+            cells += [plan.recipe.tuning.method, f"{plan.memory.peak / GIB:.1f}", f"{plan.hours or 0:.1f}"]
+        windows = f"{short(window_of(source.config))} to {short(target)}"
+        rows.append([model, windows, *cells])
+    on_gpus = [f"{gpu}: {head}" for gpu in GPUS for head in ("method", "GiB", "hours")]
+    return "\n".join([*table(("model", "window", *on_gpus), rows), ""])
 
 
 def chosen_plan(source: ModelSource, target: int, gpu: str) -> TrainingPlan:
@@ -77,11 +100,14 @@ def cells_of(plan: TrainingPlan) -> list[object]:
         round(plan.memory.peak / GIB, 1),
         round(plan.memory.host / GIB) or "",
         f"{plan.tokens / 1e6:.0f} M",
-        round(plan.hours or 0),
+        f"{plan.hours or 0:.1f}",
     ]
 
 
+# Page, name of the block in it, and what writes its table.
+BLOCKS = ((PAGE, "families", families), (README, "plans", first_plans))
+
 if __name__ == "__main__":
     parser_of(__doc__).parse_args()
-    for each in MODELS:
-        write_block(PAGE, each, text_of(each))
+    for page, block, write in BLOCKS:
+        write_block(page, block, write())

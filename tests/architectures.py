@@ -494,7 +494,7 @@ TEXT = """\
 # Which models can be extended
 
 Look up the family of your model in this table, or the `model_type` in its `config.json` in the tables below. `pi-lora train RECIPE --dry-run` checks
-one model before its weights are read. [Families](families.md) has plans for six popular models.
+one model before its weights are read. [Families](choosing.md#families) has plans for six popular models.
 
 | family | rope in the config | window in the config | scalings | engines |
 |---|---|---|---|---|

@@ -14,13 +14,10 @@ from sources import PACKAGE, ROOT, nodes_of, tree_of
 
 PAGES = [
     "CONTRIBUTING.md",
-    "docs/design.md",
     "docs/choosing.md",
-    "docs/commands.md",
+    "docs/design.md",
     "docs/experiments.md",
-    "docs/install.md",
-    "docs/reliability.md",
-    "docs/tutorial.md",
+    "docs/start.md",
 ]
 FOLDERS = ["pi_lora", "tests", "scripts"]
 # Dotted names that begin so are those of libraries; test_private_names.py checks them.

@@ -53,7 +53,7 @@ from pi_lora.types import NO_PERMISSIONS, Json, Permissions
 if TYPE_CHECKING:
     from transformers import PreTrainedConfig
 
-# Config and shape of the hub models that recipes and docs/families.md name: planned offline and without torch.
+# Config and shape of the hub models that recipes and docs/choosing.md name: planned offline and without torch.
 SHIPPED_CONFIGS = Path(__file__).parent / "configs"
 SHAPE_FILE = "shape.json"
 # Config entries that an adapter and its base have in common.

@@ -1,6 +1,6 @@
 """The commented recipe that `pi-lora new` writes for a model, a target window and a device.
 
-It is the first candidate, by quality, whose plan fits. docs/new.md explains the order.
+It is the first candidate, by quality, whose plan fits. docs/choosing.md explains the order.
 """
 
 import itertools
@@ -30,42 +30,43 @@ from pi_lora.recipe.schema import Recipe
 from pi_lora.scaling.extension import methods_for
 from pi_lora.types import Json
 
-# Embeddings and head of more tokens take gigabytes in float32 with AdamW: norms alone train with the adapter.
-LARGE_VOCABULARY = 100_000
 # The training text and the perplexity text of most shipped recipes.
-CORPUS = ({"name": "monology/pile-uncopyrighted", "streaming": True},)
+CORPUS = "monology/pile-uncopyrighted"
 PERPLEXITY_TEXT: Json = {"data": "pg19", "documents": 2}
 # The training text of the demo, for the built-in model, which knows Python alone.
 BUILTIN_CORPUS = ({"name": "builtin:stdlib", "weight": 0.4}, {"name": "builtin:recall", "weight": 0.6})
 # The most held-out documents that are measured: a data set of the hub has any number of them.
 MAX_HELD_OUT_DOCUMENTS = 20
 MAX_STRIDE = 1024
+# The weight of a text beside 1 of synthetic documents that ask for distant facts. These are a quarter, as in the
+# tunings of SmolLM2-135M (docs/results.md).
+TEXT_WEIGHT = 3
 # Why the scaling is the first of those that suit a plain base.
 DEFAULT_REASON = "the best of our measurements before and after tuning; pi-lora probe compares others"
 # A CPU measures these in minutes.
 CPU_DOCUMENTS = 5
 CPU_PASSKEYS: Json = {"depths": 8, "trials": 4}
-# The shortest PoSE sequences that have been tried (adapters/smollm2_135m_16k).
+# The shortest PoSE sequences that have been tried (adapters/smollm2_135m_16k), and a limit on their cost. The PoSE
+# paper (arXiv 2309.10400) tunes on 2,048 tokens.
 MIN_SEQUENCE_TOKENS = 1024
-# The steps of the paper.
-MAX_STEPS = 1000
-# After these the models of the paper reach their whole window (table 4). Below them the batch is halved.
-FULL_WINDOW_STEPS = 200
+MAX_POSE_TOKENS = 8192
+# After these steps the models of the paper reach their whole window (table 4).
+STEPS = 200
 MIN_STEPS = 20
-# Sequences a step: of PoSE, and of contiguous sequences those of recipes/_qlora.yaml.
-POSE_BATCH_SIZE = 64
-CONTIGUOUS_BATCH_SIZE = 16
+# Sequences a step: LoRA tolerates large batches less than full tuning (Thinking Machines, LoRA Without Regret).
+BATCH_SIZE = 8
 MIN_BATCH_SIZE = 2
-# The size by which candidates are compared. Only a text that is too short leads to a smaller one.
-COMPARED_SIZE: Changes = {"training.steps": FULL_WINDOW_STEPS, "training.global_batch_size": 8}
+# The size by which candidates are compared. Less time or text leads to a smaller one.
+COMPARED_SIZE: Changes = {"training.steps": STEPS, "training.global_batch_size": BATCH_SIZE}
 # Hours that a run may take while another size or kind of sequence takes fewer.
 MAX_HOURS = 48.0
 MAX_HOURS_ON_CPU = 12.0
 # More than any tokenizer has in English or code, so that tokens are rather underestimated.
 BYTES_PER_TOKEN = 5
-# Learning rates of models with fewer parameters than the first number: the demo's and that of
-# recipes/smollm2_135m_32k.yaml, which fall. Larger models have LongLoRA's, the default.
-LEARNING_RATES = ((20e6, 2.5e-3), (500e6, 5e-4))
+# Learning rates of LoRA for models with fewer parameters than the first number: chosen on validation text for the
+# built-in model and for SmolLM2-135M (docs/experiments.md); above them ten times the paper's 2e-5 for all weights, the
+# rule of Thinking Machines' LoRA Without Regret.
+LEARNING_RATES = ((20e6, 2.5e-3), (500e6, 1e-3), (math.inf, 2e-4))
 
 
 def new_recipe(
@@ -152,15 +153,23 @@ def sections_of_texts(names: Sequence[str], target: int, column: str) -> Json:
         raise RecipeError([problem.replace("data.source", "--data", 1) for problem in problems])
     if not sources[0].has_chats:
         sources = [source.changed(hold_out=share_to_hold_out(source, target)) for source in sources]
-    sections: Json = {"data": {"source": sources}}
+    sections: Json = {"data": {"source": _with_recall(sources)}}
     if sources[0].hold_out:
         perplexity = held_out_text(sources[0]) | {"documents": MAX_HELD_OUT_DOCUMENTS}
         sections["evaluation"] = {"perplexity": perplexity}
     return sections
 
 
+def _with_recall(sources: Sequence[Source]) -> list[Source]:
+    """Return sources of raw text with a quarter of synthetic documents beside them; chats stay alone."""
+    if any(source.has_chats or source.name == RECALL for source in sources):
+        return list(sources)
+    texts = [source.changed(weight=TEXT_WEIGHT) for source in sources]
+    return [*texts, Source(name=RECALL, weight=len(texts))]
+
+
 def first_plan(source: ModelSource, target: int, gpu: Gpu, sections: Json) -> TrainingPlan:
-    """Return the plan that the candidates change: LoRA on contiguous sequences, without any change that saves memory.
+    """Return the plan that the candidates change: LoRA, without any change that saves memory.
 
     `sections` replace those of the recipe. The scaling continues the frequencies of the base; for a plain base it is
     `yarn`, which is better than `pi` before and after tuning (docs/results.md).
@@ -168,12 +177,14 @@ def first_plan(source: ModelSource, target: int, gpu: Gpu, sections: Json) -> Tr
     is_builtin = source.name.startswith(BUILTIN)
     methods = methods_for(source.config)
     scaling = "yarn" if "yarn" in methods else next(iter(methods), "pi")
+    corpus = _with_recall([Source(name=CORPUS, streaming=True)])
     tree: Json = {
         "scaling": scaling,
         "model": {"name": source.name},
         "context": {"target": target},
-        "data": {"source": list(BUILTIN_CORPUS if is_builtin else CORPUS)},
-        "training": {"activation_checkpointing": False},
+        "tuning": {"modules_to_save": "nothing"},
+        "data": {"source": list(BUILTIN_CORPUS) if is_builtin else corpus},
+        "training": {"activation_checkpointing": False, "schedule": "linear"},
         "hardware": {} if gpu.name == CPU else {"gpus": 1, "gpu": gpu.name},
         "evaluation": {"perplexity": {} if is_builtin else PERPLEXITY_TEXT},
     }
@@ -207,28 +218,27 @@ def choose(first: TrainingPlan) -> TrainingPlan:
 
 
 def candidates(first: TrainingPlan) -> Iterator[Changes]:
-    """Yield every candidate, the best first.
-
-    Embeddings and norms train, without which LoRA was far behind full tuning in LongLoRA; with a large
-    vocabulary, norms alone. Contiguous sequences come before PoSE, long sequences before short ones, LoRA before QLoRA,
-    and last the changes that cost time.
+    """Yield every candidate, the best first: long sequences before short ones, LoRA before QLoRA, and last the changes
+    that cost time.
     """
-    modules_to_save = ["embeddings_and_norms", "norms"]
-    if first.target.shape.vocabulary > LARGE_VOCABULARY:
-        modules_to_save = ["norms"]
-    sequences = _sequence_changes(first.target.original)
     methods = [method for method in ("lora", "qlora") if method in first.target.methods]
     saving = memory_saving_changes(first)
-    for modules, sequence, method, saved in itertools.product(modules_to_save, sequences, methods, saving):
-        tuning: Changes = {"tuning.modules_to_save": modules, "tuning.method": method}
-        yield COMPARED_SIZE | sequence | tuning | saved
+    for sequence, method, saved in itertools.product(_sequence_changes(first), methods, saving):
+        yield COMPARED_SIZE | sequence | {"tuning.method": method} | saved
 
 
-def _sequence_changes(original: int) -> Iterator[Changes]:
-    """Yield the kinds of sequences, the best first: contiguous ones, and those of PoSE from the original window on."""
-    yield {"data.positions": "contiguous", "data.sequence_tokens": None}
-    for length in reversed(default_windows(original, MIN_SEQUENCE_TOKENS)):
-        yield {"data.positions": "pose", "data.sequence_tokens": length}
+def _sequence_changes(first: TrainingPlan) -> Iterator[Changes]:
+    """Yield the kinds of sequences, the best first: whole ones for examples of a task, for a target that is as short as
+    PoSE sequences, and under `pi`, with which PoSE retrieves unreliably (docs/experiments.md); else PoSE sequences.
+    """
+    recipe = first.recipe
+    target = recipe.context.target
+    longest = min(max(first.target.original, MIN_SEQUENCE_TOKENS), MAX_POSE_TOKENS)
+    if recipe.data.has_examples or target <= longest or recipe.scaling == "pi":
+        yield {"data.positions": "contiguous", "data.sequence_tokens": None}
+    for length in reversed(default_windows(min(longest, target), MIN_SEQUENCE_TOKENS)):
+        if length < target:
+            yield {"data.positions": "pose", "data.sequence_tokens": length}
 
 
 def _share_of_max_hours(plan: TrainingPlan) -> float:
@@ -238,23 +248,21 @@ def _share_of_max_hours(plan: TrainingPlan) -> float:
 
 
 def _with_size(plan: TrainingPlan) -> TrainingPlan:
-    """Return a plan of `COMPARED_SIZE` with as many steps and sequences as time and text allow.
+    """Return a plan with as many of `COMPARED_SIZE` as time and text allow, and the learning rate of the model's size.
 
-    The learning rate is that of the size of the model. `pi-lora train` refuses text that is too short for `MIN_STEPS`.
+    `pi-lora train` refuses text that is too short for `MIN_STEPS`.
     """
     num_sequences = _available_sequences(plan)
-    batch_size = POSE_BATCH_SIZE if plan.recipe.data.positions == "pose" else CONTIGUOUS_BATCH_SIZE
-    while batch_size > MIN_BATCH_SIZE and batch_size * FULL_WINDOW_STEPS > num_sequences:
+    batch_size = BATCH_SIZE
+    while batch_size > MIN_BATCH_SIZE and batch_size * STEPS > num_sequences:
         batch_size //= 2
-    steps = int(min(MAX_STEPS, num_sequences / batch_size))
+    steps = int(min(STEPS, num_sequences / batch_size))
+    parameters = plan.target.shape.parameters
     changes: Changes = {
         "training.steps": max(MIN_STEPS, steps // 10 * 10),
         "training.global_batch_size": batch_size,
+        "training.learning_rate": next(rate for limit, rate in LEARNING_RATES if parameters < limit),
     }
-    for max_parameters, learning_rate in LEARNING_RATES:
-        if plan.target.shape.parameters < max_parameters:
-            changes |= {"training.learning_rate": learning_rate, "training.schedule": "linear"}
-            break
     _, resized = next(replanned(plan, [changes]))
     return resized
 
@@ -262,13 +270,14 @@ def _with_size(plan: TrainingPlan) -> TrainingPlan:
 def _sequences_of_text(plan: TrainingPlan) -> float:
     """Return about how many sequences the text holds, rather too few."""
     sources = plan.recipe.data.source
+    whole_weight = sum(source.weight for source in sources)
     num_sequences = math.inf
     for source in sources:
         # No size is known on the hub, and recall documents have no end.
         if looks_local(source.name) and source.name != RECALL:
             training_bytes = find_table(source).size * (1 - (source.hold_out or 0))
-            # A mixture of equal shares ends when one of the sources is used up.
-            mixture_tokens = training_bytes / BYTES_PER_TOKEN * len(sources)
+            # A mixture ends when one of the sources is used up.
+            mixture_tokens = training_bytes / BYTES_PER_TOKEN * whole_weight / source.weight
             num_sequences = min(num_sequences, mixture_tokens / plan.sequence_tokens)
     return num_sequences
 

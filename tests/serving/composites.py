@@ -1,7 +1,7 @@
 """Checkpoints to be served: language models beside small random towers, and mixtures of experts, tuned and merged.
 
-`python tests/serving/composites.py FOLDER` writes those of the tables in docs/engines.md. Real weights are those that
-`python scripts/fetch_model.py` puts into `models/`; their windows are declared as 1,024 tokens.
+`python tests/serving/composites.py FOLDER` writes those of the tables in benchmarks/results/engines.md. Real weights
+are those that `scripts/fetch_model.py` puts into `models/`; their windows are declared as 1,024 tokens.
 """
 
 import json
