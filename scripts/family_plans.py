@@ -17,7 +17,6 @@ from pi_lora.planning.new_recipe import choose, first_plan, short
 from pi_lora.planning.training_plan import TrainingPlan
 from pi_lora.recipe.data import Data
 from pi_lora.recipe.schema import Context
-from pi_lora.scaling.config import window_of
 
 ROOT = Path(__file__).parent.parent
 PAGE = ROOT / "docs" / "choosing.md"
@@ -49,7 +48,7 @@ def families() -> str:
     rows = []
     for model in MODELS:
         source = resolve_model(model, shipped=True)
-        beyond = max(2 * window_of(source.config), TARGETS[-1])
+        beyond = max(2 * source.window, TARGETS[-1])
         for target, gpu in product(sorted({*TARGETS, beyond}), GPUS):
             try:
                 cells = cells_of(chosen_plan(source, target, gpu))
@@ -68,7 +67,7 @@ def first_plans() -> str:
         for gpu in GPUS:
             plan = chosen_plan(source, target, gpu)
             cells += [plan.recipe.tuning.method, f"{plan.memory.peak / GIB:.1f}", f"{plan.hours or 0:.1f}"]
-        windows = f"{short(window_of(source.config))} to {short(target)}"
+        windows = f"{short(source.window)} to {short(target)}"
         rows.append([model, windows, *cells])
     on_gpus = [f"{gpu}: {head}" for gpu in GPUS for head in ("method", "GiB", "hours")]
     return "\n".join([*table(("model", "window", *on_gpus), rows), ""])
@@ -79,7 +78,7 @@ def chosen_plan(source: ModelSource, target: int, gpu: str) -> TrainingPlan:
 
     Raise PiLoraError if no candidate fits.
     """
-    window = window_of(source.config)
+    window = source.rope.window
     first = first_plan(source, max(2 * window, target), find_gpu(gpu), sections={})
     recipe = first.recipe.changed(context=Context(target=target))
     if target <= window:

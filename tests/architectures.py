@@ -31,17 +31,10 @@ from pi_lora.models.composite import other_parts
 from pi_lora.models.loaded import load_model
 from pi_lora.models.resolve import resolve_model
 from pi_lora.models.source import ModelSource
-from pi_lora.scaling.config import (
-    FULL_ATTENTION,
-    LOCAL_ATTENTION,
-    WINDOW_DECLARED,
-    Method,
-    constant_longrope,
-    full_attention_rope,
-    local_window,
-    read_rope,
-)
-from pi_lora.scaling.extension import Extension, methods_for
+from pi_lora.scaling.config import FULL_ATTENTION, LOCAL_ATTENTION, full_attention_rope, local_window, read_rope
+from pi_lora.scaling.extension import Extension
+from pi_lora.scaling.model_types import facts_of
+from pi_lora.scaling.rope import Method, Rope
 from pi_lora.scaling.verify import config_of
 
 PAGE = Path(__file__).parent.parent / "docs" / "models.md"
@@ -393,13 +386,13 @@ def examined(
     """What pi-lora makes of a base, with the `note` of what is verified."""
     try:
         base = find()
-        suitable = methods or methods_for(base.config)
+        suitable = methods or Rope(base.config).scalings
         method, extended = first_extension(base, suitable)
     except ScalingError as refusal:
         return Verdict(model_type, "refused", re.sub(r"^model of type \S+: ", "", str(refusal)))
     rope = full_attention_rope(extended)
     # Not a longrope from a search: it divides each frequency by another number.
-    if method == "pi" and (rope["rope_type"] != "longrope" or constant_longrope(rope) is not None):
+    if method == "pi" and (rope["rope_type"] != "longrope" or Rope(rope).constant_divisor is not None):
         verify(base, extended)
     rejects_first = method != suitable[0]
     return Verdict(model_type, "verified", note(model_type) + f", under `{method}`" * rejects_first)
@@ -418,7 +411,7 @@ def rope_layout(model_type: str) -> str:
     kind = full_attention_rope(default).get("rope_type", "default")
     if FULL_ATTENTION in read_rope(default):
         words = ["per layer type; sliding layers unchanged"]
-        words += ["`max_position_embeddings` is L'"] * (model_type in WINDOW_DECLARED)
+        words += ["`max_position_embeddings` is L'"] * facts_of(model_type).declares_extended_window
     elif layers & LOCAL_ATTENTION and layers - LOCAL_ATTENTION:
         words = ["one rope for sliding and full layers"]
     rotated = full_attention_rope(default).get("partial_rotary_factor", 1.0)
@@ -430,7 +423,7 @@ def rope_layout(model_type: str) -> str:
     if (reach := local_window(default)) is not None:
         words.append(f"by default every layer slides: targets up to {reach}")
     if kind != "default":
-        words.append(f"`{kind}` by default: {' or '.join(f'`{method}`' for method in methods_for(default))}")
+        words.append(f"`{kind}` by default: {' or '.join(f'`{method}`' for method in Rope(default).scalings)}")
     return ", ".join(words)
 
 

@@ -39,7 +39,7 @@ from pages import block  # noqa: E402
 from pi_lora.cli import app  # noqa: E402
 from pi_lora.models.resolve import SHIPPED_CONFIGS, resolve_model  # noqa: E402
 from pi_lora.recipe.files import load_recipe  # noqa: E402
-from pi_lora.scaling.config import window_of  # noqa: E402
+from pi_lora.scaling.rope import Rope  # noqa: E402
 from pi_lora.serving.reference import reference_of  # noqa: E402
 
 HUB_IDS = [path.name.replace("--", "/") for path in sorted(SHIPPED_CONFIGS.iterdir())]
@@ -47,7 +47,7 @@ HUB_IDS = [path.name.replace("--", "/") for path in sorted(SHIPPED_CONFIGS.iterd
 SHAPES = [TINY]
 for name in HUB_IDS:
     is_local = name.startswith(("adapters/", "models/"))
-    if not is_local and window_of(resolve_model(name, shipped=True).config) < LENGTHS[-1]:
+    if not is_local and Rope(resolve_model(name, shipped=True).config).window < LENGTHS[-1]:
         SHAPES.append(name)
 
 SCRIPTS = [

@@ -161,7 +161,7 @@ def test_made_up_names_are_found_missing() -> None:
 def test_existing_names_and_other_text_are_accepted() -> None:
     texts = [
         *"pi_lora/run.py scaling/ run.py config.json tests/scaling/test_NAME.py find_table Table".split(),
-        *"scaling.config.window_of staging.staged Recipe.scaling training.learning_rate transformers.nothing".split(),
+        *"scaling.config.read_rope staging.staged Recipe.scaling training.learning_rate transformers.nothing".split(),
         *("make test", "read(columns, seed)", "training.precision: auto", "pi-lora eval NAME MODEL", "window - S"),
     ]
     assert [text for text in texts if not exists(text)] == []

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from pi_lora.scaling.config import method_of
+from pi_lora.scaling.rope import Rope
 
 NOTEBOOK = Path(__file__).parent.parent / "docs" / "quickstart.ipynb"
 CODE = [cell for cell in json.loads(NOTEBOOK.read_text(encoding="utf-8"))["cells"] if cell["cell_type"] == "code"]
@@ -36,7 +36,7 @@ def test_the_notebook_runs_and_keeps_its_outputs(tmp_path: Path, monkeypatch: py
     assert list(names["comparison"].verdict) == ["Reads", "Finds", "Compared with no tuning", "Short inputs"]
     assert names["run"].log[-1]["step"] == 2
     config = json.loads((tmp_path / "models" / "notebook" / "config.json").read_text())
-    assert method_of(config) == names["probed"].best
+    assert Rope(config).method == names["probed"].best
     assert {file.name for file in (tmp_path / "adapters/notebook/pictures").iterdir()} >= {
         "perplexity.png",
         "passkey.png",

@@ -8,7 +8,7 @@ from safetensors.torch import load_file
 import pi_lora
 from conftest import small_recipe, train
 from pi_lora.run import Run
-from pi_lora.scaling.config import scale_of, window_of
+from pi_lora.scaling.rope import Rope
 
 ADAPTERS = Path(__file__).parent.parent / "adapters"
 FOLDER = ADAPTERS / "smollm2_135m_16k"
@@ -41,7 +41,7 @@ def test_the_built_in_model_retrieves_every_passkey_inside_its_window() -> None:
 def test_the_released_smollm2_adapter_is_complete() -> None:
     """Its base is not in the repository."""
     config = json.loads((FOLDER / "config.json").read_text())
-    assert (window_of(config), scale_of(config)) == (16384, 2)
+    assert (Rope(config).window, Rope(config).scale) == (16384, 2)
     tensors = load_file(FOLDER / "adapter_model.safetensors")
     assert len(tensors) == 2 * 7 * 30  # A and B of seven linear layers in each of thirty
     assert all(tensor.isfinite().all() for tensor in tensors.values())

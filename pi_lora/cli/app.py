@@ -12,8 +12,8 @@ from pi_lora.model_ref import ModelRef
 from pi_lora.recipe.factors import read_factors
 from pi_lora.recipe.schema import Dtype
 from pi_lora.recipe.section import as_tokens
-from pi_lora.scaling.config import Method
 from pi_lora.scaling.extension import Extension
+from pi_lora.scaling.rope import Method
 from pi_lora.types import NO_PERMISSIONS, Permissions
 
 

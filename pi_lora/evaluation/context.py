@@ -36,7 +36,6 @@ from pi_lora.models.loaded import LoadedModel
 from pi_lora.models.source import ModelSource
 from pi_lora.models.weights import finite
 from pi_lora.recipe.evaluation import ContextOptions
-from pi_lora.scaling.config import depends_on_length
 from pi_lora.storage import read_json
 
 # A key token gains more nats than this from distant context, and with it has a loss below this (the paper's alpha and
@@ -226,7 +225,7 @@ def context_losses(
     """
     module = model.module
     prefix = added_prefix(model.tokenizer)
-    tokens_at_once = 1 if depends_on_length(model.source.config) else pass_tokens(module)
+    tokens_at_once = 1 if model.source.rope.depends_on_length else pass_tokens(module)
     whole = Piece(
         0,
         len(ids),

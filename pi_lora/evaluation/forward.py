@@ -17,7 +17,6 @@ from transformers.cache_utils import DynamicCache, DynamicLayer
 from pi_lora.errors import ModelError
 from pi_lora.models.device import free_memory
 from pi_lora.models.loaded import LoadedModel
-from pi_lora.scaling.config import depends_on_length
 
 # Tokens of a forward pass that keep a GPU busy; on a CPU, as many as stay in the caches.
 PASS_TOKENS = 16384
@@ -50,7 +49,7 @@ def prompts_at_once(loaded: LoadedModel, window: int, requested: int | None) -> 
     """Return how many prompts are continued together, in RULER and in summaries: `requested`, or as many as fit. It is
     one if the longest prompt of a batch would change the rotary frequencies of the others.
     """
-    if depends_on_length(loaded.source.config):
+    if loaded.source.rope.depends_on_length:
         return 1
     return requested or max(1, HELD_TOKENS // window)
 

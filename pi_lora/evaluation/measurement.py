@@ -26,7 +26,7 @@ from pi_lora.models.device import versions
 from pi_lora.models.loaded import LoadedModel
 from pi_lora.models.source import ModelSource
 from pi_lora.recipe.section import Section
-from pi_lora.scaling.config import Method
+from pi_lora.scaling.rope import Method
 from pi_lora.storage import cache_folder, digest_of, read_json_lines
 from pi_lora.types import Json, Progress, silent
 

@@ -35,7 +35,6 @@ from pi_lora.models.loaded import LoadedModel
 from pi_lora.models.source import ModelSource
 from pi_lora.models.weights import finite
 from pi_lora.recipe.evaluation import PasskeyOptions
-from pi_lora.scaling.config import depends_on_length
 from pi_lora.types import Json
 
 HEADER = (
@@ -298,7 +297,7 @@ class PasskeyTest:
         """The text ahead of the key that is nearest to the end, which is the longest such text. Computing it costs one
         prompt; a trial then saves half a prompt on average.
         """
-        if depends_on_length(self.loaded.source.config):
+        if self.loaded.source.rope.depends_on_length:
             return None
         tokens_ahead = self.first.length - self.first.distance
         return shared_prefix(self.loaded.module, self.first.prompt[:tokens_ahead], self.target)

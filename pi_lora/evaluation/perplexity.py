@@ -25,7 +25,6 @@ from pi_lora.evaluation.texts import TokenizedDocument, choose_documents, comple
 from pi_lora.models.loaded import LoadedModel
 from pi_lora.models.source import ModelSource
 from pi_lora.recipe.evaluation import PerplexityOptions
-from pi_lora.scaling.config import depends_on_length
 
 # The name of what the tokens count for, the sum of their losses in nats, and their number.
 LossSum = tuple[str, float, int]
@@ -300,7 +299,7 @@ def _measure_documents(
     """
     sweeps = [sweep]
     tokens = pass_tokens(model.module)
-    if depends_on_length(model.source.config):
+    if model.source.rope.depends_on_length:
         *shorter, longest = sweep.windows
         sweeps = [replace(sweep, windows=(window,), bins=0) for window in shorter]
         sweeps.append(replace(sweep, windows=(longest,)))

@@ -25,8 +25,8 @@ from pi_lora.recipe.evaluation import PasskeyOptions, PerplexityOptions, ProbeOp
 from pi_lora.recipe.factors import Factors, read_factors
 from pi_lora.recipe.section import Section
 from pi_lora.run import BASE, STEP_0
-from pi_lora.scaling.config import Method, window_of
-from pi_lora.scaling.extension import Extension, methods_for
+from pi_lora.scaling.extension import Extension
+from pi_lora.scaling.rope import Method
 from pi_lora.storage import check_can_write, read_json, write_json
 from pi_lora.types import Json, ui
 
@@ -132,7 +132,7 @@ class Probe(BaseModel):
         if self.weights and base.commit is None:
             with suppress(ModelError):  # a shipped config has no weights
                 is_same = self.weights == base.weights_digest
-        if self.original != window_of(base.config) or not is_same:
+        if self.original != base.rope.window or not is_same:
             raise ModelError(
                 f"--probe: is of {self.model}, with other weights or another window than {base.name}; "
                 "probe that, or leave the option out"
@@ -192,7 +192,7 @@ def _models_to_probe(
 ) -> dict[Method, ModelSource]:
     """Return the base as `direct`, and the base under each scaling, with these divisors for the scaling `factors`."""
     models: dict[Method, ModelSource] = {"direct": base}
-    requested = cast("tuple[Method, ...]", options.scalings) or methods_for(base.config)[:DEFAULT_SCALINGS]
+    requested = cast("tuple[Method, ...]", options.scalings) or base.rope.scalings[:DEFAULT_SCALINGS]
     if factors and "factors" not in requested:
         requested = (*requested, "factors")
     for method in requested:

@@ -40,9 +40,9 @@ from pi_lora.models.loaded import load_model
 from pi_lora.models.source import ModelSource
 from pi_lora.models.weights import finite
 from pi_lora.recipe.evaluation import SearchOptions, TextOptions
-from pi_lora.scaling.config import Config, Method, rotary_frequencies_of
-from pi_lora.scaling.extension import Extension, extend_config, methods_for
-from pi_lora.scaling.rope import attention_factor_of, scaled_frequencies_of
+from pi_lora.scaling.config import Config
+from pi_lora.scaling.extension import Extension, extend_config
+from pi_lora.scaling.rope import Method, Rope
 from pi_lora.storage import check_can_write, write_json
 from pi_lora.types import Progress, ui
 
@@ -106,7 +106,7 @@ class Searched:
 
     def __init__(self, base: ModelSource, options: SearchOptions) -> None:
         self.base = base
-        self.attention_factor = attention_factor_of(start_config(base, options.target))
+        self.attention_factor = Rope(start_config(base, options.target)).attention_factor
         self.loaded = load_model(base, base.dtype or ("bfloat16" if has_fast_bfloat16() else None))
         text_options = complete(TextOptions(data=options.data, column=options.column), [base])
         most = options.documents + DOCUMENTS
@@ -213,8 +213,8 @@ def start_of(base: ModelSource, target: int) -> torch.Tensor:
             f"model of type {base.config['model_type']}: has {len(ropes)} ropes for layers with full attention, and a "
             "search needs one; use another scaling"
         )
-    scaled = scaled_frequencies_of(start_config(base, target))
-    divisors = torch.tensor(rotary_frequencies_of(base.config)) / torch.tensor(scaled)
+    scaled = Rope(start_config(base, target)).scaled_frequencies
+    divisors = torch.tensor(base.rope.frequencies) / torch.tensor(scaled)
     return divisors.log()
 
 
@@ -225,7 +225,7 @@ def start_config(base: ModelSource, target: int) -> Config:
 
 def start_method(base: ModelSource) -> Method:
     """Return the scaling that the search begins with."""
-    suitable = methods_for(base.config)
+    suitable = base.rope.scalings
     return next(method for method in STARTS if method in suitable)
 
 
@@ -330,7 +330,7 @@ def search(base: ModelSource, options: SearchOptions, file: Path) -> SearchResul
     """
     if base.adapter:
         raise ModelError(f"{base.name}: is extended already; search for the base, {base.base.name}")
-    frequencies = len(rotary_frequencies_of(base.config))
+    frequencies = len(base.rope.frequencies)
     base.extended(Extension(options.target, scaling="factors", factors=(2.0,) * frequencies))
     descent = Descent(start_of(base, options.target))
     check_can_write(file)

@@ -23,7 +23,7 @@ from pi_lora.models.quiet import quiet_loading
 from pi_lora.models.resolve import resolve_model
 from pi_lora.models.source import ModelSource
 from pi_lora.models.weights import StoredTensor, read_weights, spans
-from pi_lora.scaling.config import window_of
+from pi_lora.scaling.rope import Rope
 from pi_lora.scaling.verify import rotary_frequencies
 from pi_lora.types import Progress
 
@@ -53,7 +53,7 @@ def check_model(source: ModelSource, expected: PreTrainedModel, tensors: Sequenc
     for stored_name, name in names_in(built, state_dict).items():
         if name in built.all_tied_weights_keys:
             problems.append(f"{stored_name} is tied")
-    same_window = window_of(config) == source.window
+    same_window = Rope(config).window == source.window
     frequencies = rotary_frequencies(built)
     expected_frequencies = rotary_frequencies(expected)
     same_frequencies = frequencies.keys() == expected_frequencies.keys() and all(

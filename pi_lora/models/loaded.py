@@ -25,7 +25,7 @@ from pi_lora.models.quiet import quiet_loading
 from pi_lora.models.source import Base, ModelSource
 from pi_lora.models.tokenizer import end_of_turn
 from pi_lora.models.weights import check_finite
-from pi_lora.scaling.config import Config, depends_on_length
+from pi_lora.scaling.config import Config
 from pi_lora.scaling.verify import config_of
 
 # Where the weights of a base go. `device`: the accelerator if there is one. `quantized`: the same, as NF4 with double
@@ -179,7 +179,7 @@ def load_base(
             ) from error
         if kernel is None:
             use_blockwise(module)
-    if depends_on_length(source.config):
+    if source.rope.depends_on_length:
         module.get_decoder().register_forward_pre_hook(_reset_dynamic_rope, with_kwargs=True)
     for part in module.modules():
         if hasattr(part, "rope_deltas"):

@@ -30,22 +30,18 @@ from pi_lora.recipe.schema import Recipe
 from pi_lora.run import Run, is_complete
 from pi_lora.scaling.config import (
     COMPOSITE,
-    NOT_CAUSAL,
     OUTER_ENTRIES,
     STORED_ENTRIES,
     TEXT_CONFIG,
     Config,
     full_attention_rope,
-    is_extension_of,
     language_config,
-    method_of,
-    normalize_max_positions,
-    scale_of,
     whole_config,
-    window_of,
     with_legacy_rope_keys,
 )
 from pi_lora.scaling.extension import Extension, check_reach
+from pi_lora.scaling.model_types import facts_of
+from pi_lora.scaling.rope import Rope, normalize_max_positions
 from pi_lora.staging import check_finished, staging_path
 from pi_lora.storage import read_json
 from pi_lora.types import NO_PERMISSIONS, Json, Permissions
@@ -115,7 +111,7 @@ def resolve_for_training(
     commit = Run(staging_path(resumed)).commit if resumed else None
     source = resolve_model(model, commit=commit, shipped=shipped)
     if recipe.scaling == "keep":
-        check_reach(recipe.model.name, source.config, recipe.context.target)
+        check_reach(recipe.model.name, source.rope, recipe.context.target)
     return source
 
 
@@ -201,7 +197,7 @@ def _check_theta(folder: Path, config: Json) -> None:
     looks for theta there and at the top level.
     """
     theta = (read_config(folder).get("rope_parameters") or {}).get("rope_theta")
-    computed = full_attention_rope(config)["rope_theta"]
+    computed = Rope(config).parameters["rope_theta"]
     if theta not in (None, computed):
         raise ScalingError(
             f"{folder / CONFIG_FILE}: transformers takes rope_theta {computed:g}, not the {theta:g} in "
@@ -236,9 +232,11 @@ def _resolve_adapter(name: str, folder: Path, base: Base) -> ModelSource:
     """Return an adapter under the config that it was tuned under; raise ModelError if base and config disagree."""
     config = _config_of_adapter(folder, base)
     base_config = with_legacy_rope_keys(base.config)
+    rope = Rope(config)
+    base_rope = Rope(base_config)
     base_entries = _common_entries(base_config)
     adapter_entries = _common_entries(config)
-    if method_of(config) == "theta":
+    if rope.method == "theta":
         del base_entries["rope_theta"]
     unstated = _unstated(folder, base)
     differing = []
@@ -254,9 +252,8 @@ def _resolve_adapter(name: str, folder: Path, base: Base) -> ModelSource:
         raise ModelError(
             f"{folder / CONFIG_FILE}: has no {', '.join(missing)}; add the numbers of the model that was tuned"
         )
-    if not is_extension_of(config, base_config):
-        own_scale = scale_of(base_config)
-        differing.append(f"its own scale {own_scale:g} does not lead to {scale_of(config):g}")
+    if not rope.extends(base_rope):
+        differing.append(f"its own scale {base_rope.scale:g} does not lead to {rope.scale:g}")
     if differing:
         remedy = f"name its own base, or correct {CONFIG_FILE} if it is not that of the model that was tuned"
         if base_entries["vocab_size"] != adapter_entries["vocab_size"]:
@@ -270,7 +267,7 @@ def _resolve_adapter(name: str, folder: Path, base: Base) -> ModelSource:
             config[key] = base.config[key]
     source = ModelSource(name, base, config, adapter=folder)
     of_run = is_complete(folder) or WARNING in (read_adapter_settings(folder).model_extra or {})
-    if of_run and method_of(config) is None and not source.needs_own_config:
+    if of_run and rope.method is None and not source.needs_own_config:
         raise ModelError(
             f"{folder / CONFIG_FILE}: is that of the base, and the adapter was tuned under a scaling; name the run, or "
             "bring back the file that the training wrote"
@@ -303,8 +300,8 @@ def _config_of_adapter(folder: Path, base: Base) -> Json:
         config = _completed(config_of(base.config_class, stored), whole_config(stored))
     if model_type and not of_whole:
         config["model_type"] = model_type
-    is_unextended = full_attention_rope(config) == full_attention_rope(base.config)
-    if is_unextended and config.get("max_position_embeddings") == window_of(base.config):
+    is_unextended = full_attention_rope(config) == base.rope.parameters
+    if is_unextended and config.get("max_position_embeddings") == base.rope.window:
         # Of a base that declares its extended window, see `normalize_max_positions`.
         config["max_position_embeddings"] = base.config["max_position_embeddings"]
     return with_legacy_rope_keys(config)
@@ -340,7 +337,7 @@ def _resolve_base(name: str, revision: str | None, permissions: Permissions) -> 
     if MODEL not in code:
         _check_causal(name, config, language)
     _check_theta(folder, own)
-    if full_attention_rope(own)["rope_type"] == "linear":
+    if Rope(own).rope_type == "linear":
         settings_file = find_file(folder, SETTINGS_FILE)
         settings = read_json(settings_file, Json, "download it again") if settings_file else {}
         own = normalize_max_positions(own, settings.get("model_max_length"))
@@ -362,7 +359,7 @@ def _check_causal(name: str, config: "PreTrainedConfig", language: type | None) 
     from transformers import MODEL_FOR_CAUSAL_LM_MAPPING
 
     builds = type(config) in MODEL_FOR_CAUSAL_LM_MAPPING or language
-    if not builds or config.model_type in NOT_CAUSAL:
+    if not builds or facts_of(config.model_type).sees_later_tokens:
         raise ModelError(
             f"{name}: transformers has no model of type {config.model_type} that predicts the next token of a text; "
             "choose another"

@@ -15,7 +15,7 @@ from pi_lora.models.files import save_config
 from pi_lora.models.source import Base, ModelSource
 from pi_lora.models.tokenizer import end_of_turn, save_tokenizer
 from pi_lora.models.weights import COMPUTED, StoredTensor, read_header, write_index
-from pi_lora.scaling.config import Config, window_of
+from pi_lora.scaling.config import Config
 from pi_lora.storage import read_json, write_json
 from pi_lora.types import Json, Progress, ui
 
@@ -51,7 +51,7 @@ def write_generation_config(source: ModelSource, folder: Path) -> None:
             settings = read_json(file, Json, "download it again")
         except ModelError:  # the file is damaged
             return
-    if settings.get("max_length") == window_of(source.base.config):
+    if settings.get("max_length") == source.base.rope.window:
         changes["max_length"] = source.window
     if source.tokenizer_files:
         end = end_of_turn(source.tokenizer)

@@ -24,8 +24,9 @@ from pi_lora.models.files import (
 from pi_lora.models.shape import Shape
 from pi_lora.recipe.schema import Recipe
 from pi_lora.run import Fingerprint, Run
-from pi_lora.scaling.config import COMPOSITE, Config, Method, method_of, original_of, read_rope, scale_of, window_of
+from pi_lora.scaling.config import COMPOSITE, Config, read_rope
 from pi_lora.scaling.extension import Extension, extend_config
+from pi_lora.scaling.rope import Method, Rope
 from pi_lora.types import Permissions
 
 if TYPE_CHECKING:
@@ -57,6 +58,11 @@ class Base:
     config_class: Any = None
     code: Mapping[str, type] = field(default_factory=dict)
     shipped_shape: Shape | None = None
+
+    @cached_property
+    def rope(self) -> Rope:
+        """The rope of the layers that attend to the whole window, unextended."""
+        return Rope(self.config)
 
     def file(self, name: str) -> Path | None:
         """Return a file, of weights downloaded from the hub if necessary, or None if the model has no such file."""
@@ -148,28 +154,33 @@ class ModelSource:
     def __str__(self) -> str:
         return f"{self.name}: {self.window:,} tokens, scale {self.scale:g}"
 
+    @cached_property
+    def rope(self) -> Rope:
+        """The rope of the layers that attend to the whole window."""
+        return Rope(self.config)
+
     @property
     def window(self) -> int:
         """The context window in tokens."""
-        return window_of(self.config)
+        return self.rope.window
 
     @property
     def scale(self) -> float:
         """The factor L'/L by which the window is extended; under `pi` positions are divided by it."""
-        return scale_of(self.config)
+        return self.rope.scale
 
     @property
     def scaling(self) -> Method | None:
         """The scaling of the rotary frequencies; None for an unextended model. A config says nothing of `direct`."""
-        return self.extension.scaling if self.extension else method_of(self.config)
+        return self.extension.scaling if self.extension else self.rope.method
 
     @property
     def original(self) -> int:
         """The window L before the extension, in tokens."""
         if self.extension:
-            return self.extension.original_of(self.base.config)
+            return self.extension.original_of(self.base.rope)
         # A config does not say by how much `direct` extended it.
-        return self.run.metadata.original or original_of(self.config)
+        return self.run.metadata.original or self.rope.original
 
     @property
     def permissions(self) -> Permissions:

@@ -27,7 +27,6 @@ from pi_lora.planning.training_plan import TrainingPlan, plan_training
 from pi_lora.recipe.data import RECALL, Data, Source
 from pi_lora.recipe.evaluation import default_windows
 from pi_lora.recipe.schema import Recipe
-from pi_lora.scaling.extension import methods_for
 from pi_lora.types import Json
 
 # The training text and the perplexity text of most shipped recipes.
@@ -103,7 +102,7 @@ def new_recipe(
         recommended, summary = probed
         sections |= recommended
         reason = f"in a probe, {summary}"
-    elif {"pi", "yarn"} <= set(methods_for(source.config)):
+    elif {"pi", "yarn"} <= set(source.rope.scalings):
         reason = DEFAULT_REASON
     else:
         reason = "goes on from the frequencies of this base"
@@ -175,7 +174,7 @@ def first_plan(source: ModelSource, target: int, gpu: Gpu, sections: Json) -> Tr
     `yarn`, which is better than `pi` before and after tuning (docs/results.md).
     """
     is_builtin = source.name.startswith(BUILTIN)
-    methods = methods_for(source.config)
+    methods = source.rope.scalings
     scaling = "yarn" if "yarn" in methods else next(iter(methods), "pi")
     corpus = _with_recall([Source(name=CORPUS, streaming=True)])
     tree: Json = {

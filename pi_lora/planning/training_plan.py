@@ -11,7 +11,7 @@ from pi_lora.planning.flops import Flops, flops_of_training, trained_parameters
 from pi_lora.planning.gpus import CPU, GIB, Gpu
 from pi_lora.planning.memory import MARGIN, DeviceMemory, bytes_of_linear_weights, memory
 from pi_lora.recipe.schema import Recipe
-from pi_lora.scaling.config import window_of
+from pi_lora.scaling.rope import Rope
 from pi_lora.types import Json
 
 # The share of the peak of a device that a run is assumed to reach, with recomputation counted as work: measured on an
@@ -194,7 +194,7 @@ class TrainingPlan:
 def plan_training(recipe: Recipe, source: ModelSource, gpu: Gpu) -> TrainingPlan:
     """Plan the training of `recipe` on `gpu`, from the shape of its model; raise PiLoraError as `plan_recipe` does."""
     unextended = source.base.config if source.extension else source.config
-    declared = window_of(unextended)
+    declared = Rope(unextended).window
     linear_bytes = bytes_of_linear_weights(source.base.config)
     target = Target(
         source.shape,

@@ -23,7 +23,7 @@ from pi_lora.recipe.schema import Recipe
 from pi_lora.report.scores import MeasuredRun, code_cell, eval_results, literal, public_setting, scores_section
 from pi_lora.report.verdict import verdict_of
 from pi_lora.run import BASE, STEP_0, check_tuned
-from pi_lora.scaling.config import full_attention_rope, method_of, scale_of, window_of
+from pi_lora.scaling.rope import Rope
 from pi_lora.storage import write_whole
 from pi_lora.types import Json
 
@@ -85,8 +85,9 @@ def card_of(run: MeasuredRun, merged: Sequence[str] = (), serving: Sequence[str]
     """
     recipe = run.recipe if run.has_recipe else None
     full = run.untuned or run.merged is not None or run.recipe.tuning.method == "full"
-    window = window_of(run.config)
-    scale = scale_of(run.config)
+    rope = Rope(run.config)
+    window = rope.window
+    scale = rope.scale
     kept = recipe is not None and recipe.scaling == "keep" and recipe.model.name == run.base.name
     # That of a base with a scaling, as Gemma 3 has.
     own_scale = 1.0
@@ -103,11 +104,11 @@ def card_of(run: MeasuredRun, merged: Sequence[str] = (), serving: Sequence[str]
         code_cell=code_cell,
         base_on_hub=is_hub_id(run.base.name),
         window=window,
-        method=method_of(run.config),
+        method=rope.method,
         scale=scale,
         own_scale=own_scale,
         kept=kept,
-        theta=full_attention_rope(run.config)["rope_theta"],
+        theta=rope.parameters["rope_theta"],
         merged=merged,
         serving=serving,
         scores=_scores_section(run),
@@ -146,7 +147,7 @@ def is_hub_id(name: str) -> bool:
 
 def _metadata(run: MeasuredRun, full: bool, recipe: Recipe | None) -> ModelCardData:
     """The YAML block that the hub reads, which must not name a base or data that are not on the hub."""
-    method = method_of(run.config) or "direct"
+    method = Rope(run.config).method or "direct"
     tags = ["long-context", "position-interpolation" if method == "pi" else method]
     if not run.untuned:
         tags.append(recipe.tuning.method if recipe else "lora")

@@ -18,7 +18,7 @@ from pi_lora.scaling.config import (
     whole_config,
 )
 from pi_lora.scaling.extension import Extension, extend_config
-from pi_lora.scaling.rope import attention_factor_of, scaled_frequencies_of
+from pi_lora.scaling.rope import Rope
 
 
 def config_of(kind: type[PreTrainedConfig], config: Config) -> PreTrainedConfig:
@@ -56,13 +56,14 @@ def check_scaling(plain: PreTrainedModel, config: Config, extension: Extension) 
     changed = {name: values for name, values in scaled.items() if not _equal(values, plain_frequencies.get(name))}
     follows = bool(changed) and scaled.keys() == plain_frequencies.keys()
     if follows:
-        expected = torch.tensor(scaled_frequencies_of(extended)).sort().values
+        rope = Rope(extended)
+        expected = torch.tensor(rope.scaled_frequencies).sort().values
         for name, values in changed.items():
             # ERNIE 4.5 VL has them in another order.
             is_expected = values.shape == expected.shape and torch.allclose(values.sort().values, expected, 1e-5, 0)
             follows = follows and is_expected and SLIDING_ATTENTION not in name
         factors = attention_factors(model)
-        follows = follows and all(isclose(factor, attention_factor_of(extended), rel_tol=1e-5) for factor in factors)
+        follows = follows and all(isclose(factor, rope.attention_factor, rel_tol=1e-5) for factor in factors)
     if not follows:
         raise ScalingError(
             f"model of type {kind.model_type}: transformers does not apply the scaling of its config; "

@@ -10,7 +10,7 @@ from transformers.cache_utils import DynamicLayer
 from pi_lora.models.device import dtype_named
 from pi_lora.models.files import BITSANDBYTES, quantization_of
 from pi_lora.models.shape import attention_widths
-from pi_lora.scaling.config import LONGROPE_ONLY, full_attention_rope, window_of
+from pi_lora.scaling.rope import Rope
 
 # The types of rope in which vLLM 0.32 reads the sections for time, height and width.
 VLLM_MROPE_TYPES = ("default", "yarn")
@@ -24,7 +24,8 @@ DIVISORS_IN_LLAMA_CPP = (
     "llama",
     "ministral3",
     "mistral",
-    *LONGROPE_ONLY,
+    "phi3",
+    "phi4_multimodal",
 )
 
 
@@ -35,20 +36,20 @@ def serving_lines(config: PreTrainedConfig, folder: Path = Path()) -> list[str]:
     The folder is by default the current one.
     """
     language = config.get_text_config()
-    window = window_of(language.to_dict())
+    rope = Rope(language.to_dict())
+    window = rope.window
     dtype = str(config.dtype or "float32").removeprefix("torch.")
     name = shlex.quote(str(folder))
     gguf_file = Path(f"{folder.name or 'model'}.gguf")
     cache_megabytes = cache_bytes(language, window, dtype_named(dtype).itemsize) / 1e6
-    rope = full_attention_rope(language.to_dict())
     vllm = [
         f"vllm serve {name} --max-model-len {window} --dtype {dtype}",
         f"pi-lora check-server http://localhost:8000 {name}",
     ]
-    if "mrope_section" in rope and rope["rope_type"] not in VLLM_MROPE_TYPES:
-        vllm = [f"# vLLM 0.32 stops at MRoPE with {rope['rope_type']} scaling; it serves yarn and theta"]
+    if "mrope_section" in rope.parameters and rope.rope_type not in VLLM_MROPE_TYPES:
+        vllm = [f"# vLLM 0.32 stops at MRoPE with {rope.rope_type} scaling; it serves yarn and theta"]
     has_latent_attention = getattr(language, "kv_lora_rank", None) and language.model_type != "minicpm3"
-    if rope["rope_type"] == "longrope" and has_latent_attention:
+    if rope.rope_type == "longrope" and has_latent_attention:
         vllm = ["# vLLM 0.32 drops the divisors of models with latent attention; it serves yarn"]
     llama_cpp = []
     if _can_be_exported(config):
@@ -73,10 +74,10 @@ def _can_be_exported(config: PreTrainedConfig) -> bool:
     if quantization_of(config.to_dict()) == BITSANDBYTES:
         return False
     language = config.get_text_config()
-    rope = full_attention_rope(language.to_dict())
-    if rope["rope_type"] == "proportional" and rope.get("factor", 1) != 1:
+    rope = Rope(language.to_dict())
+    if rope.rope_type == "proportional" and rope.factor != 1:
         return False
-    needs_divisors = rope["rope_type"] in ("longrope", "llama3")
+    needs_divisors = rope.rope_type in ("longrope", "llama3")
     return not needs_divisors or language.model_type in DIVISORS_IN_LLAMA_CPP
 
 

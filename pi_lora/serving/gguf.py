@@ -15,7 +15,6 @@ from gguf.scripts.gguf_new_metadata import MetadataDetails, copy_with_new_metada
 
 from pi_lora.errors import ModelError, RunExistsError
 from pi_lora.models.source import ModelSource
-from pi_lora.scaling.config import full_attention_rope, method_of
 
 CONVERTER = "convert_hf_to_gguf.py"
 ARCHITECTURE = "general.architecture"
@@ -53,7 +52,7 @@ def find_converter(model: ModelSource, output: Path, converter: Path | None = No
         raise ModelError(
             f"{script}: no such converter; {HOW_TO_GET_CONVERTER}; name its folder with --converter, or in LLAMA_CPP"
         )
-    if method_of(model.config) == "dynamic":
+    if model.rope.method == "dynamic":
         raise ModelError(f"{model.name}: llama.cpp's converter drops the scaling `dynamic`; use another scaling")
     if output.exists():
         raise RunExistsError(f"{output}: already exists and is not overwritten; choose another --output or remove it")
@@ -99,8 +98,8 @@ def _add_divisors_and_attention_factor(file: Path, model: ModelSource) -> None:
     """Rewrite a GGUF file with the list of divisors of its model, if llama.cpp reads it for this architecture, and with
     the factor of the attention under the key that llama.cpp reads.
     """
-    rope = full_attention_rope(model.config)
-    is_list = method_of(model.config) == "factors"
+    rope = model.rope.parameters
+    is_list = model.rope.method == "factors"
     factor = rope.get("attention_factor")
     if rope["rope_type"] == "yarn" and factor is not None:
         # llama.cpp multiplies by YaRN's default.
@@ -148,7 +147,7 @@ def _has_scaling(reader: Any, architecture: str, model: ModelSource) -> bool:
     0.3.36 drops all scalings of Gemma, Gemma 2, StableLM, Phi and Cohere, `llama3` of all but models like LLaMA, `pi`
     of Gemma 4, and lists of divisors of all but Phi-3 and MiniCPM.
     """
-    rope = full_attention_rope(model.config)
+    rope = model.rope.parameters
     divisors = next((tensor.data for tensor in reader.tensors if tensor.name == DIVISORS), None)
     if rope["rope_type"] in ("linear", "yarn"):
         return bool(_value(reader, f"{architecture}.rope.scaling.type") == rope["rope_type"])
@@ -160,7 +159,7 @@ def _has_scaling(reader: Any, architecture: str, model: ModelSource) -> bool:
         divisor = 1.0 if divisors is None else divisors[0]
         if not math.isclose(divisor, rope["factor"], rel_tol=1e-3):
             return False
-    if method_of(model.config) == "theta":
+    if model.rope.method == "theta":
         theta = _value(reader, f"{architecture}.rope.freq_base") or 0.0
         return math.isclose(theta, rope["rope_theta"], rel_tol=1e-3)
     return True

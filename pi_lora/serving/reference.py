@@ -19,7 +19,7 @@ from pi_lora.errors import DataError
 from pi_lora.evaluation.forward import keeps_all_tokens
 from pi_lora.models.loaded import LoadedModel, load_model
 from pi_lora.models.source import ModelSource
-from pi_lora.scaling.config import depends_on_length, full_attention_rope, with_full_rope, with_legacy_rope_keys
+from pi_lora.scaling.config import with_full_rope, with_legacy_rope_keys
 from pi_lora.types import Progress, silent
 
 # The tokens of an answer: a code of five digits, and the text after it.
@@ -166,7 +166,7 @@ def compute_answers(reference: Reference, model: ModelSource, progress: Progress
 
 def unscaled(model: ModelSource) -> ModelSource:
     """Return a model without the scaling of its rope."""
-    rope = full_attention_rope(model.config)
+    rope = model.rope.parameters
     plain_rope = {key: rope[key] for key in UNSCALED_ROPE_KEYS if key in rope}
     config = with_full_rope(model.config, {"rope_type": "default", **plain_rope})
     return replace(model, config=with_legacy_rope_keys(config))
@@ -214,7 +214,7 @@ class Reader:
         equal = map(eq, self.ids, ids[:-1])
         shared = len(list(takewhile(bool, equal)))
         if shared < len(self.ids):
-            if keeps_all_tokens(self.cache) and not depends_on_length(self.loaded.source.config):
+            if keeps_all_tokens(self.cache) and not self.loaded.source.rope.depends_on_length:
                 self.cache.crop(shared - len(self.ids))
             else:
                 self.cache = None

@@ -29,7 +29,9 @@ from architectures import (
 )
 from conftest import refused
 from pi_lora.errors import ScalingError
-from pi_lora.scaling.config import LOCAL_ATTENTION, LOCAL_ROPE_ONLY, Method
+from pi_lora.scaling.config import LOCAL_ATTENTION
+from pi_lora.scaling.model_types import MODEL_TYPES as FACTS
+from pi_lora.scaling.rope import Method
 
 PAGE_IS_OF_ANOTHER = f"from transformers {transformers.__version__}." not in PAGE.read_text(encoding="utf-8")
 ON_PAGE, COMPOSITES_ON_PAGE = verdicts_on_page()
@@ -55,9 +57,10 @@ def test_the_language_model_of_a_composite_is_verified_or_refused(name: str) -> 
 
 
 def test_only_local_layers_rotate_in_the_listed_architectures() -> None:
-    """No config says it, so `LOCAL_ROPE_ONLY` is a list; this is what it should hold."""
+    """No config says it, so `MODEL_TYPES` does; this is what it should say."""
+    local = {name for name, facts in FACTS.items() if facts.only_local_rope}
     with_both = [name for name in MODEL_TYPES if has_rope(name) and has_local_and_full_layers(name)]
-    assert {name for name in with_both if not positions_matter_to_full_layers(name)} == LOCAL_ROPE_ONLY
+    assert {name for name in with_both if not positions_matter_to_full_layers(name)} == local
 
 
 def has_local_and_full_layers(model_type: str) -> bool:

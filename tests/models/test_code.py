@@ -15,8 +15,8 @@ from pi_lora.errors import ModelError
 from pi_lora.model_ref import ModelRef
 from pi_lora.models.files import read_config, save_config
 from pi_lora.models.resolve import resolve_model
-from pi_lora.scaling.config import window_of
 from pi_lora.scaling.extension import Extension
+from pi_lora.scaling.rope import Rope
 from pi_lora.serving.gguf import CONVERTER
 from pi_lora.types import Permissions
 
@@ -118,7 +118,7 @@ def check_self_contained(folder: Path, number: int) -> None:
     assert code == {*FILES, "wick.py"}
     model = AutoModelForCausalLM.from_pretrained(folder, trust_remote_code=True)
     assert number_of(model) == number
-    assert window_of(read_config(folder)) == 128
+    assert Rope(read_config(folder)).window == 128
     assert type(AutoModel.from_pretrained(folder, trust_remote_code=True)).__name__ == "LampModel"
 
 

@@ -18,8 +18,9 @@ from pi_lora.models.source import ModelSource
 from pi_lora.planning.gpus import find_gpu
 from pi_lora.planning.training_plan import plan_training
 from pi_lora.recipe.schema import Recipe
-from pi_lora.scaling.config import full_attention_rope, rotary_frequencies_of
+from pi_lora.scaling.config import full_attention_rope
 from pi_lora.scaling.extension import Extension
+from pi_lora.scaling.rope import Rope
 from pi_lora.scaling.verify import rotary_frequencies
 
 FILE = Path(__file__).with_name("published.yaml")
@@ -86,7 +87,7 @@ def test_the_window_and_the_frequencies_are_read(name: str) -> None:
     if full_attention_rope(source.config)["rope_type"] == "default" and "extends" in row:
         built = rotary_frequencies(source.base.meta_model)
         [of_full] = [each for name, each in built.items() if "original" not in name and "sliding" not in name]
-        assert of_full.tolist() == pytest.approx(rotary_frequencies_of(source.config), rel=1e-5)
+        assert of_full.tolist() == pytest.approx(Rope(source.config).frequencies, rel=1e-5)
 
 
 @pytest.mark.parametrize("name", EXTENDED)

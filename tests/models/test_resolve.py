@@ -20,8 +20,8 @@ from pi_lora.models.files import read_adapter_settings, read_config, save_config
 from pi_lora.models.loaded import load_base
 from pi_lora.models.resolve import resolve_model
 from pi_lora.recipe.files import dump_recipe
-from pi_lora.scaling.config import Method, method_of, window_of
 from pi_lora.scaling.extension import Extension
+from pi_lora.scaling.rope import Method, Rope
 from pi_lora.scaling.verify import build_on_meta, rotary_frequencies
 from pi_lora.staging import resolve_run
 from random_runs import put_on_hub, save_run
@@ -103,7 +103,7 @@ def test_every_reader_of_a_saved_config_gets_the_same_model(small_model: Path, t
         (folder / "config.json").write_text(json.dumps(kept))
         theirs = AutoModelForCausalLM.from_pretrained(folder)
         torch.testing.assert_close(theirs(IDS).logits, ours, rtol=0, atol=0)
-        assert window_of(read_config(folder)) == 256
+        assert Rope(read_config(folder)).window == 256
 
 
 @torch.no_grad()
@@ -116,7 +116,7 @@ def test_a_run_is_loaded_and_merged_with_its_method(lora_run: Path, tmp_path: Pa
     save_config(base.extended(Extension(96, 64, method, factors=factors)).config, run)
     loaded, merged = load(str(run)), load(str(merge(run, tmp_path / "merged").folder))
     assert (loaded.window, loaded.scale) == (merged.window, merged.scale) == (96, 1.5)
-    assert method_of(loaded.source.config) == method_of(merged.source.config) == method
+    assert Rope(loaded.source.config).method == Rope(merged.source.config).method == method
     torch.testing.assert_close(merged.module(IDS).logits, loaded.module(IDS).logits, rtol=1e-4, atol=1e-4)
 
 

@@ -25,7 +25,7 @@ from pi_lora.planning.new_recipe import choose, first_plan
 from pi_lora.planning.training_plan import TrainingPlan
 from pi_lora.preflight import check, plan_or_refuse
 from pi_lora.recipe.files import load_recipe
-from pi_lora.scaling.config import window_of
+from pi_lora.scaling.rope import Rope
 
 MODELS = """HuggingFaceTB/SmolLM2-1.7B Qwen/Qwen3-0.6B-Base Qwen/Qwen3-8B-Base huggyllama/llama-7b huggyllama/llama-13b
 huggyllama/llama-65b meta-llama/Meta-Llama-3-8B mistralai/Mistral-7B-v0.3""".split()
@@ -60,7 +60,7 @@ def command(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.Capt
 @pytest.mark.parametrize("memory", ["12GB", "24GB", "48GB", "80GB"])
 @pytest.mark.parametrize("model", MODELS)
 def test_a_plan_fits_the_card_or_is_refused(model: str, memory: str, tmp_path: Path) -> None:
-    target = 4 * window_of(resolve_model(model, shipped=True).config)
+    target = 4 * Rope(resolve_model(model, shipped=True).config).window
     try:
         plan = chosen(model, target, memory)
     except PiLoraError:
@@ -327,7 +327,7 @@ def test_new_warns_about_a_chat_model_without_chats(command: Command, small_mode
 def test_the_recipe_says_why_it_has_this_scaling(
     model: str, scaling: str, reason: str, command: Command, tmp_path: Path
 ) -> None:
-    target = 2 * window_of(resolve_model(model, shipped=True).config)
+    target = 2 * Rope(resolve_model(model, shipped=True).config).window
     status, _, _ = command(model, "--target", str(target), "--gpu", "80GB", "--output", "mine.yaml")
     assert status == 0
     assert re.search(f"^# Scaling {scaling}: .*{reason}", (tmp_path / "mine.yaml").read_text(), re.MULTILINE)

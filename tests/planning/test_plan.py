@@ -31,8 +31,9 @@ from pi_lora.planning.gpus import CPU, GIB, GPUS, MIB, device_for, find_gpu, gpu
 from pi_lora.planning.layer import layer_bytes
 from pi_lora.planning.training_plan import Target, TrainingPlan, plan_recipe
 from pi_lora.recipe.schema import Recipe, Training, Tuning
-from pi_lora.scaling.config import full_attention_rope, window_of
-from pi_lora.scaling.extension import Extension, methods_for
+from pi_lora.scaling.config import full_attention_rope
+from pi_lora.scaling.extension import Extension
+from pi_lora.scaling.rope import Rope
 
 LLAMA = "huggyllama/llama-7b"
 OPTIMIZERS = ("adamw", "paged_adamw_8bit")
@@ -352,10 +353,10 @@ def test_shipped_shapes_equal_counted_ones(folder: Path) -> None:
 def test_a_shipped_config_is_extended_as_transformers_reads_it(folder: Path) -> None:
     shipped = resolve_model(folder.name.replace("--", "/"), shipped=True).config
     read = resolve_model(str(folder)).config
-    assert window_of(shipped) == window_of(read)
-    assert methods_for(shipped) == methods_for(read)
+    assert Rope(shipped).window == Rope(read).window
+    assert Rope(shipped).scalings == Rope(read).scalings
     assert full_attention_rope(shipped).items() <= full_attention_rope(read).items()
-    extension = Extension(2 * window_of(read), scaling=methods_for(read)[0])
+    extension = Extension(2 * Rope(read).window, scaling=Rope(read).scalings[0])
     assert (
         resolve_model(ModelRef(folder.name.replace("--", "/"), extension=extension), shipped=True).extension
         == extension

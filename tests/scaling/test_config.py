@@ -9,20 +9,9 @@ from hypothesis import strategies as st
 
 from conftest import refused
 from pi_lora.errors import ScalingError
-from pi_lora.scaling.config import (
-    Method,
-    full_attention_rope,
-    is_extension_of,
-    local_window,
-    method_of,
-    normalize_max_positions,
-    read_rope,
-    rotary_dimensions,
-    scale_of,
-    window_of,
-    with_legacy_rope_keys,
-)
-from pi_lora.scaling.extension import Extension, extend_config, methods_for
+from pi_lora.scaling.config import full_attention_rope, local_window, read_rope, with_legacy_rope_keys
+from pi_lora.scaling.extension import Extension, extend_config
+from pi_lora.scaling.rope import Method, Rope, normalize_max_positions
 
 LLAMA_5: dict[str, Any] = {
     "model_type": "llama",
@@ -50,22 +39,22 @@ def test_pi_writes_both_dialects_and_keeps_theta(base: dict[str, Any]) -> None:
     assert extended["rope_theta"] == 10000.0
     assert extended["rope_scaling"] == {"type": "linear", "rope_type": "linear", "factor": 8.0, "rope_theta": 10000.0}
     assert extended["max_position_embeddings"] == 2048
-    assert window_of(extended) == 16384
+    assert Rope(extended).window == 16384
     assert base == before
 
 
 def test_direct_declares_the_window_and_rescales_nothing() -> None:
     extended = extend_config(LLAMA_5, Extension(8192, 2048, "direct"))
-    assert scale_of(extended) == 1
+    assert Rope(extended).scale == 1
     assert extended["rope_scaling"] is None
-    assert window_of(extended) == 8192
+    assert Rope(extended).window == 8192
 
 
 @given(windows, st.integers(1, 100_000))
 def test_the_extended_window_is_the_target_and_the_original_stays(original: int, more: int) -> None:
     target = original + more
     extended = extend_config({**LLAMA_5, "max_position_embeddings": original}, Extension(target, original))
-    assert window_of(extended) == target
+    assert Rope(extended).window == target
     assert extended["max_position_embeddings"] == original
 
 
@@ -90,10 +79,10 @@ def test_the_window_is_read_as_each_architecture_defines_it(name: str) -> None:
     if "gemma" in name:
         config |= {"model_type": "gemma3_text", "rope_local_base_freq": 1e4}
     read = normalize_max_positions(config, longest_input)
-    assert window_of(read) == window
-    if method_of(read) == "pi":
+    assert Rope(read).window == window
+    if Rope(read).method == "pi":
         extended = extend_config(read, Extension(2 * window, window))
-        assert (window_of(extended), scale_of(extended)) == (2 * window, 2 * scale_of(config))
+        assert (Rope(extended).window, Rope(extended).scale) == (2 * window, 2 * Rope(config).scale)
 
 
 def test_per_layer_ropes_change_on_full_attention_only() -> None:
@@ -140,9 +129,9 @@ def test_every_method_declares_target_and_scale_in_both_dialects(
     extended = extend_config(small, Extension(target, original, method))
     old_reader = {key: value for key, value in extended.items() if key != "rope_parameters"}
     for config in (extended, old_reader):
-        assert window_of(config) == target
-        assert scale_of(config) == pytest.approx(target / original)
-        assert method_of(config) == method
+        assert Rope(config).window == target
+        assert Rope(config).scale == pytest.approx(target / original)
+        assert Rope(config).method == method
     assert read_rope(old_reader) == extended["rope_parameters"]
     assert with_legacy_rope_keys(old_reader) == with_legacy_rope_keys(extended) == extended
 
@@ -154,12 +143,12 @@ def test_an_extended_config_is_recognized_as_an_extension_of_its_base(
     base = {**LLAMA_5, "max_position_embeddings": 64, "head_dim": 16}
     factors = (1.0,) * 7 + (4.0,) if method == "factors" else None
     run = extend_config(base, Extension(64 + more, 64, method, factors=factors))
-    assert is_extension_of(run, base)
+    assert Rope(run).extends(Rope(base))
     further = extend_config(base, Extension(64 + more + even_more, 64))
     interpolated = extend_config(base, Extension(64 + more, 64))
-    assert is_extension_of(further, interpolated)
-    assert not is_extension_of(interpolated, further)
-    assert is_extension_of(run, interpolated) == (method == "pi")
+    assert Rope(further).extends(Rope(interpolated))
+    assert not Rope(interpolated).extends(Rope(further))
+    assert Rope(run).extends(Rope(interpolated)) == (method == "pi")
 
 
 @pytest.mark.parametrize("method", ["dynamic", "yarn", "llama3"])
@@ -174,8 +163,8 @@ def test_phi3_is_interpolated_as_longrope() -> None:
     once = extend_config(base, Extension(4096, 2048))
     assert once["rope_scaling"] == {"type": "longrope", "short_factor": [2.0] * 8, "long_factor": [2.0] * 8}
     assert once["max_position_embeddings"] == once["original_max_position_embeddings"] == 4096
-    twice = extend_config(once, Extension(16384, window_of(once)))
-    assert (scale_of(twice), window_of(twice), method_of(twice)) == (8, 16384, "pi")
+    twice = extend_config(once, Extension(16384, Rope(once).window))
+    assert (Rope(twice).scale, Rope(twice).window, Rope(twice).method) == (8, 16384, "pi")
 
 
 @pytest.mark.parametrize("method", ["pi", "yarn", "theta", "factors"])
@@ -207,13 +196,13 @@ def test_divisors_that_divide_nothing_are_refused_as_such() -> None:
 
 def test_zamba_rotates_the_heads_of_its_attention() -> None:
     config = {**LLAMA_5, "attention_head_dim": 32, "hidden_size": 64, "num_attention_heads": 4}
-    assert rotary_dimensions(config, LLAMA_5["rope_parameters"]) == (32, 32)
+    assert Rope(config).dimensions == (32, 32)
 
 
 def test_ropes_per_layer_type_unknown_to_transformers_4_get_no_top_level_fields() -> None:
     """transformers 5 would give a top-level `rope_scaling` to the sliding layers too, or replace both ropes by it."""
     extended = extend_config({**GEMMA, "model_type": "mimo_v2_flash"}, Extension(32768, 8192))
-    assert scale_of(extended) == 4
+    assert Rope(extended).scale == 4
     assert not {"rope_scaling", "rope_theta", "rope_local_base_freq"} & extended.keys()
 
 
@@ -250,7 +239,7 @@ def test_the_attention_span_is_that_of_the_longest_layer(fields: dict[str, Any],
 def test_a_target_beyond_every_attention_span_is_refused(target: int) -> None:
     base = {**LLAMA_5, "sliding_window": 4096}
     if target <= 4096:
-        assert window_of(extend_config(base, Extension(target, 2048))) == target
+        assert Rope(extend_config(base, Extension(target, 2048))).window == target
     else:
         with refused(ScalingError, f"context.target: {target}", 4096):
             extend_config(base, Extension(target, 2048))
@@ -267,7 +256,7 @@ def test_a_rope_without_numbers_is_refused_in_a_line(kind: str, scaling: dict[st
 
 def test_a_config_without_a_window_is_refused() -> None:
     with refused(ScalingError, "model of type llama", "max_position_embeddings", "config.json"):
-        window_of({"model_type": "llama", "rope_theta": 1e4})
+        assert Rope({"model_type": "llama", "rope_theta": 1e4}).window
 
 
 def test_a_dynamic_base_is_refused() -> None:
@@ -295,7 +284,7 @@ def test_layers_without_a_rope_have_none_in_either_dialect() -> None:
 
 def test_a_yarn_without_its_original_window_multiplies_the_declared_one() -> None:
     rope = {"rope_theta": 1e4, "rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": None}
-    assert window_of({"model_type": "llama", "max_position_embeddings": 2048, "rope_parameters": rope}) == 8192
+    assert Rope({"model_type": "llama", "max_position_embeddings": 2048, "rope_parameters": rope}).window == 8192
 
 
 def test_the_window_of_a_scaled_base_is_in_its_config() -> None:
@@ -311,13 +300,13 @@ def test_the_window_of_a_scaled_base_is_in_its_config() -> None:
 @pytest.mark.parametrize("target", [50_000, 65_536, 100_000])
 def test_a_target_that_the_factor_does_not_divide_is_reached(target: int) -> None:
     config = {**LLAMA_5, "head_dim": 64, "rope_parameters": {"rope_type": "linear", "rope_theta": 1e4, "factor": 3.0}}
-    assert target <= window_of(extend_config(config, Extension(target, None, "theta"))) < target + 3
+    assert target <= Rope(extend_config(config, Extension(target, None, "theta"))).window < target + 3
 
 
 def test_frequencies_divided_by_one_number_are_divided_further() -> None:
     """Phi-3 under `pi`. Under a larger theta, an adapter would not be known as that of the base."""
     config = {**LLAMA_5, "model_type": "phi3", "head_dim": 64, "original_max_position_embeddings": 2048}
     once = extend_config(config, Extension(4096, None, "pi"))
-    assert methods_for(once) == ("pi", "direct")
+    assert Rope(once).scalings == ("pi", "direct")
     twice = full_attention_rope(extend_config(once, Extension(10_000, None, "pi")))
     assert set(twice["long_factor"]) == {10_000 / 2048}

@@ -31,15 +31,9 @@ from conftest import extend, refused
 from pi_lora.errors import ScalingError
 from pi_lora.model_ref import ModelRef
 from pi_lora.models.resolve import resolve_model
-from pi_lora.scaling.config import (
-    Method,
-    full_attention_rope,
-    method_of,
-    rotary_frequencies_of,
-    scale_of,
-    window_of,
-)
-from pi_lora.scaling.extension import Extension, extend_config, methods_for
+from pi_lora.scaling.config import full_attention_rope
+from pi_lora.scaling.extension import Extension, extend_config
+from pi_lora.scaling.rope import Method, Rope
 from pi_lora.scaling.verify import build_on_meta, check_scaling, rotary_frequencies
 
 SMALL: dict[str, Any] = {
@@ -128,17 +122,17 @@ SCALED = ("pi", "yarn", "theta", "llama3", "factors")
 SUITABLE = [
     (family, method)
     for family, config in FAMILIES.items()
-    for method in methods_for(config.to_dict())
+    for method in Rope(config.to_dict()).scalings
     if method in SCALED
 ]
 
 
 def fourfold(config: dict[str, Any], method: Method) -> Extension:
     """To four times the window; under `factors` with a divisor of its own for each frequency, the last one huge."""
-    window = window_of(config)
+    window = Rope(config).window
     factors = None
     if method == "factors":
-        factors = (*(1 + 0.5 * index for index in range(len(rotary_frequencies_of(config)) - 1)), 1e9)
+        factors = (*(1 + 0.5 * index for index in range(len(Rope(config).frequencies) - 1)), 1e9)
     return Extension(4 * window, window, method, factors=factors)
 
 
@@ -214,15 +208,15 @@ def window_in_vllm(config: Mapping[str, Any]) -> int:
 @pytest.mark.parametrize(("family", "method"), SUITABLE)
 def test_frequencies_in_transformers_equal_the_formula_of_every_suitable_scaling(family: str, method: Method) -> None:
     config, after = extended(family, method)
-    window = window_of(config)
+    window = Rope(config).window
     plain = plain_model(family)
     check_scaling(plain, config, fourfold(config, method))
     found = frequencies(build_on_meta(type(FAMILIES[family]), after))
     assert found == pytest.approx(formula(after), rel=1e-5)
     assert not np.array_equal(found, frequencies(plain))
-    assert window_of(after) == window_in_vllm(after) == 4 * window
-    assert method_of(after) == method
-    assert scale_of(after) / (scale_of(config) if method in ("pi", "yarn", "llama3") else 1) == pytest.approx(4)
+    assert Rope(after).window == window_in_vllm(after) == 4 * window
+    assert Rope(after).method == method
+    assert Rope(after).scale / (Rope(config).scale if method in ("pi", "yarn", "llama3") else 1) == pytest.approx(4)
 
 
 def extended_folder(family: str, folder: Path, method: Method | None = None) -> Path:
@@ -230,7 +224,7 @@ def extended_folder(family: str, folder: Path, method: Method | None = None) -> 
     config = FAMILIES[family].to_dict()
     torch.manual_seed(0)
     AutoModelForCausalLM.from_config(type(FAMILIES[family]).from_dict(config)).save_pretrained(folder / "base")
-    method = method or ("yarn" if "yarn" in methods_for(config) else methods_for(config)[0])
+    method = method or ("yarn" if "yarn" in Rope(config).scalings else Rope(config).scalings[0])
     extend(resolve_model(ModelRef(str(folder / "base"), extension=fourfold(config, method))), folder / "extended")
     return folder / "extended"
 
@@ -241,7 +235,7 @@ def test_the_extended_folder_of_each_family_is_read_with_its_scaling(family: str
     model = AutoModelForCausalLM.from_pretrained(folder)
     config = json.loads((folder / "config.json").read_text())
     assert frequencies(model) == pytest.approx(formula(config), rel=1e-5)
-    assert window_of(config) == window_in_vllm(config) == 4 * window_of(FAMILIES[family].to_dict())
+    assert Rope(config).window == window_in_vllm(config) == 4 * Rope(FAMILIES[family].to_dict()).window
     base = AutoModelForCausalLM.from_pretrained(tmp_path / "base").state_dict()
     assert all(torch.equal(weight, base[name]) for name, weight in model.state_dict().items())
 
@@ -266,7 +260,7 @@ def test_transformers_4_reads_each_family_with_its_scaling(
     in_transformers_4: Callable[..., str], tmp_path: Path
 ) -> None:
     extensions: list[tuple[str, Method | None]] = [(family, None) for family in IN_4]
-    extensions += [(family, "factors") for family in IN_4 if "factors" in methods_for(FAMILIES[family].to_dict())]
+    extensions += [(family, "factors") for family in IN_4 if "factors" in Rope(FAMILIES[family].to_dict()).scalings]
     folders = [
         extended_folder(family, tmp_path / str(number), method) for number, (family, method) in enumerate(extensions)
     ]
@@ -278,7 +272,7 @@ def test_transformers_4_reads_each_family_with_its_scaling(
 
 @pytest.mark.parametrize("family", FAMILIES)
 def test_unsuitable_scalings_are_refused_and_suitable_ones_named(family: str) -> None:
-    suitable = methods_for(FAMILIES[family].to_dict())
+    suitable = Rope(FAMILIES[family].to_dict()).scalings
     for method in set(SCALED) - set(suitable):
         with refused(ScalingError, f"scaling: {method}", *suitable):
             extended(family, method)

@@ -8,9 +8,8 @@ from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 from conftest import BUILTIN, refused
 from pi_lora.errors import ScalingError
 from pi_lora.models.resolve import resolve_model
-from pi_lora.scaling.config import Method
 from pi_lora.scaling.extension import Extension
-from pi_lora.scaling.rope import attention_factor_of
+from pi_lora.scaling.rope import Method, Rope
 
 TYPES: dict[Method, str] = {"pi": "linear", "yarn": "yarn", "llama3": "llama3", "factors": "longrope"}
 
@@ -58,4 +57,4 @@ def test_a_scaling_that_is_computed_slightly_otherwise_is_refused(
 def test_the_factor_of_cosines_is_stated_or_the_default_of_the_rope_type(rope: dict[str, Any], factor: float) -> None:
     rope = {"rope_theta": 1e4, "original_max_position_embeddings": 256, **rope}
     config = {"max_position_embeddings": 1024, "rope_parameters": rope}
-    assert attention_factor_of(config) == pytest.approx(factor, rel=1e-8)
+    assert Rope(config).attention_factor == pytest.approx(factor, rel=1e-8)

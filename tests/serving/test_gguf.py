@@ -16,8 +16,8 @@ from pi_lora import cli
 from pi_lora.errors import ModelError, RunExistsError
 from pi_lora.model_ref import ModelRef
 from pi_lora.models.resolve import resolve_model
-from pi_lora.scaling.config import Method
 from pi_lora.scaling.extension import Extension
+from pi_lora.scaling.rope import Method, Rope
 from pi_lora.serving.gguf import CONVERTER, _has_scaling, export_gguf, find_converter
 from random_runs import put_on_hub
 
@@ -207,7 +207,7 @@ def test_pi_of_gemma4_needs_divisors_in_the_file(written: float, is_kept: bool, 
     writer.write_kv_data_to_file()
     writer.write_tensors_to_file()
     writer.close()
-    model = SimpleNamespace(config=config)
+    model = SimpleNamespace(config=config, rope=Rope(config))
     assert _has_scaling(gguf.GGUFReader(file), "gemma4", model) == is_kept  # type: ignore[arg-type]
 
 

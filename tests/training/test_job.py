@@ -27,8 +27,8 @@ from pi_lora.models.saving import write_generation_config
 from pi_lora.recipe.files import load_recipe
 from pi_lora.recipe.schema import Recipe
 from pi_lora.run import Run
-from pi_lora.scaling.config import scale_of, window_of
 from pi_lora.scaling.extension import Extension
+from pi_lora.scaling.rope import Rope
 from pi_lora.training.callbacks import LIBRARY_LOG, redirect_library_logs
 from pi_lora.training.job import closing_lines
 from pi_lora.training.trainer import trainer_arguments
@@ -57,7 +57,7 @@ def test_a_lora_run_folder_is_complete(lora_run: Path, small_model: Path) -> Non
         "training.jsonl",
     }
     config = json.loads((lora_run / "config.json").read_text())
-    assert (scale_of(config), window_of(config)) == (2, 128)
+    assert (Rope(config).scale, Rope(config).window) == (2, 128)
     assert json.loads((lora_run / "tokenizer_config.json").read_text())["model_max_length"] == 128
     assert load_recipe(lora_run / "recipe.yaml").recipe == small_recipe(small_model)
     made_with = json.loads((lora_run / "run.json").read_text())
