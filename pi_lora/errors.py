@@ -4,25 +4,24 @@ from collections.abc import Sequence
 
 
 class PiLoraError(Exception):
-    """An error that the user can correct; the command line prints it without a traceback and exits with 2."""
+    """An error that the user can correct: a mistake, or several, a line each. The command line prints it without a
+    traceback and exits with 2.
+    """
+
+    def __str__(self) -> str:
+        return "\n".join(self.problems)
 
     @property
     def problems(self) -> tuple[str, ...]:
         """The mistakes, a line each."""
-        return (str(self),)
+        return self.args
 
 
 class RecipeError(PiLoraError):
     """All mistakes of one recipe together, a line each."""
 
     def __init__(self, problems: Sequence[str]) -> None:
-        super().__init__("\n".join(problems))
-        self._problems = tuple(problems)
-
-    @property
-    def problems(self) -> tuple[str, ...]:
-        """All mistakes, a line each."""
-        return self._problems
+        super().__init__(*problems)
 
 
 class ScalingError(PiLoraError):

@@ -1,7 +1,7 @@
 """The checks of a recipe before anything is downloaded, tokenized or loaded; all mistakes are reported together."""
 
 import importlib.util
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -12,10 +12,10 @@ from huggingface_hub.errors import NotASafetensorsRepoError, SafetensorsParsingE
 from transformers import get_scheduler
 
 from pi_lora.data.batches import packing_problems
-from pi_lora.data.examples import amount_problems, data_problems, too_short_for
-from pi_lora.data.sources import HELD_OUT_KEYS, PINNED
+from pi_lora.data.examples import amount_problems, data_problems
 from pi_lora.errors import ModelError, PiLoraError, RecipeError, first_line
-from pi_lora.evaluation.summarization import complete
+from pi_lora.evaluation.measurement import Preview
+from pi_lora.evaluation.suite import problems_of, requested_measurements
 from pi_lora.hub import hub_errors
 from pi_lora.models.adapter import check_shape, check_targets
 from pi_lora.models.files import BUILTIN, methods_on, quantization_of
@@ -26,8 +26,6 @@ from pi_lora.models.shape import dense_mlps
 from pi_lora.models.source import Base, ModelSource
 from pi_lora.planning.advice import plan_lines
 from pi_lora.planning.training_plan import TrainingPlan
-from pi_lora.recipe.data import Data, Source
-from pi_lora.recipe.evaluation import TextOptions
 from pi_lora.recipe.schema import Recipe, Training
 from pi_lora.run import Run
 from pi_lora.staging import check_output, staging_path
@@ -164,78 +162,17 @@ def _check_weights(model: ModelSource, ask_hub: bool) -> None:
 
 
 def _evaluation_problems(recipe: Recipe, tokenizer: Any, ask_hub: bool) -> Iterator[str]:
+    evaluation = recipe.evaluation
     target = recipe.context.target
-    yield from _perplexity_problems(recipe, tokenizer, ask_hub)
-    chat = recipe.evaluation.chat
-    if chat:
-        chats = Data.model_validate({"source": {"name": chat.data, "column": chat.column, "split": chat.split}})
-        window = chat.window or target
-        yield from data_problems(chats, ask_hub, key="evaluation.chat.data", tokenizer=tokenizer, window=window)
-    context = recipe.evaluation.context
-    if context:
-        windows = {"window": context.window or target}
-        yield from _text_problems("context", context, windows, tokenizer, ask_hub)
-    summaries = recipe.evaluation.summarization
-    if summaries and summaries.data:
-        _, rows = complete(summaries, recipe)
-        yield from data_problems(
-            rows,
-            ask_hub,
-            key="evaluation.summarization.data",
-            held_out=True,
-            tokenizer=tokenizer,
-            window=target,
-        )
-    files = {}
-    if context and context.key_tokens:
-        files["context.key_tokens"] = context.key_tokens
-    benchmarks = recipe.evaluation.benchmarks
-    if benchmarks:
-        for entry in benchmarks.data:
-            task, _, file = entry.partition("=")
-            files[f"benchmarks.data: {task}"] = file
-    for key, name in files.items():
-        if not Path(name).expanduser().is_file():
-            yield f"evaluation.{key}: {name}: no such file; correct the name"
-
-
-def _text_problems(
-    measurement: str, options: TextOptions, windows: Mapping[str, int], tokenizer: Any, ask_hub: bool
-) -> Iterator[str]:
-    """Yield the problems of a text that is measured, also that no document has the tokens that a key of `windows` or
-    `min_tokens` needs.
-    """
-    if options.data is None or options.data in PINNED:
-        return
-    section = f"evaluation.{measurement}"
-    source = Source.model_validate({"name": options.data, **options.model_dump(include=HELD_OUT_KEYS)})
-    problems = data_problems(Data(source=(source,)), ask_hub, key=f"{section}.data", held_out=True)
-    yield from problems
-    if problems:
-        return
-    needed = {**windows, "min_tokens": options.min_tokens or 0}
-    key = max(needed, key=needed.__getitem__)
-    too_short = too_short_for(source, needed[key], tokenizer)
-    if too_short:
-        yield f"{section}.data: {too_short}; name longer texts, or lower {section}.{key}"
-
-
-def _perplexity_problems(recipe: Recipe, tokenizer: Any, ask_hub: bool) -> Iterator[str]:
-    perplexity = recipe.evaluation.perplexity
-    target = recipe.context.target
-    if perplexity is None:
-        return
-    during_training = recipe.evaluation.in_short().perplexity or perplexity
-    for options in (perplexity, during_training):
-        stride = options.stride or target
-        truncate = options.truncate or target
-        if options.windows is None and not stride <= target <= truncate:
+    for options in (evaluation.perplexity, evaluation.in_short().perplexity):
+        stride = (options and options.stride) or target
+        truncate = (options and options.truncate) or target
+        if options and options.windows is None and not stride <= target <= truncate:
             yield f"evaluation: the target window is {target}; lower stride to it, or raise truncate to it"
-            break
-    if perplexity.data is None and not recipe.model.name.startswith(BUILTIN):
+    if evaluation.perplexity and evaluation.perplexity.data is None and not recipe.model.name.startswith(BUILTIN):
         yield "evaluation.perplexity.data: is missing; name a text that the model is not tuned on"
-    windows = {"windows": max(perplexity.windows or [target])}
-    yield from _text_problems("perplexity", perplexity, windows, tokenizer, ask_hub)
+    preview = Preview(target, tokenizer, recipe, ask_hub, section="evaluation")
+    yield from problems_of(requested_measurements(evaluation), preview)
 
 
 def _machine_problems(recipe: Recipe) -> Iterator[str]:

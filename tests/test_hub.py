@@ -193,7 +193,7 @@ def test_every_refusal_is_one_line_with_what_to_do(
     (tmp_path / "adapters" / "gov").mkdir(parents=True)
     if token:
         monkeypatch.setenv("HF_TOKEN", token)
-    words = ("perplexity", name, "--data", data or "me/books", "--windows", "32")
+    words = ("perplexity", name, "--data", data or "builtin:stdlib", "--windows", "32")
     status, _, errors = run_captured(capsys, monkeypatch, "eval", *words)
     assert status == 2
     assert errors.count("\n") == 1

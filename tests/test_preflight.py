@@ -262,12 +262,12 @@ def test_every_text_of_the_evaluation_is_there_before_the_training(small_model: 
     with pytest.raises(RecipeError) as raised:
         check(small_recipe(small_model, evaluation=evaluation), tmp_path / "run")
     wheres = [
-        "evaluation.chat.data: the tokenizer ",
-        "evaluation.chat.data: ./no-chats.jsonl: ",
         "evaluation.context.data: ./no-text: ",
-        "evaluation.summarization.data: ./no-reports.jsonl: ",
         "evaluation.context.key_tokens: keys.json: ",
         "evaluation.benchmarks.data: boolq: gone.jsonl: ",
+        "evaluation.summarization.data: ./no-reports.jsonl: ",
+        "evaluation.chat.data: the tokenizer ",
+        "evaluation.chat.data: ./no-chats.jsonl: ",
     ]
     problems = raised.value.problems
     assert [problem.startswith(where) for problem, where in zip(problems, wheres, strict=True)] == [True] * 6
@@ -351,6 +351,7 @@ def test_measurements_that_cannot_work_are_refused_before_the_training(
     for model, evaluation, *names in (
         (small_model, {"chat": {"data": usable["name"], "column": "conversations"}}, "chat template"),
         (with_chat_template, {"chat": {"data": bots["name"], "column": "conversations"}}, "turns of the bot"),
+        (small_model, {"perplexity": {"data": "builtin:recall"}}, "builtin:recall"),
         (small_model, {"context": {"data": str(text), "window": 256}}, "256 tokens", "evaluation.context.window"),
         (
             small_model,
@@ -360,9 +361,10 @@ def test_measurements_that_cannot_work_are_refused_before_the_training(
         ),
         (small_model, {"summarization": {**summaries, "summary": "none"}}, "empty rows left out: 1"),
         (small_model, {"summarization": {**summaries, "max_new_tokens": 127}}, "rows too long"),
+        (small_model, {"passkey": {"targets": [16, 512]}}, "16 tokens"),
     ):
         [measurement] = evaluation
-        with refused(RecipeError, f"evaluation.{measurement}.data: ", *names):
+        with refused(RecipeError, f"evaluation.{measurement}.", *names):
             check(small_recipe(model, evaluation=evaluation), tmp_path / "run")
 
 

@@ -353,6 +353,7 @@ def share_to_hold_out(source: Source, target: int) -> float | None:
     return share
 
 
+FOR_TRAINING = f"{RECALL}: is for training; measure recall with `pi-lora eval passkey` or `pi-lora eval ruler`"
 # The keys that a source of text and `evaluation.perplexity` share.
 HELD_OUT_KEYS = {"column", "subset", "split", "hold_out"}
 # Repository, commit and file. PG-19 has all 100 books of the test split; `deepmind/pg19` itself needs a script.
@@ -415,7 +416,7 @@ def evaluation_documents(options: TextOptions) -> Iterator[Document]:
     """
     name = options.data or STDLIB
     if name == RECALL:
-        raise DataError(f"{name}: is for training; measure recall with `pi-lora eval passkey` or `pi-lora eval ruler`")
+        raise DataError(FOR_TRAINING)
     if name in PINNED:
         source, file = PINNED[name]
         return hub_file(source, file).documents()

@@ -3,8 +3,19 @@ metrics of lm-eval.
 """
 
 from collections.abc import Iterator, Sequence
+from pathlib import Path
 
-from pi_lora.evaluation.measurement import Measurement, Metric, Result, Scores, Session, Value, header_of, proportion
+from pi_lora.evaluation.measurement import (
+    Measurement,
+    Metric,
+    Preview,
+    Result,
+    Scores,
+    Session,
+    Value,
+    header_of,
+    proportion,
+)
 from pi_lora.models.loaded import LoadedModel
 from pi_lora.models.source import ModelSource
 from pi_lora.recipe.evaluation import BenchmarksOptions
@@ -40,6 +51,13 @@ class Benchmarks(Measurement[BenchmarksOptions, BenchmarkScores]):
         """Fill in the window: the shortest original window of the models."""
         window = options.window or min(model.original for model in models)
         return options.changed(window=window)
+
+    def problems(self, options: BenchmarksOptions, preview: Preview) -> Iterator[str]:
+        """Yield the files of examples that are missing."""
+        for entry in options.data:
+            task, _, file = entry.partition("=")
+            if not Path(file).expanduser().is_file():
+                yield f"{preview.key('data')}: {task}: {file}: no such file; correct the name"
 
     def check(self, options: BenchmarksOptions) -> None:
         """Read the examples of the tasks."""

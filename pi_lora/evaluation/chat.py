@@ -10,6 +10,7 @@ import torch
 from torch.nn.functional import kl_div
 
 from pi_lora.data.chats import MASKED, ChatTemplate
+from pi_lora.data.examples import data_problems
 from pi_lora.data.sources import find_table, format_counts, streamed
 from pi_lora.data.tokens import Labelled
 from pi_lora.errors import DataError
@@ -17,6 +18,7 @@ from pi_lora.evaluation.forward import check_numbers, logits_in_parts, pad_rows,
 from pi_lora.evaluation.measurement import (
     Measurement,
     Metric,
+    Preview,
     Result,
     Scores,
     Session,
@@ -29,7 +31,7 @@ from pi_lora.model_ref import ModelRef
 from pi_lora.models.loaded import LoadedModel, load_model
 from pi_lora.models.resolve import resolve_model
 from pi_lora.models.source import ModelSource
-from pi_lora.recipe.data import Source
+from pi_lora.recipe.data import Data, Source
 from pi_lora.recipe.evaluation import ChatOptions
 from pi_lora.types import Json
 
@@ -74,9 +76,19 @@ class Chats(Measurement[ChatOptions, ChatScores]):
                     raise DataError(f"--base: {base.name}: has another vocabulary than {model.name}; name its own base")
         return options.changed(window=options.window or min(windows))
 
+    def problems(self, options: ChatOptions, preview: Preview) -> list[str]:
+        """Return the problems of the chats."""
+        return data_problems(
+            Data(source=(chats_of(options),)),
+            preview.ask_hub,
+            key=preview.key("data"),
+            tokenizer=preview.tokenizer,
+            window=options.window or preview.window,
+        )
+
     def measure(self, model: LoadedModel, options: ChatOptions, session: Session) -> ChatScores:
         """Measure a model, with the base in memory too. Raise DataError if the data cannot be read, or no chat fits."""
-        source = Source(name=options.data, column=options.column, split=options.split)
+        source = chats_of(options)
         table = find_table(streamed(source) if options.limit else source)
         counts = Counter[str]()
         rows = table.read([source.column], None)
@@ -139,6 +151,11 @@ class Chats(Measurement[ChatOptions, ChatScores]):
             dataset=scores.options.data,
             hub_name="KL divergence",
         )
+
+
+def chats_of(options: ChatOptions) -> Source:
+    """Return the chats that options name, as a source."""
+    return Source(name=options.data, column=options.column, split=options.split)
 
 
 def vocabulary_of(model: ModelSource) -> tuple[Json, int]:

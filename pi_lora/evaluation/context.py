@@ -17,12 +17,13 @@ from pydantic import Field
 
 from pi_lora.data.tokens import added_prefix, token_spans
 from pi_lora.drawing import Panel, draw_curves, draw_marked_text
-from pi_lora.errors import DataError
+from pi_lora.errors import DataError, ModelError
 from pi_lora.evaluation.forward import check_numbers, pass_tokens
 from pi_lora.evaluation.intervals import Pairs, of_means
 from pi_lora.evaluation.measurement import (
     Measurement,
     Metric,
+    Preview,
     Result,
     Scores,
     Session,
@@ -31,7 +32,7 @@ from pi_lora.evaluation.measurement import (
     header_of,
 )
 from pi_lora.evaluation.perplexity import Piece, Sweep, scored_losses
-from pi_lora.evaluation.texts import TokenizedDocument, choose_documents, complete
+from pi_lora.evaluation.texts import TokenizedDocument, choose_documents, complete, text_problems
 from pi_lora.models.loaded import LoadedModel
 from pi_lora.models.source import ModelSource
 from pi_lora.models.weights import finite
@@ -106,9 +107,13 @@ class Context(Measurement[ContextOptions, ContextScores]):
         window, short_window, stride = options.sizes(max(model.window for model in models))
         return complete(options, models, window=window, short_window=short_window, stride=stride)
 
-    def check(self, options: ContextOptions) -> None:
-        """Raise ModelError if the key tokens of another model cannot be read."""
-        read_key_tokens(options)
+    def problems(self, options: ContextOptions, preview: Preview) -> Iterator[str]:
+        """Yield the problems of the text, and of the file of key tokens."""
+        yield from text_problems(options, preview, window=options.window or preview.window)
+        try:
+            read_key_tokens(options)
+        except ModelError as problem:
+            yield f"{preview.key('key_tokens')}: {problem}"
 
     def measure(self, model: LoadedModel, options: ContextOptions, session: Session) -> ContextScores:
         """Measure the consecutive windows of the documents. The processes divide the windows."""

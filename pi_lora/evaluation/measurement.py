@@ -25,6 +25,7 @@ from pi_lora.evaluation.intervals import Interval, of_means, wilson
 from pi_lora.models.device import versions
 from pi_lora.models.loaded import LoadedModel
 from pi_lora.models.source import ModelSource
+from pi_lora.recipe.schema import Recipe
 from pi_lora.recipe.section import Section
 from pi_lora.scaling.rope import Method
 from pi_lora.storage import cache_folder, digest_of, read_json_lines
@@ -306,6 +307,29 @@ def identity_of(loaded: LoadedModel) -> Json:
     }
 
 
+@dataclass(frozen=True)
+class Preview:
+    """What is known of a model before weights are read, for the checks of measurements.
+
+    Attributes:
+        window: The context window in tokens.
+        tokenizer: The tokenizer; None if it cannot be read.
+        recipe: The recipe that the model is tuned by.
+        ask_hub: Whether texts on the hub are read.
+        section: The section of a recipe that holds the options; empty if they are options of a command.
+    """
+
+    window: int
+    tokenizer: Any = None
+    recipe: Recipe | None = None
+    ask_hub: bool = True
+    section: str = ""
+
+    def key(self, name: str) -> str:
+        """Return an option as the user names it."""
+        return f"{self.section}.{name}" if self.section else "--" + name.replace("_", "-")
+
+
 OptionsT = TypeVar("OptionsT", bound=Section)
 ScoresT = TypeVar("ScoresT", bound=Scores)
 
@@ -324,6 +348,10 @@ class Measurement(Protocol[OptionsT, ScoresT]):
     def prepare(self, options: OptionsT, models: Sequence[ModelSource]) -> OptionsT:
         """Fill in the defaults that depend on the models, so that all models are measured alike."""
         return options
+
+    def problems(self, options: OptionsT, preview: Preview) -> Iterable[str]:
+        """Return what keeps a model from being measured, as far as it shows before weights are read, a line each."""
+        return ()
 
     def check(self, options: OptionsT) -> None:
         """Raise PiLoraError before weights are read if a package is missing or examples cannot be read."""

@@ -23,6 +23,7 @@ from pi_lora.evaluation.forward import (
 from pi_lora.evaluation.measurement import (
     Measurement,
     Metric,
+    Preview,
     Result,
     Scores,
     Session,
@@ -97,6 +98,15 @@ class Passkey(Measurement[PasskeyOptions, PasskeyScores]):
         if options.longest:
             return options
         return options.changed(target=max(model.window for model in models))
+
+    def problems(self, options: PasskeyOptions, preview: Preview) -> Iterator[str]:
+        """Yield that the shortest context does not hold the prompt."""
+        target = min(options.targets or [options.target or preview.window])
+        if preview.tokenizer:
+            try:
+                make_trial(preview.tokenizer, target, k=target, key="0" * DIGITS)
+            except DataError as problem:
+                yield str(problem).replace("--target", preview.key("target"))
 
     def measure(self, model: LoadedModel, options: PasskeyOptions, session: Session) -> PasskeyScores:
         """Measure one or several lengths of context. Each process measures a share of the depths, and an interrupted

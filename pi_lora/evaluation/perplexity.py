@@ -20,8 +20,8 @@ from pydantic import Field
 from pi_lora.data.tokens import added_prefix
 from pi_lora.drawing import Panel, draw_curves, draw_perplexities
 from pi_lora.evaluation.forward import check_numbers, pad_rows, pass_tokens, token_losses
-from pi_lora.evaluation.measurement import Measurement, Metric, Result, Scores, Session, Value, header_of
-from pi_lora.evaluation.texts import TokenizedDocument, choose_documents, complete
+from pi_lora.evaluation.measurement import Measurement, Metric, Preview, Result, Scores, Session, Value, header_of
+from pi_lora.evaluation.texts import TokenizedDocument, choose_documents, complete, text_problems
 from pi_lora.models.loaded import LoadedModel
 from pi_lora.models.source import ModelSource
 from pi_lora.recipe.evaluation import PerplexityOptions
@@ -101,6 +101,10 @@ class Perplexity(Measurement[PerplexityOptions, PerplexityScores]):
             options = recipe_options.changed(**options.model_dump(exclude_unset=True, exclude_none=True))
         windows, stride = options.sweep(max(model.window for model in models))
         return complete(options, models, windows=windows, stride=stride)
+
+    def problems(self, options: PerplexityOptions, preview: Preview) -> list[str]:
+        """Return the problems of the text."""
+        return text_problems(options, preview, windows=max(options.windows or [preview.window]))
 
     def measure(self, model: LoadedModel, options: PerplexityOptions, session: Session) -> PerplexityScores:
         """Measure the documents that the options choose, at least as long as the longest window. The processes

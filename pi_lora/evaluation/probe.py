@@ -17,7 +17,7 @@ from pi_lora.evaluation.changes import change_of, verdict
 from pi_lora.evaluation.measurement import Metric, Scores, Session
 from pi_lora.evaluation.passkey import PasskeyScores
 from pi_lora.evaluation.perplexity import PerplexityScores
-from pi_lora.evaluation.suite import MEASUREMENTS, metrics_of, setting_of
+from pi_lora.evaluation.suite import MEASUREMENTS, metrics_of, prepare, setting_of
 from pi_lora.models.device import device, hardware, has_fast_bfloat16, versions
 from pi_lora.models.loaded import load_model
 from pi_lora.models.source import Base, ModelSource
@@ -216,8 +216,8 @@ def _probe_target(base: ModelSource, target: int, options: ProbeOptions, session
         truncate=target,
         documents=options.documents or min(MAX_DOCUMENTS, samples),
     )
-    # Prepared here, so that a missing text is reported before weights are read.
-    perplexity_options = MEASUREMENTS["perplexity"].prepare(perplexity_options, [base])
+    # A missing text is reported before weights are read.
+    prepared = prepare({"perplexity": perplexity_options}, [base])
     trials = options.trials or min(MAX_TRIALS, samples)
     passkey_options = PasskeyOptions(
         target=target,
@@ -233,7 +233,7 @@ def _probe_target(base: ModelSource, target: int, options: ProbeOptions, session
 
     scalings: dict[Method, Probed] = {}
     for name in models:
-        scalings[name] = Probed(perplexity=measure("perplexity", name, perplexity_options))
+        scalings[name] = Probed(perplexity=measure("perplexity", name, prepared["perplexity"]))
     lowest = min(probed.windows[1].value for probed in scalings.values())
     promising_ratio = PROMISING_RATIO if trials > 1 else 1.0
     for name, probed in scalings.items():

@@ -2,6 +2,7 @@
 
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import replace
 from itertools import chain
 from pathlib import Path
 from typing import Any
@@ -11,11 +12,11 @@ from rich.table import Table
 
 from pi_lora.data.sources import trains_on
 from pi_lora.distributed import is_main_process
-from pi_lora.errors import ModelError
+from pi_lora.errors import DataError, ModelError
 from pi_lora.evaluation.benchmarks import Benchmarks
 from pi_lora.evaluation.chat import Chats
 from pi_lora.evaluation.context import Context
-from pi_lora.evaluation.measurement import Measurement, Metric, Scores, Session, as_json
+from pi_lora.evaluation.measurement import Measurement, Metric, Preview, Scores, Session, as_json
 from pi_lora.evaluation.passkey import Passkey
 from pi_lora.evaluation.perplexity import Perplexity, PerplexityScores
 from pi_lora.evaluation.ruler import Ruler
@@ -47,23 +48,21 @@ def evaluate(
     models: Sequence[ModelSource | LoadedModel],
     requested: Requested,
     files: Mapping[str, Path],
+    *,
+    section: str = "",
 ) -> dict[str, list[Scores]]:
     """Return the scores of models by measurement. Each measurement is written to the file in `files` as soon as all
     models have scores, and journalled until then.
 
     Defaults of the options are the same for all models. Raise PiLoraError before weights are read if a file cannot be
-    written, or if a measurement cannot be prepared.
+    written, or if a measurement cannot be prepared or cannot work; `section` holds the options in a recipe, if any.
     """
     check_can_write(*files.values())
     sources = [model.source if isinstance(model, LoadedModel) else model for model in models]
     # The weights of a model that was given loaded may be others than those in its files.
     journalled = not any(isinstance(model, LoadedModel) for model in models)
     with ui.working("preparing the measurements"):
-        # The names of scores begin with the measurement: `perplexity`, or `perplexity-text_novels`.
-        measurements = {name: MEASUREMENTS[name.partition("-")[0]] for name in requested}
-        prepared = {name: measurements[name].prepare(options, sources) for name, options in requested.items()}
-        for name, options in prepared.items():
-            measurements[name].check(options)
+        prepared = prepare(requested, sources, section)
         notes = [
             note
             for options in prepared.values()
@@ -86,7 +85,7 @@ def evaluate(
                     with ui.working(f"loading {model.name}"):
                         loaded = load_model(model)
                 with ui.progress(f"{name} {model.name}") as session.progress:
-                    result = measurements[name].measure(loaded, options, session)
+                    result = measurement_of(name).measure(loaded, options, session)
                 results.append(marked(result, loaded.source.run.texts))
             if is_main_process() and name in files:
                 write_scores(results, files[name])
@@ -124,7 +123,7 @@ def scores_of(
             scores_by_name[name] = scores
     missing = {name: section for name, section in requested.items() if name not in scores_by_name}
     if missing:
-        measured = evaluate([resolve()], missing, files)
+        measured = evaluate([resolve()], missing, files, section="evaluation")
         for name, [scores] in measured.items():
             scores_by_name[name] = scores
     return {name: scores_by_name[name] for name in requested}
@@ -137,6 +136,35 @@ def measure(loaded: LoadedModel, evaluation: Evaluation, progress: Progress = si
     requested = requested_measurements(evaluation.in_short())
     with Session(progress) as session:
         return {name: MEASUREMENTS[name].run(loaded, options, session) for name, options in requested.items()}
+
+
+def prepare(requested: Requested, models: Sequence[ModelSource], section: str = "") -> Requested:
+    """Return the options with the defaults that depend on the models. Raise PiLoraError, before weights are read, if a
+    measurement cannot be prepared, or cannot work on one of the models.
+    """
+    prepared = {name: measurement_of(name).prepare(options, models) for name, options in requested.items()}
+    for name, options in prepared.items():
+        measurement_of(name).check(options)
+    problems: list[str] = []
+    for model in models:
+        preview = Preview(model.window, model.tokenizer, model.recipe, section=section)
+        problems += problems_of(prepared, preview)
+    if problems:
+        raise DataError(*dict.fromkeys(problems))
+    return prepared
+
+
+def problems_of(requested: Requested, preview: Preview) -> Iterator[str]:
+    """Yield what keeps measurements from working, as far as it shows before weights are read, a line each."""
+    for name, options in requested.items():
+        # Another text than that of a recipe is named by an option.
+        section = f"{preview.section}.{name}" if preview.section and name in MEASUREMENTS else ""
+        yield from measurement_of(name).problems(options, replace(preview, section=section))
+
+
+def measurement_of(name: str) -> Measurement[Any, Any]:
+    """Return the measurement with which the name of scores begins: `perplexity`, or `perplexity-text_novels`."""
+    return MEASUREMENTS[name.partition("-")[0]]
 
 
 def requested_measurements(evaluation: Evaluation) -> dict[str, Any]:

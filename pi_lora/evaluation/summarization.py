@@ -10,12 +10,12 @@ from statistics import fmean
 from pydantic import Field
 
 from pi_lora.data.documents import looks_local
-from pi_lora.data.examples import EMPTY, NO_EXAMPLE, TOO_LONG, Prompter, Task
+from pi_lora.data.examples import EMPTY, NO_EXAMPLE, TOO_LONG, Prompter, Task, data_problems
 from pi_lora.data.sources import SCROLLS, find_table, format_counts, streamed, trains_on
 from pi_lora.errors import DataError
 from pi_lora.evaluation.forward import prompts_at_once
 from pi_lora.evaluation.generation import generate
-from pi_lora.evaluation.measurement import Measurement, Metric, Scores, Session, Value, average, header_of
+from pi_lora.evaluation.measurement import Measurement, Metric, Preview, Scores, Session, Value, average, header_of
 from pi_lora.models.loaded import LoadedModel
 from pi_lora.models.source import ModelSource
 from pi_lora.recipe.data import Data
@@ -69,6 +69,20 @@ class Summarization(Measurement[SummarizationOptions, SummarizationScores]):
                 "or tune with data.source.hold_out"
             )
         return completed
+
+    def problems(self, options: SummarizationOptions, preview: Preview) -> list[str]:
+        """Return the problems of rows that the options name, and of their prompt."""
+        if options.data is None:
+            return []
+        _, rows = complete(options, preview.recipe)
+        return data_problems(
+            rows,
+            preview.ask_hub,
+            key=preview.key("data"),
+            held_out=True,
+            tokenizer=preview.tokenizer,
+            window=preview.window,
+        )
 
     def check(self, options: SummarizationOptions) -> None:
         """Import the package that scores summaries."""

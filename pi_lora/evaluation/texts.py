@@ -6,13 +6,23 @@ from collections.abc import Iterable, Iterator, Sequence
 from typing import Any, NamedTuple, TypeVar
 
 from pi_lora.data.documents import Document, looks_local
-from pi_lora.data.sources import STDLIB, evaluation_documents, held_out_share, texts_of, trains_on
+from pi_lora.data.examples import data_problems, too_short_for
+from pi_lora.data.sources import (
+    FOR_TRAINING,
+    PINNED,
+    STDLIB,
+    evaluation_documents,
+    held_out_share,
+    texts_of,
+    trains_on,
+)
 from pi_lora.data.tokens import strip_eos, tokenized
 from pi_lora.errors import DataError
+from pi_lora.evaluation.measurement import Preview
 from pi_lora.models.files import BUILTIN
 from pi_lora.models.loaded import LoadedModel
 from pi_lora.models.source import ModelSource
-from pi_lora.recipe.data import Source
+from pi_lora.recipe.data import RECALL, Data, Source
 from pi_lora.recipe.evaluation import ChatOptions, SummarizationOptions, TextOptions
 from pi_lora.recipe.section import Section
 
@@ -76,6 +86,25 @@ def training_notes(options: Section, name: str, sources: Sequence[Source]) -> It
         for source in sources:
             if looks_local(source.name) and not texts_of(source):
                 yield f"{source.name}: is not here, and {name} is tuned on it; measure none of the same texts"
+
+
+def text_problems(options: TextOptions, preview: Preview, **windows: int) -> list[str]:
+    """Return the problems of the text that the options name, also that no document has the tokens that an option of
+    `windows` or `min_tokens` needs.
+    """
+    source = measured_source(options)
+    if source is None or source.name in PINNED:
+        return []
+    key = preview.key("data")
+    if source.name == RECALL:
+        return [f"{key}: {FOR_TRAINING}"]
+    problems = data_problems(Data(source=(source,)), preview.ask_hub, key=key, held_out=True)
+    if problems:
+        return problems
+    needed = {**windows, "min_tokens": options.min_tokens or 0}
+    option = max(needed, key=needed.__getitem__)
+    too_short = too_short_for(source, needed[option], preview.tokenizer)
+    return [f"{key}: {too_short}; name longer texts, or lower {preview.key(option)}"] if too_short else []
 
 
 def choose_documents(model: LoadedModel, options: TextOptions, longest: int) -> tuple[list[TokenizedDocument], int]:

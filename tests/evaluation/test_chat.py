@@ -140,7 +140,7 @@ def test_the_comparison_has_a_row_for_each_cost(
     ("model", "rows", "where"),
     [
         ("base", [chat(["a " * 300, "b"])], "--data: chats.jsonl: "),
-        ("builtin:tiny", [chat(["a", "b"])], "data.source: "),
+        ("builtin:tiny", [chat(["a", "b"])], "--data: the tokenizer "),
     ],
     ids=["too long", "no template"],
 )

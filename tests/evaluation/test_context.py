@@ -16,10 +16,10 @@ from torch.nn.functional import cross_entropy
 from conftest import refused, run_captured
 from pi_lora.api import load
 from pi_lora.data.tokens import added_prefix, token_spans, tokenized
-from pi_lora.errors import DataError, ModelError, RecipeError
+from pi_lora.errors import DataError, RecipeError
 from pi_lora.evaluation import context as context_module
 from pi_lora.evaluation.context import Context, ContextScores, context_losses
-from pi_lora.evaluation.measurement import Session
+from pi_lora.evaluation.measurement import Preview, Session
 from pi_lora.evaluation.suite import metrics_of, read_scores, write_scores
 from pi_lora.model_ref import ModelRef
 from pi_lora.models.loaded import LoadedModel
@@ -191,8 +191,8 @@ def test_key_tokens_of_other_documents_are_refused(
     with refused(DataError, "--key-tokens: builtin:tiny ", folder / "a.txt"):
         measured(loaded, folder, key_tokens=str(file), documents=1)
     file.write_text("{}")
-    with refused(ModelError, f"{file}: model: ", "pi-lora eval context", "--json"):
-        Context().check(options(folder, key_tokens=str(file)))
+    [problem] = Context().problems(options(folder, key_tokens=str(file)), Preview(64))
+    assert problem.startswith(f"--key-tokens: {file}: model: ")
 
 
 def test_windows_that_do_not_fit_are_refused() -> None:
@@ -240,4 +240,4 @@ def test_command_compares_on_the_key_tokens_of_one(
     assert gain.by_name.keys() == rows[gain.heading].by_name.keys()
     assert json.loads(Path("pi.json").read_text())["options"]["key_tokens"] == "yarn.json"
     status, out, err = run_captured(capsys, monkeypatch, *asked, "--key-tokens", "missing.json")
-    assert (status, err.splitlines()[-1].startswith("missing.json: ")) == (2, True)
+    assert (status, err.splitlines()[-1].startswith("--key-tokens: missing.json: ")) == (2, True)

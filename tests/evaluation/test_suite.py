@@ -178,6 +178,13 @@ def test_a_text_named_like_a_stage_is_not_taken_for_one(own_run: Path, name: str
     [
         ("gone", {}, "gone: "),
         ("run", {"benchmarks": {**BENCHMARKS, "data": ["boolq=gone.jsonl"]}}, "gone.jsonl: "),
+        ("run", {"perplexity": {**PERPLEXITY, "data": "gone.txt"}}, "evaluation.perplexity.data: gone.txt: "),
+        ("run", {"perplexity": {**PERPLEXITY, "min_tokens": 9999}}, "evaluation.perplexity.data: text.txt: "),
+        ("run", {"passkey": PASSKEY, "context": {"data": "gone.txt"}}, "evaluation.context.data: gone.txt: "),
+        ("run", {"passkey": {**PASSKEY, "target": 16}}, "evaluation.passkey.target: 16 "),
+        ("run", {"chat": {"data": "dev.jsonl"}}, "evaluation.chat.data: "),
+        ("run", {"summarization": {"data": "dev.jsonl", "document": "passage"}}, "evaluation.summarization.data: "),
+        ("run --data gone.txt", {"perplexity": PERPLEXITY}, "--data: gone.txt: "),
     ],
 )
 def test_a_mistake_is_one_line_before_the_model_is_loaded(
@@ -190,8 +197,28 @@ def test_a_mistake_is_one_line_before_the_model_is_loaded(
 ) -> None:
     asks_for(own_run, evaluation)
     monkeypatch.setattr("pi_lora.evaluation.suite.load_model", loaded)
-    status, out, err = run_captured(capsys, monkeypatch, "eval", "all", name)
-    assert (status, out, err.count("\n"), err.startswith(where)) == (2, "", 1, True), err
+    status, out, err = run_captured(capsys, monkeypatch, "eval", "all", *name.split())
+    assert (status, out, err.startswith(where)) == (2, "", True), err
+    assert {line.split(": ")[0] for line in err.splitlines()} == {where.split(": ")[0]}
+
+
+def test_a_mistake_is_named_before_a_model_is_loaded_to_be_compared_or_probed(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, own_run: Path, small_model: Path
+) -> None:
+    for module in ("suite", "probe"):
+        monkeypatch.setattr(f"pi_lora.evaluation.{module}.load_model", loaded)
+    asks_for(own_run, {"perplexity": {**PERPLEXITY, "data": "gone.txt"}, "summarization": {"data": "none.jsonl"}})
+    for words, wheres in (
+        (("compare", str(small_model), "run"), ["evaluation.perplexity.data: ", "evaluation.summarization.data: "]),
+        (("probe", str(small_model), "--target", "256", "--data", "gone.txt"), ["--data: gone.txt: "]),
+        (("eval", "perplexity", "run", "--data", "text.txt", "--windows", "9999"), ["--data: text.txt: "]),
+        (("eval", "context", "run", "--data", "text.txt", "--min-tokens", "9999"), ["--data: text.txt: "]),
+    ):
+        status, out, err = run_captured(capsys, monkeypatch, *words)
+        lines = err.splitlines()
+        assert (status, out) == (2, ""), err
+        assert [line.startswith(where) for line, where in zip(lines, wheres, strict=True)] == [True] * len(wheres)
+        assert wheres[0] != "--data: text.txt: " or f"lower {words[-2]}" in err
 
 
 def test_a_run_on_the_hub_is_measured_and_compared_by_its_id(

@@ -245,10 +245,10 @@ def test_eval_summarization_and_summarize_print_and_write_summaries(
     [
         ("summarize builtin:tiny gone.txt", "gone.txt: ", ""),
         ("summarize builtin:tiny some.txt", "--max-new-tokens: 1000 ", "256"),
-        ("eval summarization builtin:tiny --data rows.jsonl", "rows.jsonl:1: ", "input"),
-        ("eval summarization builtin:tiny --data rows.jsonl --document a --summary b", "rows.jsonl: ", ""),
+        ("eval summarization builtin:tiny --data rows.jsonl", "--data: rows.jsonl:1: ", "input"),
+        ("eval summarization builtin:tiny --data rows.jsonl --document a --summary b", "--data: rows.jsonl: ", ""),
         ("eval summarization builtin:tiny --data rows.jsonl --template {a}", "template: ", "completion"),
-        ("eval summarization builtin:tiny --data empty.jsonl --document a --summary b", "empty.jsonl: ", ""),
+        ("eval summarization builtin:tiny --data empty.jsonl --document a --summary b", "--data: empty.jsonl: ", ""),
     ],
 )
 def test_a_mistake_in_eval_summarization_is_one_line(

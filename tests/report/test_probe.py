@@ -267,5 +267,5 @@ def test_models_and_targets_that_cannot_be_probed_are_refused(small_model: Path,
         probe(base, ProbeOptions(target=(TARGET, 64), data=str(texts)))
     with refused(ScalingError, "scaling: yran: ", "pi, yarn"):
         probe(base, ProbeOptions(target=(TARGET,), data=str(texts), scalings=("pi", "yran")))
-    with refused(DataError, f"--data: {texts}: ", 4096):
+    with refused(DataError, f"--data: {texts}: ", "4,096"):
         probe(base, ProbeOptions(target=(4096,), data=str(texts)))
