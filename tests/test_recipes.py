@@ -1,6 +1,7 @@
 """Every file under recipes/ resolves, and every field of the schema is read by something."""
 
 import ast
+import re
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -95,6 +96,21 @@ def test_recipes_of_the_paper_have_its_settings() -> None:
             hardware.processes,
         )
     assert found == PAPER
+
+
+def test_recipes_of_models_of_today_follow_the_recommendation_and_none_combines_pi_with_pose() -> None:
+    """docs/choosing.md: LoRA alone under YaRN on PoSE sequences with a quarter of recall documents."""
+    today = [path for path in recipe_paths(RECIPES) if re.match("llama3|mistral|qwen3|smollm2", path.stem)]
+    assert len(today) >= 8
+    for path in today:
+        recipe = load_recipe(path).recipe
+        assert (recipe.scaling, recipe.data.positions, recipe.tuning.rank) == ("yarn", "pose", 16), path
+        assert (recipe.tuning.target_modules, recipe.tuning.modules_to_save) == ("all-linear", "nothing")
+        weights = {source.name: source.weight for source in recipe.data.source}
+        assert weights["builtin:recall"] / sum(weights.values()) == pytest.approx(0.25)
+    for path in recipe_paths(RECIPES):
+        recipe = load_recipe(path).recipe
+        assert (recipe.scaling, recipe.data.positions) != ("pi", "pose"), path
 
 
 def fields(model: type[BaseModel]) -> Iterator[str]:
