@@ -171,16 +171,19 @@ def chat_score(name: str, chat: Labelled, model: LoadedModel, base: LoadedModel 
     parts = split_positions(model.module, ids, positions)
     modules = [model.module] if base is None else [model.module, base.module]
     logits_by_model = [logits_in_parts(module, ids, parts) for module in modules]
-    loss = divergence = 0.0
-    for part, *part_logits in zip(parts, *logits_by_model, strict=True):
+
+    def sums_of(part: torch.Tensor, *part_logits: torch.Tensor) -> tuple[float, float]:
         log_probs = [logits[0].float().log_softmax(dim=-1) for logits in part_logits]  # (positions, vocabulary)
         of_model, of_base = log_probs[0], log_probs[-1]
-        loss -= of_model.gather(1, ids[0, part, None]).double().sum().item()
+        loss = -of_model.gather(1, ids[0, part, None]).double().sum().item()
         divergences = kl_div(of_model, of_base, log_target=True, reduction="none").sum(dim=1)
-        divergence += divergences.double().sum().item()
+        return loss, divergences.double().sum().item()
+
+    # A loop over `zip` would hold the logits of a part while those of the next are computed.
+    losses, divergences = zip(*map(sums_of, parts, *logits_by_model), strict=True)
     return ChatScore(
         name=name,
         tokens=len(positions),
-        perplexity=math.exp(loss / len(positions)),
-        divergence=divergence / len(positions),
+        perplexity=math.exp(sum(losses) / len(positions)),
+        divergence=sum(divergences) / len(positions),
     )

@@ -218,7 +218,6 @@ class Context(Measurement[ContextOptions, ContextScores]):
         yield partial(draw_marked_text, last.excerpt, f"what distant context explains: {label}")
 
 
-@torch.no_grad()
 def context_losses(
     model: LoadedModel, ids: Sequence[int], short_window: int, stride: int
 ) -> tuple[torch.Tensor, torch.Tensor]:

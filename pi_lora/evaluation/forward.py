@@ -66,17 +66,9 @@ def pad_rows(model: Any, rows: Sequence[Sequence[int]], padding: int = 0, side: 
     return ids.to(model.device)
 
 
-@torch.no_grad()
-def token_losses(model: Any, ids: torch.Tensor, positions: Sequence[int]) -> torch.Tensor:
-    """Return the losses in nats of the tokens at `positions` of `ids` (rows, length): (rows, positions), on the CPU."""
-    return differentiable_losses(model, ids, positions).cpu()
-
-
-def differentiable_losses(
-    model: Any, ids: torch.Tensor, positions: Sequence[int], **inputs: torch.Tensor
-) -> torch.Tensor:
-    """Return what `token_losses` returns, on the model's device; a gradient flows back through it. The model gets other
-    `inputs` as well.
+def token_losses(model: Any, ids: torch.Tensor, positions: Sequence[int], **inputs: torch.Tensor) -> torch.Tensor:
+    """Return the losses in nats of the tokens at `positions` of `ids` (rows, length): (rows, positions), on the CPU. A
+    gradient flows back unless gradients are off. The model gets other `inputs` as well.
     """
     parts = split_positions(model, ids, positions)
 
@@ -85,7 +77,7 @@ def differentiable_losses(
 
     # A loop over `zip` would hold the logits of a part while those of the next are computed.
     losses = map(losses_of, logits_in_parts(model, ids, parts, **inputs), parts)
-    return torch.cat(list(losses), dim=1)
+    return torch.cat(list(losses), dim=1).cpu()
 
 
 def _losses(logits: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:

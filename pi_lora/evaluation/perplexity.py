@@ -266,6 +266,7 @@ class Sweep:
                 yield Piece(start, stop, scored, score_all=start == 0 or by_position)
 
 
+@torch.no_grad()
 def scored_losses(
     model: Any, document: Sequence[int], pieces: Sequence[Piece], prefix: Sequence[int] = ()
 ) -> Iterator[tuple[str, range, torch.Tensor]]:
@@ -281,14 +282,6 @@ def scored_losses(
             # The positions of a range are adjacent in `positions` too.
             first = positions.index(tokens.start - piece.start)
             yield name, tokens, losses[first : first + len(tokens)]
-
-
-def pass_losses(
-    model: Any, document: Sequence[int], pieces: Sequence[Piece], prefix: Sequence[int] = ()
-) -> list[LossSum]:
-    """Return the sums of the losses of some pieces, as `scored_losses` computes them."""
-    scored = scored_losses(model, document, pieces, prefix)
-    return [(name, losses.sum().item(), len(tokens)) for name, tokens, losses in scored]
 
 
 def _measure_documents(
@@ -318,7 +311,8 @@ def _measure_documents(
 
     def measure(index: int) -> list[LossSum]:
         number, pieces = passes[index]
-        return pass_losses(model.module, documents[number].ids, pieces, prefix)
+        scored = scored_losses(model.module, documents[number].ids, pieces, prefix)
+        return [(name, losses.sum().item(), len(tokens)) for name, tokens, losses in scored]
 
     decided_by = {"texts": [document.digest for document in documents]}
     results = session.measure(model, options, decided_by, items=range(len(passes)), measure=measure)

@@ -32,7 +32,7 @@ from transformers.modeling_layers import GradientCheckpointingLayer
 
 from pi_lora.errors import DataError, ModelError, ScalingError
 from pi_lora.evaluation.exams import Exam, Exams
-from pi_lora.evaluation.forward import check_numbers, differentiable_losses
+from pi_lora.evaluation.forward import check_numbers, token_losses
 from pi_lora.evaluation.measurement import Session, append_journal, read_journal
 from pi_lora.evaluation.texts import choose_documents, complete
 from pi_lora.models.device import hardware, has_fast_bfloat16, versions
@@ -153,7 +153,7 @@ class Searched:
     ) -> torch.Tensor:
         """Return the losses in nats of the scored tokens of `ids` (1, tokens): (scored), on the CPU."""
         self.use(logarithms, self.attention_factor)
-        losses = differentiable_losses(self.loaded.module, ids, scored, **inputs)[0].cpu()
+        losses = token_losses(self.loaded.module, ids, scored, **inputs)[0]
         check_numbers(self.loaded, finite(losses))
         return losses
 

@@ -4,6 +4,7 @@ import json
 import math
 import re
 import shutil
+import weakref
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -13,8 +14,9 @@ import torch
 
 from conftest import run_captured
 from pi_lora.api import load
+from pi_lora.data.tokens import Labelled
 from pi_lora.evaluation import forward
-from pi_lora.evaluation.chat import Chats, ChatScores
+from pi_lora.evaluation.chat import Chats, ChatScores, chat_score
 from pi_lora.evaluation.measurement import Session
 from pi_lora.models.loaded import LoadedModel
 from pi_lora.recipe.evaluation import ChatOptions, Evaluation
@@ -93,6 +95,20 @@ def test_chat_scores_equal_a_plain_reference(here: Path, monkeypatch: pytest.Mon
     spread = math.sqrt(sum((weight * (value - mean)) ** 2 for value, weight in pairs) * 3 / 2) / scores.tokens
     assert divergence.value == pytest.approx(mean)
     assert divergence.interval == pytest.approx((mean - 4.30 * spread, mean + 4.30 * spread))  # Student's t of three
+
+
+def test_logits_of_one_part_are_in_memory_at_a_time(small_model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(forward, "LOGITS_ON_CPU", 5 * 1024)
+    model, base = load(str(small_model)), load(str(small_model))
+    made: list[weakref.ref[torch.Tensor]] = []
+    in_memory: list[int] = []
+    for loaded in (model, base):
+        head = loaded.module.get_output_embeddings()
+        head.register_forward_pre_hook(lambda *_: in_memory.append(sum(ref() is not None for ref in made)))
+        head.register_forward_hook(lambda _module, _inputs, logits: made.append(weakref.ref(logits)))
+    chat_score("a chat", Labelled([*range(2, 20)], [True] * 18), model, base)
+    # Of the model none, and of the base those that the model gave for the same tokens.
+    assert in_memory == [0, 1] * 4
 
 
 def test_a_base_compared_with_itself_has_no_difference(here: Path) -> None:

@@ -181,15 +181,15 @@ def test_a_run_is_measured_on_the_held_out_text_of_its_recipe(lora_run: Path, tm
 def interrupted(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     """The tokens of every forward pass; Ctrl-C comes in the third, once."""
     measured: list[int] = []
-    really = perplexity.pass_losses
+    really = perplexity.scored_losses
 
-    def pass_losses(model: Any, document: Any, *others: Any, **options: Any) -> Any:
+    def scored_losses(model: Any, document: Any, *others: Any, **options: Any) -> Any:
         measured.append(len(document))
         if len(measured) == 3:
             raise KeyboardInterrupt
         return really(model, document, *others, **options)
 
-    monkeypatch.setattr(perplexity, "pass_losses", pass_losses)
+    monkeypatch.setattr(perplexity, "scored_losses", scored_losses)
     return measured
 
 

@@ -26,7 +26,7 @@ from pi_lora.evaluation.perplexity import (
     Perplexity,
     Sweep,
     mean_loss,
-    pass_losses,
+    scored_losses,
     window_scores,
 )
 from pi_lora.evaluation.suite import metrics_of
@@ -38,11 +38,17 @@ from pi_lora.scaling.extension import Extension
 WINDOWS = st.lists(st.integers(2, 60), min_size=1, max_size=4).map(tuple)
 
 
-def losses(model: Any, document: Sequence[int], sweep: Sweep, bos: int | None = None) -> list[LossSum]:
+def losses(
+    model: Any, document: Sequence[int], sweep: Sweep, bos: int | None = None, tokens: int = 300
+) -> list[LossSum]:
     """Those of every forward pass over a document."""
-    passes = sweep.passes(len(document), tokens=300)
+    passes = sweep.passes(len(document), tokens)
     prefix = [] if bos is None else [bos]
-    return [loss for pieces in passes for loss in pass_losses(model, document, pieces, prefix)]
+    return [
+        (name, of_tokens.sum().item(), len(scored))
+        for pieces in passes
+        for name, scored, of_tokens in scored_losses(model, document, pieces, prefix)
+    ]
 
 
 @pytest.fixture(scope="module")
@@ -263,8 +269,7 @@ def test_a_sweep_is_faster_than_a_forward_pass_for_every_window() -> None:
     sweep = Sweep(windows, stride)
 
     def ours() -> dict[int, float]:
-        passes = sweep.passes(len(document), pass_tokens(model))
-        sums = [loss for pieces in passes for loss in pass_losses(model, document, pieces)]
+        sums = losses(model, document, sweep, tokens=pass_tokens(model))
         return {score.window: score.perplexity for score in window_scores(sums, windows)}
 
     def plain() -> dict[int, float]:

@@ -344,7 +344,7 @@ def test_measuring_on_a_cpu_takes_the_planned_logits() -> None:
     config = LlamaConfig(**{**LAYER, "vocab_size": 2**15, "hidden_size": 64, "intermediate_size": 64}, head_dim=8)
     model = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)
     ids = torch.zeros(1, 2**11 + 1, dtype=torch.long)
-    with Allocations([*model.parameters(), *model.buffers()]) as allocations:
+    with torch.no_grad(), Allocations([*model.parameters(), *model.buffers()]) as allocations:
         token_losses(model, ids, range(1, 2**11 + 1))
     planned = memory(shape_of(on_meta(config)), recipe_of(precision="bfloat16"), 2048, GPUS[CPU])
     assert planned.components["logits"] == pytest.approx(allocations.most, rel=0.05)

@@ -79,8 +79,8 @@ def test_a_probe_equals_measurements_of_the_untuned_scalings(
 
 def test_an_interrupted_probe_continues(small_model: Path, texts: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     passes = []
-    own = perplexity.pass_losses
-    monkeypatch.setattr(perplexity, "pass_losses", lambda *a, **o: passes.append(1) or own(*a, **o))
+    own = perplexity.scored_losses
+    monkeypatch.setattr(perplexity, "scored_losses", lambda *a, **o: passes.append(1) or own(*a, **o))
     options = ProbeOptions(target=(TARGET,), data=str(texts), documents=2, trials=1, scalings=("pi",))
 
     @contextmanager
