@@ -21,11 +21,12 @@ from safetensors import SafetensorError
 from pi_lora.errors import ModelError, RecipeError
 from pi_lora.recipe.data import Source
 from pi_lora.recipe.files import RECIPE_FILE, load_recipe
-from pi_lora.recipe.schema import Recipe
+from pi_lora.recipe.schema import Dtype, Recipe
 from pi_lora.storage import read_json, read_json_lines, write_json, write_whole
 from pi_lora.types import Json, Permissions
 
 RUN_FILE = "run.json"
+MERGE_FILE = "merge.json"
 TRAINING_LOG = "training.jsonl"
 SCORES = "scores"
 CHECKPOINTS = "checkpoints"
@@ -69,14 +70,32 @@ class RunMetadata(BaseModel, extra="allow", strict=True, frozen=True):
     """The content of `run.json`, which the card shows.
 
     The origin is written when a run starts; time and memory of the training are written at the end. Relative names in
-    the recipe begin in `directory`.
+    the recipe begin in `directory`. A merged or extended model has this file too.
+
+    Attributes:
+        origin: The base, tokenizer and data of the training.
+        precision: The dtype in which the steps compute.
+        base_dtype: The dtype of the base while it is tuned.
+        original: L, the window before the extension, in tokens.
+        directory: The folder in which the training started.
+        texts_before: The texts that the models before this one were tuned on.
     """
 
     python: str
     origin: Fingerprint | None = None
-    precision: str | None = None
+    precision: Dtype | None = None
+    base_dtype: Dtype | None = None
     original: int | None = None
     directory: str | None = None
+    texts_before: list[Source] = []
+
+
+class MergeRecord(BaseModel, strict=True, frozen=True):
+    """The content of `merge.json`: the names of base and run, absolute paths of folders, and what was checked."""
+
+    base: str
+    run: str
+    checks: list[str]
 
 
 @dataclass(frozen=True)
@@ -106,20 +125,24 @@ class Run:
 
     @property
     def texts(self) -> list[Source]:
-        """The texts that the run and the run before it were tuned on, by the paths that they had; none without a
-        recipe. Examples have no column: their rows are held out by the columns of the prompt.
+        """The texts that the model and the models before it were tuned on, by the paths that they had. Examples have no
+        column: their rows are held out by the columns of the prompt.
         """
+        texts = list(self.metadata.texts_before)
         if not self.has_recipe:
-            return []
+            return texts
         folder = Path(self.metadata.directory or "")
         before = Run(folder / self.recipe.model.name)
-        texts = [] if before.path.resolve() == self.path.resolve() else before.texts
+        if not texts and before.path.resolve() != self.path.resolve():
+            texts = before.texts
         for source in self.recipe.data.source:
             path = folder / Path(source.name).expanduser()
             is_here = glob.has_magic(source.name) or path.exists()
             name = str(path) if is_here else source.name
             column = "" if self.recipe.data.has_examples else source.column
-            texts.append(source.changed(name=name, column=column))
+            text = source.changed(name=name, column=column)
+            if text not in texts:
+                texts.append(text)
         return texts
 
     @cached_property
@@ -134,6 +157,12 @@ class Run:
         if not file.is_file():
             return RunMetadata(python="unknown")
         return read_json(file, RunMetadata, "correct it or remove it")
+
+    def with_dtypes(self, recipe: Recipe) -> Recipe:
+        """Return a recipe with the dtypes that the run started with: another machine may choose others."""
+        training = recipe.training.changed(precision=self.metadata.precision or recipe.training.precision)
+        model = recipe.model.changed(dtype=self.metadata.base_dtype or recipe.model.dtype)
+        return recipe.model_copy(update={"training": training, "model": model})
 
     def record(self, facts: Mapping[str, Any]) -> None:
         """Add `facts` to `run.json`, with the commit of pi-lora and the version of Python."""

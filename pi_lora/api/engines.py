@@ -81,13 +81,13 @@ def merge(
 
 def _merge(run: "ModelSource", folder: Path, *, dtype: str | None, check: "Check", written: Progress) -> "Merged":
     """Write the merged weights of a run with their card into a new folder."""
-    from pi_lora.merging.merging import MERGE_FILE, Merged, plan_merge
+    from pi_lora.merging.merging import Merged, plan_merge
     from pi_lora.models.files import CARD
     from pi_lora.report.card import card_of
     from pi_lora.report.scores import MeasuredRun
     from pi_lora.serving.commands import serving_lines
     from pi_lora.staging import check_output, staged
-    from pi_lora.storage import write_json, write_whole
+    from pi_lora.storage import write_whole
 
     check_output(folder)
     planned = plan_merge(run, dtype=dtype)
@@ -97,9 +97,8 @@ def _merge(run: "ModelSource", folder: Path, *, dtype: str | None, check: "Check
         merged_run = MeasuredRun(planned.run, merged=staging, base_name=base)
         card_of(merged_run)  # damaged scores show before the weights are written
         planned.write_weights(staging, check, written)
-        card = card_of(merged_run, merged=planned.lines, serving=serving_lines(planned.typed_config))
-        write_whole(staging / CARD, card)
-        write_json(staging / MERGE_FILE, {"base": base, "run": run.name, "checks": planned.lines})
+        planned.write_history(staging)
+        write_whole(staging / CARD, card_of(merged_run, serving=serving_lines(planned.typed_config)))
     return Merged(folder, planned.lines, serving_lines(planned.typed_config, folder))
 
 
@@ -132,7 +131,7 @@ def extend(
         from pi_lora.models.files import CARD
         from pi_lora.models.loaded import check_shapes
         from pi_lora.models.quantized import check_quantization
-        from pi_lora.models.saving import link_weights, save_without_weights, weight_files
+        from pi_lora.models.saving import link_weights, save_history, save_without_weights, weight_files
         from pi_lora.report.card import card_of
         from pi_lora.report.scores import MeasuredRun
         from pi_lora.serving.commands import serving_lines
@@ -158,6 +157,7 @@ def extend(
     with staged(folder) as staging, ui.progress("linking weights") as linked:
         run = MeasuredRun(staging, untuned=True, base_name=source.base.name)
         save_without_weights(source, source.config, staging)
+        save_history(source, staging)
         for stage, measured in scores.items():
             for each in measured:
                 write_scores([each], run.scores_file(each.measurement, stage))

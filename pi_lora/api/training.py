@@ -120,7 +120,7 @@ def resolve_training(
         job = TrainingJob(resolved, source, output, resume)
         lines = plan_or_refuse(job.source.base.name, job.plan, force=force or resume)
         for options in requested_measurements(resolved.evaluation).values():
-            lines += training_notes(options, "the run", resolved.data.source)
+            lines += training_notes(options, "the run", [*source.texts, *resolved.data.source])
     for line in dict.fromkeys(lines):
         ui.show(line)
     return job

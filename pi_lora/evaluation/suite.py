@@ -67,7 +67,7 @@ def evaluate(
             note
             for options in prepared.values()
             for source in sources
-            for note in training_notes(options, source.name, source.run.texts)
+            for note in training_notes(options, source.name, source.texts)
         ]
     for note in dict.fromkeys(notes):
         ui.say(note)
@@ -86,7 +86,7 @@ def evaluate(
                         loaded = load_model(model)
                 with ui.progress(f"{name} {model.name}") as session.progress:
                     result = measurement_of(name).measure(loaded, options, session)
-                results.append(marked(result, loaded.source.run.texts))
+                results.append(marked(result, loaded.source.texts))
             if is_main_process() and name in files:
                 write_scores(results, files[name])
         scores[name] = results

@@ -21,7 +21,7 @@ from pi_lora.models.source import ModelSource
 from pi_lora.recipe.data import Data
 from pi_lora.recipe.evaluation import Sampling, SummarizationOptions
 from pi_lora.recipe.schema import Recipe
-from pi_lora.types import Json
+from pi_lora.types import Json, ui
 
 GOVREPORT = Data.model_validate(
     {
@@ -58,16 +58,23 @@ class Summarization(Measurement[SummarizationOptions, SummarizationScores]):
     scores = SummarizationScores
 
     def prepare(self, options: SummarizationOptions, models: Sequence[ModelSource]) -> SummarizationOptions:
-        """Fill in the rows, by default those held out from the tuning of the first model, or GovReport. Raise DataError
-        if all of them trained.
+        """Fill in the rows and the prompt, the same for all models: by default those of the first model that was tuned
+        on examples, of rows those that were held out, or GovReport. Raise DataError if all of them trained.
         """
-        completed, data = complete(options, models[0].recipe)
+        with_task = (model for model in models if model.recipe and model.recipe.data.has_examples)
+        chosen = next(with_task, models[0])
+        completed, data = complete(options, chosen.recipe)
         [source] = data.source
         if options.data is None and looks_local(source.name) and not source.hold_out:
             raise DataError(
-                f"{models[0].name}: was tuned on all rows of {source.name}; name others with --data, "
+                f"{chosen.name}: was tuned on all rows of {source.name}; name others with --data, "
                 "or tune with data.source.hold_out"
             )
+        for model in models:
+            own, _ = complete(options, model.recipe)
+            differing = [key.replace("_", " ") for key, value in completed if getattr(own, key) != value]
+            if differing:
+                ui.say(f"{model.name}: is measured as {chosen.name}, with its {', '.join(differing)}")
         return completed
 
     def problems(self, options: SummarizationOptions, preview: Preview) -> list[str]:
@@ -92,7 +99,7 @@ class Summarization(Measurement[SummarizationOptions, SummarizationScores]):
         """Score the summaries of a model. Raise DataError if the data cannot be read, lacks a column or is empty, or if
         the window is too short.
         """
-        _, data = complete(options, model.source.recipe)
+        data = rows_of(options)
         prompter = Prompter(data, model.tokenizer, model.window)
         [source] = data.source
         table = find_table(streamed(source) if options.limit else source)
@@ -148,8 +155,7 @@ class Summarization(Measurement[SummarizationOptions, SummarizationScores]):
 
 
 def complete(options: SummarizationOptions, tuned_by: Recipe | None) -> tuple[SummarizationOptions, Data]:
-    """Return the complete options, and their rows and prompts as the data section of a recipe. Another model is then
-    measured on the same rows and prompts.
+    """Return the complete options, and their rows and prompts as the data section of a recipe.
 
     Options that are not set are those of the recipe that a run was `tuned_by`, or those for GovReport. The default
     split of a hub data set is the split that the tuning held a part out of; without such a part it is `validation`, or
@@ -173,12 +179,16 @@ def complete(options: SummarizationOptions, tuned_by: Recipe | None) -> tuple[Su
         defaults |= {"document": None, "summary": None}
     requested = options.model_dump(exclude_unset=True, exclude_none=True)
     completed = options.changed(**{**defaults, **requested})
-    data = GOVREPORT.changed(
-        **completed.model_dump(include=PROMPT_KEYS),
-        source={"name": completed.data, **completed.model_dump(include=SOURCE_KEYS, exclude_none=True)},
-        completion_tokens=completed.max_new_tokens,
+    return completed, rows_of(completed)
+
+
+def rows_of(options: SummarizationOptions) -> Data:
+    """Return the rows and prompts that complete options name, as the data section of a recipe."""
+    return GOVREPORT.changed(
+        **options.model_dump(include=PROMPT_KEYS),
+        source={"name": options.data, **options.model_dump(include=SOURCE_KEYS, exclude_none=True)},
+        completion_tokens=options.max_new_tokens,
     )
-    return completed, data
 
 
 def is_tuned_on(model: ModelSource, data: Data) -> bool:
@@ -187,7 +197,7 @@ def is_tuned_on(model: ModelSource, data: Data) -> bool:
     tuned = model.recipe.data if model.recipe else None
     if not tuned or not tuned.has_examples or Task(tuned).held_out_by != Task(data).held_out_by:
         source = source.changed(hold_out=None)
-    return trains_on(model.run.texts, source)
+    return trains_on(model.texts, source)
 
 
 def rouge(predictions: Sequence[str], references: Sequence[str]) -> dict[str, list[float]]:

@@ -57,7 +57,7 @@ def complete(options: OptionsT, models: Sequence[ModelSource], **sizes: Any) -> 
     default = {"data": data, **sizes, **DEFAULTS.get(data, {})}
     completed = options.changed(**default | options.model_dump(exclude_none=True))
     measured = Source(name=data, **completed.model_dump(include={"subset", "split", "column"}))
-    shares = [held_out_share(model.run.texts, measured) for model in models]
+    shares = [held_out_share(model.texts, measured) for model in models]
     # The part that a run was not tuned on.
     share = next(filter(None, [options.hold_out, *shares]), None)
     return completed.changed(hold_out=share)

@@ -11,15 +11,17 @@ from pi_lora.merging.check import check_logits, check_model, check_tensors
 from pi_lora.merging.deltas import OutputTensor, match_tensors
 from pi_lora.merging.writing import write_tensors
 from pi_lora.models.composite import names_in
+from pi_lora.models.files import is_local
 from pi_lora.models.quantized import check_loadable, check_quantization, dequantized
 from pi_lora.models.quiet import quiet_loading
-from pi_lora.models.saving import save_without_weights
+from pi_lora.models.saving import save_history, save_without_weights
 from pi_lora.models.source import ModelSource
+from pi_lora.run import MERGE_FILE, MergeRecord
 from pi_lora.scaling.config import Config
 from pi_lora.scaling.verify import build_on_meta, config_of
+from pi_lora.storage import write_json
 from pi_lora.types import Progress
 
-MERGE_FILE = "merge.json"
 Check = Literal["tensors", "logits", "none"]
 CHECKS: tuple[Check, ...] = get_args(Check)
 
@@ -78,6 +80,17 @@ class Merge:
             progress(0, 0, "comparing logits")
             line = check_logits(self.source, self.run, self.tensors, folder)
             self.lines.append(line)
+
+    def write_history(self, folder: Path) -> None:
+        """Write the history of the run and `merge.json`, as the last files: a folder with a recipe is a begun run."""
+        base = self.source.base
+        record = MergeRecord(
+            base=str(base.path.resolve()) if base.is_folder else base.name,
+            run=str(self.run.resolve()) if is_local(self.source.name) else self.source.name,
+            checks=self.lines,
+        )
+        write_json(folder / MERGE_FILE, record.model_dump())
+        save_history(self.source, folder)
 
 
 @dataclass(frozen=True)

@@ -103,7 +103,8 @@ def load_model(source: ModelSource, dtype: str | None = None) -> LoadedModel:
     Args:
         source: The model as `resolve_model` returns it.
         dtype: Instead of `source.dtype`. By default float32 on a CPU, that of the training after QLoRA, and on
-            an accelerator the stored dtype; a run is computed there in the dtype of its training.
+            an accelerator the stored dtype; a run is computed there in the dtype of its training, which `run.json`
+            names. `model.dtype` of the recipe of a run counts everywhere.
 
     Raises:
         ModelError: Weights are missing, damaged, or not those that a run was tuned from.
@@ -115,7 +116,7 @@ def load_model(source: ModelSource, dtype: str | None = None) -> LoadedModel:
     quantized = bool(source.adapter and recipe and recipe.tuning.method == "qlora")
     if dtype:
         weights_dtype = dtype_named(dtype)
-    elif source.adapter and recipe and (quantized or not on_cpu):
+    elif source.adapter and recipe and (quantized or not on_cpu or source.run.recipe.model.dtype):
         weights_dtype = dtype_of_base(recipe)
     elif on_cpu:
         weights_dtype = torch.float32

@@ -1,6 +1,7 @@
 """The files of a model for every engine: config, tokenizer, generation config, and linked weights."""
 
 import os
+import platform
 import shutil
 from pathlib import Path
 from typing import Any
@@ -15,6 +16,8 @@ from pi_lora.models.files import save_config
 from pi_lora.models.source import Base, ModelSource
 from pi_lora.models.tokenizer import end_of_turn, save_tokenizer
 from pi_lora.models.weights import COMPUTED, StoredTensor, read_header, write_index
+from pi_lora.recipe.files import RECIPE_FILE
+from pi_lora.run import RUN_FILE
 from pi_lora.scaling.config import Config
 from pi_lora.storage import read_json, write_json
 from pi_lora.types import Json, Progress, ui
@@ -35,6 +38,19 @@ def save_without_weights(source: ModelSource, config: Config, folder: Path) -> N
         save_tokenizer(source.tokenizer, folder, source.tokenizer_files)
     for name, file in source.processor_files.items():
         shutil.copyfile(file, folder / name)
+
+
+def save_history(source: ModelSource, folder: Path) -> None:
+    """Write what is known of how a merged or extended model was made: L and the texts of earlier trainings, and of a
+    merged run the recipe and the facts of the training.
+    """
+    history: Json = {"python": platform.python_version()}
+    if source.adapter:
+        history |= source.run.metadata.model_dump(mode="json", exclude_unset=True)
+        if source.run.has_recipe:
+            shutil.copyfile(source.adapter / RECIPE_FILE, folder / RECIPE_FILE)
+    texts = [text.model_dump(mode="json") for text in source.texts]
+    write_json(folder / RUN_FILE, {**history, "original": source.original, "texts_before": texts})
 
 
 def write_generation_config(source: ModelSource, folder: Path) -> None:

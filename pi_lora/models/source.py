@@ -22,6 +22,7 @@ from pi_lora.models.files import (
     find_files,
 )
 from pi_lora.models.shape import Shape
+from pi_lora.recipe.data import Source
 from pi_lora.recipe.schema import Recipe
 from pi_lora.run import Fingerprint, Run
 from pi_lora.scaling.config import COMPOSITE, Config, read_rope
@@ -63,6 +64,11 @@ class Base:
     def rope(self) -> Rope:
         """The rope of the layers that attend to the whole window, unextended."""
         return Rope(self.config)
+
+    @property
+    def is_folder(self) -> bool:
+        """Whether the model is a folder of this machine, whose path is not the same elsewhere."""
+        return self.commit is None and not self.name.startswith(BUILTIN)
 
     def file(self, name: str) -> Path | None:
         """Return a file, of weights downloaded from the hub if necessary, or None if the model has no such file."""
@@ -112,9 +118,8 @@ class Base:
 
     def fingerprint(self, tokenizer: str, data: str) -> Fingerprint:
         """Return the fingerprint of a run of this base, from the digests of its tokenizer and data."""
-        has_path = self.commit is None and not self.name.startswith(BUILTIN)
         return Fingerprint(
-            path=str(self.path.resolve()) if has_path else None,
+            path=str(self.path.resolve()) if self.is_folder else None,
             commit=self.commit,
             weights=self.weights_digest,
             tokenizer=tokenizer,
@@ -199,13 +204,19 @@ class ModelSource:
 
     @cached_property
     def run(self) -> Run:
-        """The folder of the run: of the adapter, or of fully tuned weights."""
-        return Run(self.adapter or Path(self.name))
+        """The folder of the run: of the adapter, or of fully tuned or merged weights."""
+        return Run(self.adapter or self.base.path)
 
     @cached_property
     def recipe(self) -> Recipe | None:
-        """The recipe that the model was tuned by, if it is a run."""
-        return self.run.recipe if self.run.has_recipe else None
+        """The recipe that the model was tuned by, with the dtypes of the training; None if pi-lora did not tune it."""
+        return self.run.with_dtypes(self.run.recipe) if self.run.has_recipe else None
+
+    @cached_property
+    def texts(self) -> list[Source]:
+        """The texts that the model and its base were tuned on, as far as `run.json` and the recipes tell."""
+        texts = Run(self.base.path).texts
+        return texts + [text for text in self.run.texts if text not in texts]
 
     @cached_property
     def tokenizer(self) -> Any:

@@ -72,33 +72,32 @@ def write_card(folder: Path) -> None:
     write_whole(folder / CARD, card_of(MeasuredRun(folder)))
 
 
-def card_of(run: MeasuredRun, merged: Sequence[str] = (), serving: Sequence[str] = ()) -> str:
+def card_of(run: MeasuredRun, serving: Sequence[str] = ()) -> str:
     """Return the card of a run with the pictures of the run.
 
     Args:
         run: The run, or a model that was merged or extended.
-        merged: For merged weights, the lines on the merge and on the checks.
         serving: For merged weights, the commands that serve them.
 
     Raises:
         ModelError: A file is damaged.
     """
     recipe = run.recipe if run.has_recipe else None
-    full = run.untuned or run.merged is not None or run.recipe.tuning.method == "full"
     rope = Rope(run.config)
     window = rope.window
     scale = rope.scale
-    kept = recipe is not None and recipe.scaling == "keep" and recipe.model.name == run.base.name
+    of_base = recipe is not None and public_name(recipe.model.name) == public_name(run.base.name)
+    kept = recipe is not None and recipe.scaling == "keep" and of_base
     # That of a base with a scaling, as Gemma 3 has.
     own_scale = 1.0
     if run.metadata.original and scale > 1:
         own_scale = round(scale * run.metadata.original / window, 6)
     card = ModelCard.from_template(
-        _metadata(run, full, recipe),
+        _metadata(run, recipe),
         template_path=str(Path(__file__).with_name("card.md")),
         run=run,
         recipe=recipe,
-        full=full,
+        full=run.has_full_weights,
         auto_class=auto_class_of(run.config),
         public_name=public_name,
         code_cell=code_cell,
@@ -109,7 +108,6 @@ def card_of(run: MeasuredRun, merged: Sequence[str] = (), serving: Sequence[str]
         own_scale=own_scale,
         kept=kept,
         theta=rope.parameters["rope_theta"],
-        merged=merged,
         serving=serving,
         scores=_scores_section(run),
     )
@@ -145,7 +143,7 @@ def is_hub_id(name: str) -> bool:
     return not is_local(name) and re.fullmatch(r"\w[\w.-]*(/\w[\w.-]*)?", name) is not None
 
 
-def _metadata(run: MeasuredRun, full: bool, recipe: Recipe | None) -> ModelCardData:
+def _metadata(run: MeasuredRun, recipe: Recipe | None) -> ModelCardData:
     """The YAML block that the hub reads, which must not name a base or data that are not on the hub."""
     method = Rope(run.config).method or "direct"
     tags = ["long-context", "position-interpolation" if method == "pi" else method]
@@ -159,13 +157,13 @@ def _metadata(run: MeasuredRun, full: bool, recipe: Recipe | None) -> ModelCardD
     relation = None
     if is_hub_id(run.base.name):
         base = run.base.name
-        relation = "finetune" if full else "adapter"
+        relation = "finetune" if run.has_full_weights else "adapter"
     return ModelCardData(
         base_model=base,
         base_model_relation=relation,
         datasets=datasets or None,
         eval_results=results or None,
-        library_name="transformers" if full else "peft",
+        library_name="transformers" if run.has_full_weights else "peft",
         model_name=name if results else None,
         pipeline_tag=PIPELINES[auto_class_of(run.config)],
         tags=[*tags, "pi-lora"],
@@ -197,7 +195,7 @@ def _scores_section(run: MeasuredRun) -> str:
     if verdict:
         lines = [f"- **{label}**: {literal(text)}." for label, text in verdict.items()]
         paragraphs.append("\n".join(lines))
-    elif not run.scores and (run.merged or run.untuned):
+    elif not run.scores and (run.merge or run.untuned):
         commands = "`pi-lora eval perplexity . --data TEXT` and `pi-lora eval passkey .`"
         paragraphs.append(f"Not measured yet: {commands} measure it, in this folder.")
     elif not run.scores:

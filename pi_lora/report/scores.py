@@ -14,7 +14,8 @@ from pi_lora.evaluation.measurement import Metric, Scores
 from pi_lora.evaluation.suite import differences, metric_rows, metrics_of, read_scores, setting_of
 from pi_lora.models.files import ADAPTER_CONFIG_FILE, public_name, read_adapter_settings, read_config
 from pi_lora.recipe.schema import Model
-from pi_lora.run import BASE, STEP_0, Run
+from pi_lora.run import BASE, MERGE_FILE, STEP_0, MergeRecord, Run
+from pi_lora.storage import read_json
 
 # The heading of the base under the scaling of the run, without tuning.
 UNTUNED = "untuned"
@@ -25,7 +26,7 @@ class MeasuredRun(Run):
     """A run with its scores, or an adapter folder of other origin.
 
     Attributes:
-        merged: The folder of the full weights, if the run was merged.
+        merged: The folder of the full weights, while the run is merged.
         untuned: Whether the model is a base that was extended without tuning.
         base_name: The name of the base, where no adapter names it.
     """
@@ -33,6 +34,17 @@ class MeasuredRun(Run):
     merged: Path | None = None
     untuned: bool = False
     base_name: str = "unknown"
+
+    @property
+    def merge(self) -> MergeRecord | None:
+        """What `merge.json` of merged weights says."""
+        file = (self.merged or self.path) / MERGE_FILE
+        return read_json(file, MergeRecord, "merge again") if file.is_file() else None
+
+    @property
+    def has_full_weights(self) -> bool:
+        """Whether the model is no adapter, or one that is merged."""
+        return self.merged is not None or not (self.path / ADAPTER_CONFIG_FILE).is_file()
 
     @cached_property
     def config(self) -> dict[str, Any]:
@@ -48,6 +60,8 @@ class MeasuredRun(Run):
             return Model(name=name, revision=adapter.revision or "main")
         if self.untuned:
             return Model(name=self.base_name)
+        if self.merge:
+            return Model(name=self.merge.base, revision=self.commit or "main")
         return self.recipe.model
 
     @cached_property

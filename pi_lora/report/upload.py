@@ -26,14 +26,14 @@ from pi_lora.models.weights import read_index
 from pi_lora.recipe.files import RECIPE_FILE, dump_recipe, load_recipe
 from pi_lora.report.card import refresh_scores
 from pi_lora.report.scores import MeasuredRun
-from pi_lora.run import RUN_FILE
+from pi_lora.run import MERGE_FILE, RUN_FILE
 from pi_lora.staging import check_finished
 from pi_lora.types import Progress, silent
 
 # JSON files that name bases, runs and data, which may be files and folders of this machine.
 FILES_WITH_PATHS = [
     RUN_FILE,
-    "merge.json",
+    MERGE_FILE,
     "config.json",
     "generation_config.json",
     "adapter_config.json",

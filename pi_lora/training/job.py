@@ -120,7 +120,7 @@ class TrainingJob:
 
     def _train(self, data: TrainingData, run: Run, stop: StopOnSignal, progress: Progress) -> LoadedModel:
         """Train to the last step, and save the weights as the last checkpoint."""
-        recipe = self._with_precision_of(run)
+        recipe = run.with_dtypes(self.recipe)
         set_seed(recipe.training.seed)
         tuned = LoadedModel(
             source=self.source,
@@ -184,19 +184,21 @@ class TrainingJob:
                 run.check_same_fingerprint(self.output, fingerprint, self.source.permissions)
                 write_whole(staging / RECIPE_FILE, dump_recipe(self.recipe))
                 # Decided once: other processes, or a resumption on another machine, could decide otherwise.
-                precision = run.metadata.precision or devices.computes_in(self.recipe)
-                origin = fingerprint.model_dump()
-                run.record({"origin": origin, "precision": precision, "directory": os.getcwd()})
+                dtype = str(devices.dtype_of_base(self.recipe)).removeprefix("torch.")
+                run.record(
+                    {
+                        "origin": fingerprint.model_dump(),
+                        "precision": run.metadata.precision or devices.computes_in(self.recipe),
+                        "base_dtype": run.metadata.base_dtype or dtype,
+                        "directory": os.getcwd(),
+                        "texts_before": [text.model_dump(mode="json") for text in self.source.texts],
+                    }
+                )
             wait_for_all_processes()
             yield run
         if is_main_process():
             # Until the run stands under its name, checkpoints are all that is left of it if the process is killed.
             shutil.rmtree(self.output / CHECKPOINTS, ignore_errors=True)
-
-    def _with_precision_of(self, run: Run) -> Recipe:
-        """Return the recipe with the precision that the run started with, instead of `auto`."""
-        training = self.recipe.training.changed(precision=run.metadata.precision)
-        return self.recipe.model_copy(update={"training": training})
 
     def _checkpoint_to_resume(self, run: Run) -> Path | None:
         """Return the checkpoint that the main process chooses, in all processes."""

@@ -12,7 +12,7 @@ import torch
 from rouge_score.rouge_scorer import RougeScorer
 
 from conftest import refused, run_captured, small_recipe
-from pi_lora.api import load
+from pi_lora.api import evaluate, load
 from pi_lora.data.batches import training_data
 from pi_lora.data.sources import hash_to_unit, trains_on
 from pi_lora.errors import DataError, Interrupted
@@ -26,6 +26,8 @@ from pi_lora.models.resolve import resolve_model
 from pi_lora.models.source import ModelSource
 from pi_lora.recipe.evaluation import PerplexityOptions, Sampling, SummarizationOptions
 from pi_lora.recipe.schema import Recipe
+from pi_lora.terminal import TERMINAL
+from pi_lora.types import showing
 from reported import make_run
 
 REPORTS = Path(__file__).parents[1] / "data" / "texts" / "gao_reports.jsonl"
@@ -171,6 +173,36 @@ def test_rows_that_another_column_holds_out_are_marked_as_tuned_on(
         assert measured
         assert trains_on(loaded.source.run.texts, measured)
         assert trains_on(loaded.source.run.texts, measured.changed(hold_out=loaded.source.run.texts[0].hold_out))
+
+
+def test_all_models_are_asked_the_same(
+    tuned: Path, capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Whatever their order, and whichever prompt each was tuned on."""
+    prompts: list[list[list[int]]] = []
+
+    def recorded(_: Any, batch: list[list[int]], __: Any) -> list[str]:
+        prompts.append(batch)
+        return [""] * len(batch)
+
+    monkeypatch.setattr("pi_lora.evaluation.summarization.generate", recorded)
+    base = BUILTIN_FOLDER / "tiny"
+    rows = {"name": str(REPORTS), "hold_out": 0.3}
+    data = {**COLUMNS, "source": rows, "summary": None, "template": "{report} In short:", "completion": "summary"}
+    other = make_run(base, tmp_path / "other", {}, small_recipe(base, context={"target": 512}, data=data))
+    sizes = {"limit": 1, "document_tokens": 50}
+    alone = {run: evaluate(run, "summarization", **sizes).options for run in (tuned, other)}
+    asked = dict(zip(alone, prompts, strict=True))
+    assert asked[tuned] != asked[other]
+    for models, chosen in (([base, tuned], tuned), ([other, tuned], other)):
+        prompts.clear()
+        with showing(TERMINAL):
+            measured = evaluate(models, "summarization", **sizes)
+        assert [scores.options for scores in measured] == [alone[chosen]] * 2
+        assert prompts == [asked[chosen]] * 2
+        lines = capsys.readouterr().err.splitlines()
+        [other_model] = {*models} - {chosen}
+        assert [line.partition(": ")[0] for line in lines if str(chosen) in line] == [str(other_model)]
 
 
 def test_a_run_tuned_on_all_rows_of_a_file_asks_for_others(tuned_on: Callable[..., ModelSource], tuned: Path) -> None:
