@@ -3,7 +3,7 @@ documents, prompts and examples. Differences are paired if both results contain 
 """
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 
 from pydantic import BaseModel
 
@@ -38,6 +38,21 @@ class Row(BaseModel):
         digits = UNIT_DIGITS.get(self.unit, 1)
         return " to ".join(f"{bound:+,.{digits}f}" for bound in self.interval or ())
 
+    @property
+    def text(self) -> str:
+        """The verdict with the interval."""
+        interval = f"{self.interval_text} {self.unit}".strip()
+        return f"{self.verdict} ({interval})" if self.interval else self.verdict
+
+
+def changes_between(before: Mapping[str, Metric], after: Iterable[Metric]) -> Iterator[Row]:
+    """Yield the changes of metrics from those of another model by heading, as far as it has them."""
+    for metric in after:
+        other = before.get(metric.heading)
+        # Perplexities of other tokens do not compare: another tokenizer, or documents that were changed.
+        if other and metric.compares_with(other):
+            yield change_of(other, metric)
+
 
 def change_of(base: Metric, run: Metric) -> Row:
     """Return the change from one metric to another, of the same model or of two. The change is paired if both metrics
@@ -65,7 +80,7 @@ def change_of(base: Metric, run: Metric) -> Row:
         change=change,
         interval=interval,
         pairs=len(pairs) if paired_interval else None,
-        verdict=too_few or verdict(change, interval, unit, higher_is_better=run.higher_is_better),
+        verdict=too_few or in_words(change, interval, unit, higher_is_better=run.higher_is_better),
     )
 
 
@@ -83,7 +98,7 @@ def _too_few_documents(change: float, interval: Interval | None, pairs: int, met
         needed = pairs_needed(log_change, half_width=log_half_width, pairs=pairs, most=MAX_DOCUMENTS)
     if needed == MAX_DOCUMENTS:
         return ""
-    amount = _amount(change, "%", higher_is_better=metric.higher_is_better)
+    amount = _size_in_words(change, "%", higher_is_better=metric.higher_is_better)
     return f"{amount}, but too few documents to tell: {pairs}, about {needed} would do"
 
 
@@ -114,23 +129,23 @@ def _percent(log_ratio: float) -> float:
     return 100 * math.expm1(log_ratio)
 
 
-def verdict(change: float, interval: Interval | None, unit: str, *, higher_is_better: bool = True) -> str:
+def in_words(change: float, interval: Interval | None, unit: str, *, higher_is_better: bool = True) -> str:
     """Return a change in words.
 
-    >>> verdict(3.14, (1.0, 5.0), "%", higher_is_better=False), verdict(-2.0, (-4.0, 0.5), "points")
+    >>> in_words(3.14, (1.0, 5.0), "%", higher_is_better=False), in_words(-2.0, (-4.0, 0.5), "points")
     ('3.1 % worse', 'within noise')
-    >>> verdict(0.0123, (0.01, 0.02), "nats")
+    >>> in_words(0.0123, (0.01, 0.02), "nats")
     '0.012 nats better'
     """
     if interval is not None and interval[0] <= 0 <= interval[1]:
         return "within noise"
     if change == 0:
         return "the same"
-    amount = _amount(change, unit, higher_is_better=higher_is_better)
+    amount = _size_in_words(change, unit, higher_is_better=higher_is_better)
     return f"{amount}, no interval" if interval is None and unit != "tokens" else amount
 
 
-def _amount(change: float, unit: str, *, higher_is_better: bool) -> str:
+def _size_in_words(change: float, unit: str, *, higher_is_better: bool) -> str:
     """Return the size of a change and the direction, such as `3.1 % worse`."""
     digits = UNIT_DIGITS.get(unit, 1)
     amount = f"{abs(change):,.{digits}f} {unit}".rstrip()

@@ -19,7 +19,7 @@ from pi_lora.data.tokens import added_prefix, token_spans
 from pi_lora.drawing import Panel, draw_curves, draw_marked_text
 from pi_lora.errors import DataError, ModelError
 from pi_lora.evaluation.forward import check_numbers, pass_tokens
-from pi_lora.evaluation.intervals import Pairs, of_means
+from pi_lora.evaluation.intervals import of_means
 from pi_lora.evaluation.measurement import (
     Measurement,
     Metric,
@@ -156,10 +156,9 @@ class Context(Measurement[ContextOptions, ContextScores]):
         """Yield the gain, the share of key tokens, and LongPPL with the whole window and with the near context."""
         documents = scores.per_document
         data = scores.options.data or ""
-        tokens = [document.tokens for document in documents]
         yield average(
             label="gain from distant context",
-            mean=fmean([document.gain for document in documents], tokens),
+            mean=fmean([document.gain for document in documents], [document.tokens for document in documents]),
             values=[
                 Value(f"{document.name} of {document.tokens} tokens", document.gain, document.tokens)
                 for document in documents
@@ -170,32 +169,18 @@ class Context(Measurement[ContextOptions, ContextScores]):
             dataset=data,
             hub_name="gain from distant context",
         )
-        whose = "own key tokens"
-        if scores.options.key_tokens:
-            whose = f"key tokens of {Path(scores.evaluator).name}"
-        shares: Pairs = []
-        for document in documents:
-            share = 100 * document.key_tokens / document.tokens
-            shares.append((0.0, share, document.tokens))
-        interval = of_means([shares])
-        if interval:
-            interval = max(0.0, interval[0]), interval[1]
-        yield Metric(
-            label=whose,
-            value=100 * sum(document.key_tokens for document in documents) / sum(tokens),
-            unit="%",
-            at=scores.window,
-            digits=4,
-            interval=interval,
-        )
-        whole = []
-        near = []
-        for document in documents:
-            if document.key_loss is not None and document.key_gain is not None:
-                name = f"{document.name}, {document.key_tokens} key tokens of {scores.evaluator}"
-                whole.append(Value(name, math.exp(document.key_loss), document.key_tokens))
-                near.append(Value(name, math.exp(document.key_loss + document.key_gain), document.key_tokens))
-        for at, values in ((scores.window, whole), (scores.short_window, near)):
+        whose = f"key tokens of {Path(scores.evaluator).name}" if scores.options.key_tokens else "own key tokens"
+        yield _share_of_key_tokens(scores, whose)
+        for at, gained in ((scores.window, 0), (scores.short_window, 1)):
+            values = [
+                Value(
+                    f"{document.name}, {document.key_tokens} key tokens of {scores.evaluator}",
+                    math.exp(document.key_loss + gained * document.key_gain),
+                    document.key_tokens,
+                )
+                for document in documents
+                if document.key_loss is not None and document.key_gain is not None
+            ]
             if values:
                 losses = [math.log(value.value) for value in values]
                 yield Metric(
@@ -216,6 +201,24 @@ class Context(Measurement[ContextOptions, ContextScores]):
         yield partial(draw_curves, curves, xlabel="tokens before, in the window", ylabel="gain (nats per token)")
         *_, (label, last) = scores.items()
         yield partial(draw_marked_text, last.excerpt, f"what distant context explains: {label}")
+
+
+def _share_of_key_tokens(scores: ContextScores, whose: str) -> Metric:
+    """Return the share of key tokens, with the interval over the documents."""
+    documents = scores.per_document
+    tokens = [document.tokens for document in documents]
+    key_tokens = [document.key_tokens for document in documents]
+    interval = of_means([[(0.0, 100 * keys / scored, scored) for keys, scored in zip(key_tokens, tokens, strict=True)]])
+    if interval:
+        interval = max(0.0, interval[0]), interval[1]
+    return Metric(
+        label=whose,
+        value=100 * sum(key_tokens) / sum(tokens),
+        unit="%",
+        at=scores.window,
+        digits=4,
+        interval=interval,
+    )
 
 
 def context_losses(

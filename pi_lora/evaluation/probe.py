@@ -13,7 +13,7 @@ from rich.table import Table
 
 from pi_lora.distributed import is_main_process
 from pi_lora.errors import ModelError
-from pi_lora.evaluation.changes import change_of, verdict
+from pi_lora.evaluation.changes import change_of, in_words
 from pi_lora.evaluation.measurement import Metric, Scores, Session
 from pi_lora.evaluation.passkey import PasskeyScores
 from pi_lora.evaluation.perplexity import PerplexityScores
@@ -285,7 +285,7 @@ def probe_table(probed: Probe, result: TargetResult) -> Table:
         cells = []
         for metric in scaling.windows:
             row = change_of(base, metric)
-            words = verdict(row.change, row.interval, row.unit, higher_is_better=False)
+            words = in_words(row.change, row.interval, row.unit, higher_is_better=False)
             cells.append(f"{row.run:.2f}, {words}")
         passkeys = scaling.retrieved.text if scaling.retrieved else "not asked"
         table.add_row(name, *cells, passkeys)

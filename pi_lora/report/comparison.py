@@ -10,11 +10,10 @@ from pydantic import BaseModel
 from rich.table import Table
 
 from pi_lora.errors import ModelError
-from pi_lora.evaluation.changes import Row
+from pi_lora.evaluation.changes import Row, changes_between
 from pi_lora.evaluation.measurement import Scores
 from pi_lora.evaluation.suite import (
     Requested,
-    differences,
     evaluate,
     requested_of_run,
     scores_of,
@@ -22,8 +21,8 @@ from pi_lora.evaluation.suite import (
 )
 from pi_lora.models.resolve import extension_of, run_folder
 from pi_lora.models.source import ModelSource
-from pi_lora.report.scores import MeasuredRun, shown_metrics
-from pi_lora.report.verdict import changes, verdict_of
+from pi_lora.report.scores import MeasuredRun, comparable_metrics, shown_metrics
+from pi_lora.report.verdict import verdict_of
 from pi_lora.run import BASE, STEP_0, TUNED
 
 # Formats of values by unit; other values have three decimals.
@@ -144,9 +143,8 @@ def _all_requested(run: MeasuredRun, requested: Requested, data: str | None) -> 
 
 
 def compare(base: Scores, run: Scores) -> Iterator[Row]:
-    """Yield rows of the metrics that two results share, if both were measured on the same text in the same way."""
-    if not differences(base.options, run):
-        yield from changes(shown_metrics(base), shown_metrics(run).values())
+    """Return rows of the metrics that two results share, if both were measured on the same text in the same way."""
+    return changes_between(comparable_metrics(base, run), shown_metrics(run).values())
 
 
 def comparison_table(comparison: Comparison) -> Table:

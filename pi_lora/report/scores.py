@@ -115,6 +115,11 @@ def shown_metrics(scores: Scores) -> dict[str, Metric]:
     return {metric.heading: metric for metric in metrics_of(scores) if metric.hub_name}
 
 
+def comparable_metrics(other: Scores | None, scores: Scores) -> dict[str, Metric]:
+    """Return the metrics of another model by heading, none if it was not measured in the same way as `scores`."""
+    return shown_metrics(other) if other and not differences(other.options, scores) else {}
+
+
 def scores_section(run: MeasuredRun, name: str) -> Iterator[str]:
     """Yield Markdown for the scores of a measurement: the text and settings, and a table of the metrics of base, step 0
     and run. Scores with other options are named and not shown. If the base is not in the table, the command that

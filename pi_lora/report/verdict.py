@@ -2,12 +2,11 @@
 scaling, and what short inputs lost.
 """
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Mapping
 
-from pi_lora.evaluation.changes import Row, change_of
+from pi_lora.evaluation.changes import Row, change_of, changes_between
 from pi_lora.evaluation.measurement import Metric, Scores
-from pi_lora.evaluation.suite import differences
-from pi_lora.report.scores import shown_metrics
+from pi_lora.report.scores import comparable_metrics, shown_metrics
 
 PASSKEYS = "passkeys retrieved"
 # Measurements of retrieval, and those whose inputs are short.
@@ -35,20 +34,21 @@ def verdict_of(
     for name, scores in run.items():
         if scores.tuned_on:
             continue
-        before = _comparable(base, name, scores)
-        without_tuning = _comparable(untuned, name, scores)
+        before = comparable_metrics(base.get(name), scores)
+        # The last scores of a run may be those of step 0.
+        without_tuning = {} if scores is untuned.get(name) else comparable_metrics(untuned.get(name), scores)
         after = list(shown_metrics(scores).values())
         if scores.measurement == "perplexity":
             lines["Reads"] = _reads(before, after, original)
-            tuning += changes(without_tuning, [_farthest(after)])
+            tuning += changes_between(without_tuning, [_farthest(after)])
             in_original = [metric for metric in after if metric.at == original]
-            costs = [*changes(before, in_original), *costs]
+            costs = [*changes_between(before, in_original), *costs]
         if scores.measurement in RETRIEVAL:
             found = _farthest([metric for metric in after if metric.label in (PASSKEYS, "RULER")] or after)
             finds.append(_finds(before, found))
-            tuning += changes(without_tuning, [found])
+            tuning += changes_between(without_tuning, [found])
         if scores.measurement in SHORT:
-            costs += changes(before, after)
+            costs += changes_between(before, after)
     if finds:
         lines["Finds"] = "; ".join(finds)
     if tuning:
@@ -60,14 +60,6 @@ def verdict_of(
     elif run:
         lines["Short inputs"] = "the base was not measured in the same way"
     return lines
-
-
-def _comparable(others: Mapping[str, Scores], name: str, scores: Scores) -> Mapping[str, Metric]:
-    """Return the metrics of another model by heading, if it was measured with the options of `scores`."""
-    other = others.get(name)
-    if other is None or other is scores or differences(other.options, scores):
-        return {}
-    return shown_metrics(other)
 
 
 def _reads(before: Mapping[str, Metric], after: list[Metric], original: int | None) -> str:
@@ -82,15 +74,15 @@ def _reads(before: Mapping[str, Metric], after: list[Metric], original: int | No
             line += f"; the base reads {original:,} tokens with {metric.text}"
             change = change_of(metric, farthest)
             if GAIN not in change.verdict:
-                line += f": {_in_words(change)}"
+                line += f": {change.text}"
     return line
 
 
 def _finds(before: Mapping[str, Metric], farthest: Metric) -> str:
     """Return what the run finds in the longest context, and what the base finds there."""
-    line = f"{_amount(farthest)} in {farthest.at:,} tokens"
+    line = f"{_retrieved(farthest)} in {farthest.at:,} tokens"
     if farthest.heading in before:
-        line += f", the base {_amount(before[farthest.heading])}"
+        line += f", the base {_retrieved(before[farthest.heading])}"
     return line
 
 
@@ -98,7 +90,7 @@ def _farthest(metrics: list[Metric]) -> Metric:
     return max(metrics, key=lambda metric: metric.at or 0)
 
 
-def _amount(metric: Metric) -> str:
+def _retrieved(metric: Metric) -> str:
     """Return a share of passkeys as a count with the interval in percent, and another metric as it is."""
     if metric.label != PASSKEYS:
         return f"{'RULER' if metric.label == 'RULER' else 'passkeys up to'} {metric.text}"
@@ -110,23 +102,6 @@ def _amount(metric: Metric) -> str:
     return f"{count} ({low:.0f} to {high:.0f} %)"
 
 
-def changes(before: Mapping[str, Metric], after: Iterable[Metric]) -> Iterator[Row]:
-    """Yield the changes of metrics from those of another model by heading, as far as it has them."""
-    for metric in after:
-        other = before.get(metric.heading)
-        # Perplexities of other tokens do not compare: another tokenizer, or documents that were changed.
-        if other and metric.compares_with(other):
-            yield change_of(other, metric)
-
-
 def _list(rows: Iterable[Row]) -> str:
     """Return changes in words, each with the name of the metric."""
-    return "; ".join(f"{row.measurement}: {_in_words(row)}" for row in rows)
-
-
-def _in_words(row: Row) -> str:
-    """Return the verdict on a change with the interval."""
-    if row.interval is None:
-        return row.verdict
-    interval = f"{row.interval_text} {row.unit}".rstrip()
-    return f"{row.verdict} ({interval})"
+    return "; ".join(f"{row.measurement}: {row.text}" for row in rows)

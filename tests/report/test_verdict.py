@@ -11,7 +11,7 @@ from pi_lora.models.files import save_config
 from pi_lora.models.resolve import resolve_model
 from pi_lora.report.card import card_of
 from pi_lora.report.scores import MeasuredRun
-from pi_lora.report.verdict import _in_words, verdict_of
+from pi_lora.report.verdict import verdict_of
 from pi_lora.scaling.extension import Extension
 from reported import SCORES, benchmarks, make_run, passkey, perplexity, ruler
 
@@ -131,4 +131,4 @@ def test_the_card_says_that_frequencies_have_divisors_of_their_own(small_model: 
 
 def test_a_change_without_a_unit_ends_with_the_interval() -> None:
     row = Row(measurement="chat KL", base=0.1, run=0.3, unit="", change=0.2, interval=(0.1, 0.3), verdict="0.200 worse")
-    assert _in_words(row) == "0.200 worse (+0.100 to +0.300)"
+    assert row.text == "0.200 worse (+0.100 to +0.300)"
