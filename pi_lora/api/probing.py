@@ -104,7 +104,7 @@ def search(
         PiLoraError: An option is wrong, the file exists, the model cannot be extended so, or the text is too short.
     """
     with ui.working(LIBRARIES):
-        from pi_lora.evaluation.search import search, test_command
+        from pi_lora.evaluation.search import probe_command, search
         from pi_lora.recipe.evaluation import SearchOptions
 
     section = section_of(SearchOptions, {"target": target, **options})
@@ -114,5 +114,5 @@ def search(
         raise RunExistsError(f"{file}: exists, and is not overwritten; remove it, or name another --output")
     result = search(source, section, file)
     ui.show(f"{file}: divisors found in {result.steps:,} steps; measure them on other text beside untuned scalings:")
-    ui.copy(test_command(result, file))
+    ui.copy(probe_command(result, file))
     return result

@@ -2,6 +2,7 @@
 
 import itertools
 import json
+import math
 from array import array
 from collections.abc import Callable, Iterable, Iterator, MutableSequence, Sequence
 from functools import partial
@@ -28,17 +29,20 @@ class Labelled(NamedTuple):
     loss_mask: list[bool]
 
 
-def tokenized(tokenizer: Any, texts: Sequence[str], special_tokens: bool = False) -> list[Tokens]:
+def tokenized(
+    tokenizer: Any, texts: Sequence[str], special_tokens: bool = False, *, enough: float = math.inf
+) -> list[Tokens]:
     """Return the ids of texts with the BOS and EOS of the tokenizer. With `special_tokens`, special tokens in a
     text keep their meaning, and a text may begin with BOS itself; else they are text.
 
     A text of more than `2 * PIECE` characters is tokenized in pieces that end with a line. A token that would span two
-    pieces is two tokens, and a tokenizer that puts a space before a text puts one before each piece.
+    pieces is two tokens, and a tokenizer that puts a space before a text puts one before each piece. No further piece
+    is tokenized if there are `enough` tokens.
     """
     encode = partial(tokenizer, split_special_tokens=not special_tokens, verbose=False)
     short = list(filter(_is_short, texts))
     encoded = iter(encode(short)["input_ids"] if short else [])
-    sequences = [next(encoded) if _is_short(text) else _in_pieces(tokenizer, encode, text) for text in texts]
+    sequences = [next(encoded) if _is_short(text) else _in_pieces(tokenizer, encode, text, enough) for text in texts]
     # Without `special_tokens`, no text begins with a special token.
     prefix = added_prefix(tokenizer) if special_tokens else []
     return [with_one_prefix(ids, prefix) for ids in sequences]
@@ -117,11 +121,13 @@ def _is_short(text: str) -> bool:
     return len(text) <= 2 * PIECE
 
 
-def _in_pieces(tokenizer: Any, encode: Callable[..., Any], text: str) -> Tokens:
+def _in_pieces(tokenizer: Any, encode: Callable[..., Any], text: str, enough: float) -> Tokens:
     before, after = _added(tokenizer)
     ids = array("i", before)
     for piece in pieces(text):
         ids.extend(encode(piece, add_special_tokens=False)["input_ids"])
+        if len(ids) >= enough:
+            break
     ids.extend(after)
     return ids
 

@@ -48,8 +48,9 @@ from pi_lora.types import Progress, ui
 
 # The search begins with the first of these scalings that suits the model; Phi-3 has no YaRN.
 STARTS: tuple[Method, ...] = ("yarn", "theta")
-# The most documents that a search reads, besides those that are left for the test.
+# The most documents that a search reads, besides those that are left for the test, and the most tokens of a document.
 DOCUMENTS = 16
+DOCUMENT_TOKENS = 2**19
 # The largest divisor: a frequency turns by at most a thousandth of a radian in a million tokens.
 LARGEST = 1e9
 # A nat that the text loses costs as much as this many nats of a needle.
@@ -110,8 +111,11 @@ class Searched:
         self.loaded = load_model(base, base.dtype or ("bfloat16" if has_fast_bfloat16() else None))
         text_options = complete(TextOptions(data=options.data, column=options.column), [base])
         most = options.documents + DOCUMENTS
-        # Whole documents: some default choices cut them, perhaps below the target window.
-        text_options = text_options.changed(documents=min(most, text_options.documents or most), truncate=None)
+        # Some default choices cut documents, perhaps below the target window.
+        text_options = text_options.changed(
+            documents=min(most, text_options.documents or most),
+            truncate=max(DOCUMENT_TOKENS, options.target),
+        )
         # The first documents are left for the test.
         documents, _ = choose_documents(self.loaded, text_options, options.target)
         self.test_documents = min(options.documents, len(documents) - 1)
@@ -119,7 +123,10 @@ class Searched:
         self.texts = [document for document in documents if document.digest not in tested]
         if not self.texts or not self.test_documents:
             text = text_options.data
-            raise DataError(f"--data: {text}: one document is long enough; the search and its test need two")
+            raise DataError(
+                f"--data: {text}: the search and its test need two different documents of {options.target} tokens; name "
+                "more texts, or choose a shorter --target"
+            )
         self.exams = Exams(
             self.loaded,
             [text.ids for text in self.texts],
@@ -190,7 +197,7 @@ def _with_gradient(part: Any, args: Any, inputs: Any, output: Any) -> Any:
     return inspect.unwrap(type(part).forward)(part, *args, **inputs)
 
 
-def test_command(result: SearchResult, file: Path) -> str:
+def probe_command(result: SearchResult, file: Path) -> str:
     """Return the command that compares the result in `file` with untuned scalings, on documents that the search did not
     read and with other passkeys.
     """

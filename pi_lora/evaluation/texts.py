@@ -1,5 +1,6 @@
 """The text of a measurement: the default one, and the documents that the options choose from it."""
 
+import math
 import random
 from array import array
 from collections.abc import Iterable, Iterator, Sequence
@@ -112,6 +113,7 @@ def choose_documents(model: LoadedModel, options: TextOptions, longest: int) -> 
     short. Raise DataError if none is long enough for windows of up to `longest` tokens.
     """
     needed = max(longest, options.min_tokens or 0)
+    enough = max(needed, options.truncate or math.inf)
     documents: Iterable[Document] = evaluation_documents(options)
     if options.seed is not None:
         documents = list(documents)
@@ -120,7 +122,7 @@ def choose_documents(model: LoadedModel, options: TextOptions, longest: int) -> 
     lengths = []
     for document in documents:
         ids: Any
-        [ids] = tokenized(model.tokenizer, [document.text])
+        [ids] = tokenized(model.tokenizer, [document.text], enough=enough)
         ids = strip_eos(ids, model.tokenizer.eos_token_id)
         lengths.append(len(ids))
         if len(ids) >= needed:

@@ -64,6 +64,10 @@ def test_a_long_text_is_tokenized_in_pieces(tokenizer: Any, monkeypatch: pytest.
     plain = (tokenizer.decode(ids, skip_special_tokens=True) for ids in (long, whole))
     assert len({text.replace(" ", "").replace("▁", "") for text in plain}) == 1
     assert 0 <= len(long) - len(whole) <= 2 * cuts
+    # Of a text that is cut later, pieces that hold enough.
+    [start] = tokenized(tokenizer, [text], enough=500)
+    assert 500 <= len(start) < 1500
+    assert list(start[:-1]) == list(long[: len(start) - 1])
 
 
 def test_short_and_long_texts_keep_their_places(tokenizer: Any, monkeypatch: pytest.MonkeyPatch) -> None:

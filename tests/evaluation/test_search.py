@@ -5,6 +5,7 @@ import itertools
 import json
 import math
 import shlex
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +18,7 @@ import pi_lora
 from architectures import small_config
 from conftest import refused
 from pi_lora import cli
+from pi_lora.data import tokens
 from pi_lora.errors import DataError, Interrupted, ModelError, PiLoraError, RunExistsError, ScalingError
 from pi_lora.evaluation import exams, texts
 from pi_lora.evaluation import search as searching
@@ -314,7 +316,7 @@ def test_an_interrupted_search_ends_with_the_same_divisors(
 
     monkeypatch.setattr(searching, "append_journal", journal)
     with pytest.raises(Interrupted):
-        search(base, options, file)
+        search(base, options.changed(minutes=9), file)
     assert not file.exists()
 
     def full(*_: Any) -> None:
@@ -389,6 +391,44 @@ def test_the_command_writes_a_file_for_recipes_probe_new_and_extend(
         pi_lora.search(model, target, file)
 
 
+def test_the_command_that_tests_a_result_names_the_text() -> None:
+    options = SearchOptions(target=256, data="my books", column="story", documents=4, seed=6)
+    result = SearchResult(
+        model="base",
+        original=64,
+        target=256,
+        factors=(1.0,),
+        attention_factor=1.0,
+        options=options,
+        steps=1,
+        test_documents=2,
+        scores={},
+        hardware="",
+        versions={},
+    )
+
+    def asked(result: SearchResult) -> dict[str, str]:
+        program, command, model, *words = shlex.split(searching.probe_command(result, Path("of books.json")))
+        assert (program, command, model) == ("pi-lora", "probe", "base")
+        return dict(zip(words[::2], words[1::2], strict=True))
+
+    always = {"--target": "256", "--factors": "of books.json", "--json": "of books.probe.json"}
+    # Fewer documents than asked for were long enough.
+    always |= {"--documents": "2", "--seed": "7"}
+    assert asked(result) == {**always, "--data": "my books", "--column": "story"}
+    builtin = result.model_copy(update={"options": SearchOptions(target=256, seed=6)})
+    assert asked(builtin) == always
+
+
+def test_a_file_that_cannot_be_written_is_noticed_before_the_search(
+    small_model: Path, texts_of_words: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("PI_LORA_CACHE", str(tmp_path / "cache"))
+    with pytest.raises(OSError, match="/proc"):
+        pi_lora.search(small_model, 256, "/proc/found.json", minutes=0.05, documents=1, data=str(texts_of_words))
+    assert not list(tmp_path.glob("cache/*/*"))
+
+
 def test_a_search_reads_no_more_documents_than_it_needs(small_model: Path, texts_of_words: Path) -> None:
     """The row after them is broken, and is not noticed."""
     file = texts_of_words / "rows.jsonl"
@@ -400,6 +440,27 @@ def test_a_search_reads_no_more_documents_than_it_needs(small_model: Path, texts
     found = Searched(resolve_model(ModelRef(small_model, dtype="float32")), options)
     assert found.test_documents == 2
     assert [text.name for text in found.texts] == [f"{file}:{row}" for row in range(3, number + 1)]
+
+
+@pytest.mark.parametrize(("most", "read"), [(100, 256), (300, 300)])
+def test_a_search_reads_no_more_of_a_document_than_it_needs(
+    small_model: Path, texts_of_words: Path, monkeypatch: pytest.MonkeyPatch, most: int, read: int
+) -> None:
+    monkeypatch.setattr(searching, "DOCUMENT_TOKENS", most)
+    monkeypatch.setattr(tokens, "PIECE", 500)
+    tokenized: list[str] = []
+
+    def pieces(text: str) -> Iterator[str]:
+        for start in range(0, len(text), 500):
+            tokenized.append(text[start : start + 500])
+            yield tokenized[-1]
+
+    monkeypatch.setattr(tokens, "pieces", pieces)
+    options = SearchOptions(target=256, data=str(texts_of_words))
+    found = Searched(resolve_model(ModelRef(small_model, dtype="float32")), options)
+    assert {len(text.ids) for text in found.texts} == {read}
+    whole = sum(len(file.read_text()) for file in texts_of_words.iterdir())
+    assert 0 < len("".join(tokenized)) < 0.7 * whole
 
 
 def test_copies_of_tested_documents_are_not_searched(small_model: Path, texts_of_words: Path) -> None:
