@@ -124,8 +124,8 @@ class Searched:
         if not self.texts or not self.test_documents:
             text = text_options.data
             raise DataError(
-                f"--data: {text}: the search and its test need two different documents of {options.target} tokens; name "
-                "more texts, or choose a shorter --target"
+                f"--data: {text}: the search and its test need two different documents of {options.target} tokens; "
+                "name more texts, or choose a shorter --target"
             )
         self.exams = Exams(
             self.loaded,
