@@ -6,10 +6,10 @@ from typing import Any
 
 import record  # first: it finds scripts/
 from pages import made_on, table
+from pi_lora.planning.gpus import GIB
 
 Row = Mapping[str, Any]
 
-GIB = 2**30
 TERA = 1e12
 # Operations a second of a dense bfloat16 product by the data sheets of H100 SXM and H200, the usual base of MFU.
 DATA_SHEET = 989e12
@@ -17,50 +17,35 @@ DATA_SHEET = 989e12
 
 def measured() -> Iterator[str]:
     """The tables of the stored rows."""
-    yield from tables(record.read("gpu"))
+    yield from tables(record.read("gpu")["rows"])
 
 
-def tables(result: Mapping[str, Any]) -> Iterator[str]:
+def tables(rows: Sequence[Row]) -> Iterator[str]:
     """A table for each part that has rows, and a line for each row that failed."""
-    rows = result["rows"]
     yield from sorted({made_on(row["machine"]) for row in rows})
     product = next((row["product"] for row in rows if "product" in row), None)
     for part, (title, columns) in PARTS.items():
         done = [{"product": product, **row} for row in rows if row["part"] == part and "failed" not in row]
         if done:
             yield f"\n### {title}\n"
-            lines = [[cell(row) for cell in columns.values()] for row in with_first(done)]
+            lines = [[cell({**row, "first": done[0]}) for cell in columns.values()] for row in done]
             yield from table(tuple(columns), lines)
     for row in rows:
         if "failed" in row:
-            job = [f"{key} {row[key]}" for key in ("part", "method", "tokens", "contender") if key in row]
+            job = [f"{key} {row[key]}" for key in ("part", "method", "contender") if key in row]
             yield f"\nFailed ({', '.join(job)}): `{row['failed']}`"
-
-
-def with_first(rows: Sequence[Row]) -> list[Row]:
-    """Add to each row the first one with the same method, pi-lora with nothing changed: speeds are compared with it."""
-    first: dict[str | None, Row] = {}
-    for row in rows:
-        first.setdefault(row.get("method"), row)
-    return [{**row, "first": first[row.get("method")]} for row in rows]
 
 
 def tokens_per_second(row: Row) -> float | None:
     """Of the steps after the first, which warms up; None where memory was too little."""
     seconds = row.get("step_seconds", [])[1:]
-    return tokens_per_step(row) / fmean(seconds) if seconds else None
-
-
-def tokens_per_step(row: Row) -> int:
-    """The tokens of all sequences of a step."""
-    return int(row["sequences"] * row["tokens"])
+    return row["tokens"] / fmean(seconds) if seconds else None
 
 
 def speed(row: Row) -> str:
     """Tokens a second, or that memory was too little."""
-    if "step_seconds" not in row:
-        return "out of memory"
-    return f"{tokens_per_second(row) or 0:,.0f}"
+    tokens = tokens_per_second(row)
+    return f"{tokens:,.0f}" if tokens else "out of memory"
 
 
 def compared(row: Row) -> str:
@@ -76,7 +61,7 @@ def share(kinds: tuple[str, ...], ceiling: Callable[[Row], float | None]) -> Cal
     def cell(row: Row) -> str:
         speed = tokens_per_second(row)
         most = ceiling(row)
-        operations = sum(row["flops"][kind] for kind in kinds) / tokens_per_step(row)
+        operations = sum(row["flops"][kind] for kind in kinds) / row["tokens"]
         return f"{operations * speed / most:.1%}" if speed and most else ""
 
     return cell
@@ -102,9 +87,7 @@ def off_by(row: Row) -> str:
 
 
 def change(row: Row) -> str:
-    """The keys of the recipe that differ, or the contender."""
-    if "changes" not in row:
-        return str(row["contender"])
+    """The keys of the recipe that differ."""
     keys = []
     for section, values in row["changes"].items():
         for key, value in values.items():
@@ -126,9 +109,14 @@ def by_kernel(row: Row) -> str:
     return "; ".join(cells)
 
 
+def tokens(row: Row) -> str:
+    """The tokens of a sequence."""
+    return f"{row['tokens']:,}"
+
+
 METHOD: dict[str, Callable[[Row], object]] = {
     "method": lambda row: row["method"],
-    "tokens": lambda row: f"{row['sequences']} x {row['tokens']:,}",
+    "tokens": tokens,
     "tokens/s": speed,
 }
 OWN = ("forward", "backward")
@@ -151,43 +139,15 @@ PARTS: dict[str, tuple[str, dict[str, Callable[[Row], object]]]] = {
     ),
     "attention": (
         "Layers with sliding windows, sinks and soft caps",
-        {
-            "layers of": lambda row: row["model"],
-            "tokens": lambda row: f"{row['tokens']:,}",
-            "seconds forward, both ways, and peak": by_kernel,
-        },
+        {"layers of": lambda row: row["model"], "tokens": tokens, "seconds forward, both ways, and peak": by_kernel},
     ),
-    "training": (
-        "Training",
-        {
-            **METHOD,
-            "layers": lambda row: row["layers"],
-            **COSTS,
-        },
-    ),
+    "training": ("Training", {**METHOD, **COSTS}),
     "neighbours": (
         "Other tools",
         {"": lambda row: row["contender"], **METHOD, "vs. pi-lora": compared, "peak": peak},
     ),
     "levers": (
         "The effect of each key of the recipe",
-        {
-            "change": change,
-            "tokens/s": speed,
-            "vs. none": compared,
-            **COSTS,
-        },
-    ),
-    "longest": (
-        "Beyond Unsloth's longest sequences, QLoRA of rank 32",
-        {
-            "memory": lambda row: f"{row['cap']:g} GB" if row["cap"] else "the whole card",
-            "tokens": lambda row: f"{row['tokens']:,}",
-            "a step": lambda row: f"{row['step_seconds'][-1]:.0f} s" if "step_seconds" in row else "out of memory",
-        },
-    ),
-    "demo": (
-        "The demo's recipe, start to finish",
-        {"steps": lambda row: row["steps"], "seconds": lambda row: f"{row['seconds']:.1f}"},
+        {"change": change, "tokens/s": speed, "vs. none": compared, **COSTS},
     ),
 }

@@ -1,6 +1,5 @@
 """The scripts in benchmarks/: what they run, what they keep, and that pages say what they kept."""
 
-import argparse
 import dataclasses
 import doctest
 import hashlib
@@ -73,11 +72,10 @@ def test_help_runs_nothing(script: Path, monkeypatch: pytest.MonkeyPatch, capsys
 @pytest.mark.parametrize("name", SHAPES)
 def test_every_recipe_of_the_gpu_benchmark_is_valid(name: str, tmp_path: Path) -> None:
     setting = setting_of(name)
-    jobs = [job for part in parts.PARTS for job in parts.jobs(setting, part) if "method" in job]
-    assert {job["tokens"] for job in jobs if job["part"] != "longest"} == {*setting.lengths}
-    for job in [*jobs, *({**jobs[0], "changes": changes} for changes in parts.levers(tiny=False))]:
-        recipe = setting.recipe(tmp_path, job["method"], job["tokens"], job.get("changes"))
-        assert recipe.context.target > setting.original
+    for job in parts.jobs(setting):
+        if "method" in job:
+            recipe = setting.recipe(tmp_path, job["method"], job.get("changes", {}))
+            assert recipe.context.target > setting.original
 
 
 def test_a_shape_with_a_long_window_is_refused_by_the_gpu_benchmark() -> None:
@@ -91,13 +89,13 @@ def bench(tmp_path_factory: pytest.TempPathFactory) -> parts.Bench:
 
 
 def test_a_benchmark_row_has_every_step(bench: parts.Bench) -> None:
-    row = bench.row({"part": "levers", "method": "lora", "tokens": 128}, 300)
+    row = bench.row({"part": "levers", "method": "lora"}, 300)
     assert len(row["step_seconds"]) == len(row["losses"]) == 3
     assert row["planned_bytes"] > 0
 
 
 def test_a_contender_that_times_out_is_recorded_as_a_row(bench: parts.Bench) -> None:
-    job = {"part": "training", "method": "lora", "tokens": 64}
+    job = {"part": "training", "method": "lora"}
     assert bench.row(job, 0.2)["failed"] == "no answer in 0 seconds"
 
 
@@ -108,40 +106,36 @@ def test_every_part_of_the_benchmark_becomes_a_table(monkeypatch: pytest.MonkeyP
     with pytest.raises(SystemExit) as ending:
         gpu.main()
     assert not ending.value.code
-    lines = list(tables_gpu.tables(json.loads(file.read_text())))
-    assert len([line for line in lines if "###" in line]) == len(parts.PARTS)
+    lines = list(tables_gpu.tables(json.loads(file.read_text())["rows"]))
+    assert [line for line in lines if "###" in line] == [f"\n### {title}\n" for title, _ in tables_gpu.PARTS.values()]
 
 
 class FakeBench:
-    """Notes what it is asked for, and fails at some lengths."""
+    """Notes what it is asked for, and fails at one method."""
 
-    def __init__(self, *failing: int) -> None:
-        self.setting, self.failing, self.asked = setting_of(TINY), failing, list[tuple[str, int]]()
+    def __init__(self, failing: str | None = None) -> None:
+        self.setting, self.failing, self.asked = setting_of(TINY), failing, list[Any]()
 
     def row(self, job: Any, seconds: float) -> dict[str, Any]:
-        self.asked.append((job["method"], job["tokens"]))
-        ended = {"failed": "why"} if job["tokens"] in self.failing else {"step_seconds": [1.0]}
-        return {"contender": "pi-lora", **ended}
+        self.asked.append(job)
+        return {"failed": "why"} if job.get("method") == self.failing else {"step_seconds": [1.0]}
 
 
 def test_rows_are_saved_at_once_and_only_failed_ones_are_repeated(tmp_path: Path) -> None:
     file = tmp_path / "gpu.json"
-    options = argparse.Namespace(parts=["training"], lengths=None, methods=None, minutes=None, again=False)
-    first, second = FakeBench(64), FakeBench()
+    jobs = list(parts.jobs(setting_of(TINY)))
+    failing = [job for job in jobs if job.get("method") == "qlora"]
+    assert failing
+    first, second = FakeBench("qlora"), FakeBench()
     for bench in (first, second):
-        gpu.measure(bench, gpu.Rows(file, TINY, None), options)
-    assert [length for _, length in first.asked] == [64, 128] * 3
-    assert second.asked == [(method, 64) for method in parts.METHODS]
+        gpu.measure(bench, gpu.Rows(file, TINY, None), 10)
+    assert first.asked == jobs
+    assert second.asked == failing
     rows = json.loads(file.read_text())["rows"]
-    assert len(rows) == 6
+    assert len(rows) == len(jobs)
     assert all("failed" not in row and row["machine"]["date"] for row in rows)
-    options.lengths, options.methods = [128], ["qlora"]
-    third = FakeBench()
-    gpu.measure(third, gpu.Rows(tmp_path / "others.json", TINY, None), options)
-    assert third.asked == [("qlora", 128)]
-    options.minutes, options.again, options.lengths, options.methods = 0.1, True, None, None
     with pytest.raises(SystemExit, match=r"^--minutes 0\.1"):
-        gpu.measure(FakeBench(), gpu.Rows(file, TINY, None), options)
+        gpu.measure(FakeBench(), gpu.Rows(tmp_path / "others.json", TINY, None), 0.1)
     with pytest.raises(SystemExit, match=r"gpu\.json"):
         gpu.Rows(file, TINY, "another card")
 

@@ -1,9 +1,9 @@
 """One contender in a process of its own: a few steps of one trainer, timed by a callback, then the process ends.
 
-    python contender.py ROW.json STEPS CAP CONTENDER RECIPE.yaml
+    python contender.py ROW.json STEPS CONTENDER RECIPE.yaml
 
 pi-lora runs as a user runs it. Whatever trains, transformers' trainer runs it: the clock begins with its first step,
-and peak memory counts from there, without loading and quantizing. CAP is the share of the card's memory.
+and peak memory counts from there, without loading and quantizing.
 """
 
 import json
@@ -14,11 +14,10 @@ import time
 from pathlib import Path
 from typing import Any
 
+sys.path.insert(0, str(Path(__file__).parents[1]))
+
 PI_LORA = "pi-lora"
 PLAIN = "TRL + PEFT"
-UNSLOTH = "Unsloth"
-COMPILED = "pi-lora, torch.compile of each layer"
-LINEAR = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
 
 
 def time_the_trainer(file: Path, steps: int) -> None:
@@ -63,22 +62,6 @@ def time_the_trainer(file: Path, steps: int) -> None:
     Trainer.train = train_with_clock
 
 
-def compile_layers() -> None:
-    """Compile each layer when training begins, for which pi-lora has no key."""
-    from transformers import Trainer
-    from transformers.modeling_layers import GradientCheckpointingLayer
-
-    train = Trainer.train
-
-    def train_compiled(trainer: Any, *arguments: Any, **options: Any) -> Any:
-        for module in trainer.model.modules():
-            if isinstance(module, GradientCheckpointingLayer):
-                module.compile()
-        return train(trainer, *arguments, **options)
-
-    Trainer.train = train_compiled
-
-
 def train_with_pi_lora(recipe: Path, folder: str) -> None:
     """Run `pi-lora train`."""
     from pi_lora.__main__ import main
@@ -87,86 +70,35 @@ def train_with_pi_lora(recipe: Path, folder: str) -> None:
     main()
 
 
-def train_with_trl(recipe_file: Path, folder: str, unsloth: bool) -> None:
-    """Train as the documentation of TRL and PEFT, or of Unsloth, has it: on the same model, tokens, method and rank."""
-    if unsloth:
-        from unsloth import FastLanguageModel  # before trl, which it changes
+def train_with_trl(recipe_file: Path, folder: str) -> None:
+    """Train as the documentation of TRL and PEFT has it: on the same model, tokens and rank."""
     import torch
     from datasets import Dataset
-    from peft import LoraConfig
-    from transformers import AutoModelForCausalLM, AutoTokenizer, BitsAndBytesConfig
-    from trl import SFTConfig, SFTTrainer
+    from transformers import AutoModelForCausalLM, AutoTokenizer
 
+    from bare_trl import bare_trainer
     from pi_lora.recipe.files import load_recipe
 
     recipe = load_recipe(recipe_file).recipe
     base = recipe.model.name
-    tokens = recipe.context.target
-    rank = recipe.tuning.rank
-    alpha = recipe.tuning.lora_alpha
-    quantized = recipe.tuning.method == "qlora"
-    adapter: LoraConfig | None = None
-    if unsloth:
-        model, _ = FastLanguageModel.from_pretrained(base, max_seq_length=tokens, load_in_4bit=quantized)
-        model = FastLanguageModel.get_peft_model(
-            model,
-            r=rank,
-            lora_alpha=alpha,
-            target_modules=LINEAR,
-            use_gradient_checkpointing="unsloth",
-        )
-    else:
-        adapter = LoraConfig(r=rank, lora_alpha=alpha, target_modules="all-linear", task_type="CAUSAL_LM")
-        nf4 = BitsAndBytesConfig(
-            load_in_4bit=True,
-            bnb_4bit_compute_dtype=torch.bfloat16,
-            bnb_4bit_quant_type="nf4",
-            bnb_4bit_use_double_quant=True,
-        )
-        model = AutoModelForCausalLM.from_pretrained(
-            base, dtype=torch.bfloat16, quantization_config=nf4 if quantized else None, device_map="auto"
-        )
-    sequences = recipe.training.global_batch_size
-    rows = recipe.training.steps * sequences
-    ids = torch.randint(0, model.config.vocab_size, (rows, tokens)).tolist()
-    arguments = SFTConfig(
-        output_dir=folder,
-        max_steps=recipe.training.steps,
-        per_device_train_batch_size=sequences,
-        learning_rate=recipe.training.learning_rate,
-        gradient_checkpointing=True,
-        bf16=torch.cuda.is_available(),
-        use_cpu=not torch.cuda.is_available(),
-        max_length=None,
-        dataset_kwargs={"skip_prepare_dataset": True},
-        logging_steps=1,
-        save_strategy="no",
-        report_to="none",
-        disable_tqdm=True,
-    )
-    SFTTrainer(
-        model=model,
-        args=arguments,
+    model = AutoModelForCausalLM.from_pretrained(base, dtype=torch.bfloat16, device_map="auto")
+    sizes = (recipe.training.steps, recipe.context.target)
+    ids = torch.randint(0, model.config.vocab_size, sizes).tolist()
+    bare_trainer(
+        recipe,
+        model,
+        AutoTokenizer.from_pretrained(base),
+        output=folder,
         train_dataset=Dataset.from_dict({"input_ids": ids, "labels": ids}),
-        processing_class=AutoTokenizer.from_pretrained(base),
-        peft_config=adapter,
     ).train()
 
 
 def main() -> None:
-    file, steps, cap, contender, recipe = sys.argv[1:]
-    if contender == UNSLOTH:
-        import unsloth  # noqa: F401
-    import torch
-
-    if torch.cuda.is_available():
-        torch.cuda.set_per_process_memory_fraction(float(cap))
+    file, steps, contender, recipe = sys.argv[1:]
     time_the_trainer(Path(file), int(steps))
-    if contender == COMPILED:
-        compile_layers()
     with tempfile.TemporaryDirectory() as folder:
-        if contender in (PLAIN, UNSLOTH):
-            train_with_trl(Path(recipe), folder, unsloth=contender == UNSLOTH)
+        if contender == PLAIN:
+            train_with_trl(Path(recipe), folder)
         else:
             train_with_pi_lora(Path(recipe), folder)
 
