@@ -31,15 +31,6 @@ def read(name: str) -> Any:
     return json.loads(file.read_text(encoding="utf-8"))
 
 
-def read_scores(name: str) -> list[Any]:
-    """The scores in a file of `pi-lora eval --json`, of one model or of several; none before they are measured."""
-    from pi_lora.evaluation.suite import MEASUREMENTS
-
-    content = read(name)
-    results = content if isinstance(content, list) else [content]
-    return [MEASUREMENTS[result["measurement"]].scores.model_validate(result) for result in results if result]
-
-
 def write(name: str, result: Mapping[str, Any]) -> None:
     """Keep the results of a script."""
     from pi_lora.storage import write_json

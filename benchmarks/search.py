@@ -4,28 +4,24 @@ windows and passkeys, on documents and passkeys that the search did not see.
     python benchmarks/search.py builtin
     python scripts/fetch_model.py smollm2_135m_instruct
     python benchmarks/search.py smollm2
-    python benchmarks/search.py smollm2_32k    # and gemma3_64k: with a GPU; Gemma 3 270M as models/gemma3_270m
 
 The built-in model is searched at 1,024 tokens on the first twelve documents, and measured on eleven others that the
 seed draws, none of the twelve. SmolLM2 is searched at 16,384 tokens on the validation novels of experiment.py,
-and measured on the test novels and with the passkeys of use_context.py, as the rows that are known already. So are
-SmolLM2 at 32,768 and Gemma 3 270M at 65,536 tokens, which nobody has measured. A command whose result exists is left
-out. A processor without fast bfloat16 measures in float32.
+and measured on the test novels and with the passkeys of use_context.py, as the rows that are known already. A command
+whose result exists is left out. A processor without fast bfloat16 measures in float32.
 """
 
-import math
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import record  # first: it finds scripts/
-from experiment import BASE, BOOKS, Command, run_missing, score
+from experiment import BASE, BOOKS, ORIGINAL, TARGET, Command, run_missing, score
 from pages import machines_of, table
-from pi_lora.evaluation.perplexity import DocumentPerplexity, PerplexityScores, WindowPerplexity
 from pi_lora.models.device import has_fast_bfloat16
 from pi_lora.report.comparison import compare
 from record import parser_of
-from tables_smollm2 import by_novel
+from shown import by_novel, change_text, read_scores
 
 RESULTS = Path("benchmarks/results/search")
 YARN = "yarn"
@@ -46,18 +42,6 @@ class Setting(NamedTuple):
     passkey: str
 
 
-def on_novels(model: str, original: int, target: int) -> Setting:
-    """A model that is searched on the validation novels and measured on the test novels."""
-    return Setting(
-        model=model,
-        target=target,
-        dtype="bfloat16",
-        search=f"--minutes 30 --data {BOOKS}/validation",
-        perplexity=f"--data {BOOKS}/test --windows {original},{target} --truncate {target} --stride {original}",
-        passkey="--depths 8 --trials 5 --seed 11",
-    )
-
-
 SETTINGS = {
     "builtin": Setting(
         model="builtin:tiny",
@@ -67,9 +51,14 @@ SETTINGS = {
         perplexity="--documents 11 --seed 4154 --windows 256,1024 --truncate 2048",
         passkey="--depths 8 --trials 10 --seed 12",
     ),
-    "smollm2": on_novels(BASE, 8192, 16384),
-    "smollm2_32k": on_novels(BASE, 8192, 32768),
-    "gemma3_64k": on_novels("models/gemma3_270m", 32768, 65536),
+    "smollm2": Setting(
+        model=BASE,
+        target=TARGET,
+        dtype="bfloat16",
+        search=f"--minutes 30 --data {BOOKS}/validation",
+        perplexity=f"--data {BOOKS}/test --windows {ORIGINAL},{TARGET} --truncate {TARGET} --stride {ORIGINAL}",
+        passkey="--depths 8 --trials 5 --seed 11",
+    ),
 }
 # Rows that another script measured in the same way.
 KNOWN = {
@@ -79,11 +68,6 @@ KNOWN = {
     ("smollm2", "passkey", "base"): "use_context/passkey-base",
     ("smollm2", "passkey", YARN): "use_context/passkey-untuned",
 }
-
-
-def result_of(name: str, measurement: str, row: str) -> str:
-    """Return the name of the file with the scores of a row, in benchmarks/results."""
-    return KNOWN.get((name, measurement, row), f"search/{name}/{measurement}-{row}")
 
 
 def commands(name: str) -> Iterator[Command]:
@@ -109,58 +93,38 @@ def commands(name: str) -> Iterator[Command]:
             yield score(measurement, row, model, options, results=RESULTS / name, dtype=dtype)
 
 
-def of_novels(scores: PerplexityScores) -> PerplexityScores:
-    """Perplexities with one value for every novel: two documents of one novel are not independent."""
-    windows: dict[str, list[WindowPerplexity]] = {}
-    for row in scores.windows:
-        for novel, loss in by_novel(scores, row.window).items():
-            of_novel = WindowPerplexity(window=row.window, perplexity=math.exp(loss), tokens=row.tokens)
-            windows.setdefault(novel, []).append(of_novel)
-    novels = [DocumentPerplexity(name=novel, tokens=0, windows=rows) for novel, rows in windows.items()]
-    return scores.model_copy(update={"per_document": novels})
-
-
-def scores_of(name: str, measurement: str, row: str) -> list[Any]:
-    """The scores of a row, none before they are measured; of documents of novels, with one value for every novel."""
-    scores = record.read_scores(result_of(name, measurement, row))
-    if measurement == "perplexity" and str(BOOKS) in SETTINGS[name].perplexity:
-        return [of_novels(result) for result in scores]
+def scores_of(name: str, measurement: str, row: str) -> Any:
+    """The scores of a row; of documents of novels, with one value for every novel."""
+    file = KNOWN.get((name, measurement, row), f"search/{name}/{measurement}-{row}")
+    [scores] = read_scores(file)
+    if measurement == "perplexity" and name == "smollm2":
+        return by_novel(scores)
     return scores
 
 
 def cells(name: str, row: str) -> dict[str, str]:
-    """The perplexity in both windows and the share of passkeys by heading, as far as they are measured: the value, and
-    its change from that of YaRN with the paired interval.
+    """By heading the dtype, the perplexity in both windows and the share of passkeys, with the change from those of
+    YaRN.
     """
     texts = {}
     for measurement in ("perplexity", "passkey"):
-        both = [*scores_of(name, measurement, YARN), *scores_of(name, measurement, row)]
-        if len(both) < 2:
-            continue
-        for change in compare(*both):
-            if change.unit == "tokens":
-                continue
-            cell = f"{change.run:.2f}"
-            if change.change:
-                cell += f"; {change.change:+.1f} {change.unit} ({change.interval_text})"
-            if both[1].dtype != SETTINGS[name].dtype:
-                cell += f" ({both[1].dtype})"
-            texts[change.measurement] = cell
+        yarn = scores_of(name, measurement, YARN)
+        scores = scores_of(name, measurement, row)
+        texts["dtype"] = scores.dtype
+        for change in compare(yarn, scores):
+            if change.unit != "tokens":
+                texts[change.measurement] = f"{change.run:.2f}"
+                if row != YARN:
+                    texts[change.measurement] += f"; {change_text(change)}"
     return texts
 
 
 def tables() -> Iterator[str]:
     """A table for each model that was searched, a scaling a row; the search, and the machines."""
     for name, setting in SETTINGS.items():
+        rows = {row: cells(name, row) for row in ROWS}
+        yield from table((setting.model, *rows[YARN]), [(row, *texts.values()) for row, texts in rows.items()])
         found = record.read(f"search/{name}")
-        if not found:
-            continue
-        headings = cells(name, YARN)
-        rows = []
-        for row in ROWS:
-            texts = cells(name, row)
-            rows.append([row, *(texts.get(heading, "not measured") for heading in headings)])
-        yield from table((setting.model, *headings), rows)
         cost = f"{found['steps']} steps, {found['options']['minutes']:.0f} minutes"
         yield f"\nPasskeys in %; changes vs. untuned YaRN, paired, 95 %. The search: {cost}.\n"
         yield from machines_of(record.read(f"search/{name}/machines"))

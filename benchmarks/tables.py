@@ -15,11 +15,12 @@ import tables_gpu
 import tables_smollm2
 from compare_methods import DEPTHS, METHODS, STEPS, TARGET, TRIALS, UNTUNED, WINDOWS
 from pages import machines_of, made_on, mean_and_range, table, write_block
-from pi_lora.evaluation.measurement import Metric
-from pi_lora.evaluation.probe import Probe, Probed
-from pi_lora.evaluation.suite import metric_rows, metrics_of, setting_of
+from pi_lora.evaluation.measurement import Scores
+from pi_lora.evaluation.probe import Probe
+from pi_lora.evaluation.suite import setting_of
 from pi_lora.report.comparison import compare
 from record import parser_of
+from shown import changes_table, metrics_table, read_scores
 
 DOCS = record.ROOT / "docs"
 FIGURES = record.ROOT / "benchmarks" / "README.md"
@@ -115,90 +116,55 @@ def gib(size: float) -> str:
 
 
 def engines() -> Lines:
-    """For each case a table, an engine a row: the verdicts of check-server on its prompts."""
-    for case, rows in record.read("engines")["cases"].items():
-        yield f"`{case}`:\n"
-        cells = [engine_row(engine, row) for engine, row in rows.items()]
-        yield from table(("server", *prompt_names(rows), "day"), cells)
-        yield ""
-        yield from machines_of(rows)
-        yield ""
-
-
-def prompt_names(rows: Mapping[str, Result]) -> list[str]:
-    """The lengths of the prompts, and where the codes stand, as the first engine that answered has them. Results of
-    prompts without codes have no depth.
-    """
-    verdicts = next((row["verdicts"] for row in rows.values() if "verdicts" in row), ())
-    names = []
-    for verdict in verdicts:
-        name = f"{verdict['tokens']:,} tokens"
-        if "depth" in verdict:
-            name += f", code at {verdict['depth']} %"
-        names.append(name)
-    return names
-
-
-def engine_row(engine: str, row: Result) -> tuple[object, ...]:
-    """The cells of one engine."""
-    name = engine.replace("_", " ")
-    day = row["machine"]["date"]
-    if "failed" in row:
-        reason = row["failed"].replace("|", " ")
-        return (name, f"**failed**: {reason}", "", day)
-    verdicts = [verdict_text(verdict) for verdict in row["verdicts"]]
-    return (f"{name} ({row['version']})", *verdicts, day)
+    """A model and a server a row: the verdicts of check-server on the prompts."""
+    rows = []
+    measured = {}
+    for case, by_engine in record.read("engines")["cases"].items():
+        for engine, row in by_engine.items():
+            measured[f"{case} {engine}"] = row
+            verdicts = [verdict_text(verdict) for verdict in row.get("verdicts", ())]
+            rows.append((f"`{case}`", row["version"], "; ".join(verdicts) or "failed"))
+    yield from table(("model", "server", "verdicts"), rows)
+    yield ""
+    yield from machines_of(measured)
 
 
 def verdict_text(verdict: Result) -> str:
-    """The verdict on one prompt, with the difference of log-probabilities where the server tells them."""
+    """The verdict on one prompt, with the difference of log-probabilities where the server tells them. Older prompts
+    have no codes.
+    """
+    depth = verdict.get("depth")
+    code = f", code at {depth} %" if depth is not None else ""
     difference = verdict["difference"]
     nats = "" if difference is None else f", {difference:.1e} nats"
-    return f"{verdict['verdict']}{nats}, {verdict['agreed']} equal tokens"
+    return f"{verdict['tokens']:,} tokens{code}: {verdict['verdict']}{nats}, {verdict['agreed']} equal tokens"
 
 
 def probe(name: str) -> Lines:
-    """A table of the untuned scalings, from a file of `pi-lora probe --json`; then the sample."""
+    """The untuned scalings, from a file of `pi-lora probe --json`; then the sample."""
     probed = Probe.model_validate(record.read(name))
-    versions = ", ".join(f"{library} {version}" for library, version in probed.versions.items())
-    yield f"{probed.hardware}; {versions}.\n"
     [target] = probed.targets
-    windows = [f"perplexity at {window:,}" for window in (probed.original, target.target)]
-    rows = [probe_row(name, scaling) for name, scaling in target.scalings.items()]
-    yield from table(("scaling", *windows, "k_max", "passkeys"), rows)
+    yield from metrics_table({scaling: scores.scores for scaling, scores in target.scalings.items()})
     best = target.scalings[target.best]
     settings = "; ".join(setting_of(scores) for scores in best.scores)
     yield f"\nMeasured with {settings}; {best.perplexity.dtype}."
     yield f"`direct` is the base as it is. In the words of the probe: {target.summary}."
-
-
-def probe_row(name: str, scaling: Probed) -> tuple[str, ...]:
-    """The cells of one scaling."""
-    perplexities = [f"{metric.value:.2f}" for metric in scaling.windows]
-    passkeys = ["", "not asked"]
-    if scaling.passkey:
-        passkeys = [metric.text for metric in metrics_of(scaling.passkey)]
-    return (name, *perplexities, *passkeys)
+    versions = ", ".join(f"{library} {version}" for library, version in probed.versions.items())
+    yield f"{probed.hardware}; {versions}."
 
 
 def chats() -> Lines:
-    """A metric a row: without tuning, tuned on novels, and on novels with chats."""
-    columns: dict[str, dict[str, Metric]] = {}
+    """Without tuning, tuned on novels, and on novels with chats."""
+    columns: dict[str, list[Scores]] = {}
     for file in sorted((record.RESULTS / "chats").glob("*.json")):
-        for scores in record.read_scores(f"chats/{file.stem}"):
-            column = columns.setdefault(Path(scores.model).name, {})
-            column |= {metric.heading: metric for metric in metrics_of(scores) if metric.hub_name}
-    rows = []
-    for row in metric_rows(list(columns.values())):
-        rows.append([cell or "not asked" for cell in row])
-    yield from table(("", *columns), rows)
-    yield "\nWith chats vs. without, paired, 95 %:\n"
-    for measurement in ("chat", "perplexity"):
-        for change in compare(*record.read_scores(f"chats/{measurement}-tuned")):
-            if change.interval:
-                low, high = change.interval
-                text = f"{change.change:+.3f} {change.unit}".rstrip()
-                yield f"- {change.measurement}: {text} ({low:+.3f} to {high:+.3f})"
+        for scores in read_scores(f"chats/{file.stem}"):
+            columns.setdefault(Path(scores.model).name, []).append(scores)
+    yield from metrics_table(columns)
+    yield "\nWith chats (run) vs. without (base), paired, 95 %:\n"
+    rows = [
+        row for measurement in ("chat", "perplexity") for row in compare(*read_scores(f"chats/{measurement}-tuned"))
+    ]
+    yield from changes_table("", rows)
 
 
 def methods() -> Lines:
@@ -250,7 +216,7 @@ BLOCKS: list[tuple[Path, str, Callable[[], Iterable[str]]]] = [
     (DOCS / "performance.md", "attention", attention),
     (record.RESULTS / "plan_memory.md", "plan_memory", plan_memory),
     (DOCS / "results.md", "smollm2", tables_smollm2.tables),
-    (RELEASED, "control", tables_smollm2.card),
+    (RELEASED, "control", tables_smollm2.compared),
     (DOCS / "experiments.md", "validation", tables_smollm2.validation),
     (DOCS / "experiments.md", "probe_builtin", partial(probe, "probe_builtin")),
     (DOCS / "experiments.md", "probe_smollm2", partial(probe, "probe_smollm2")),

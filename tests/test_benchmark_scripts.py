@@ -29,8 +29,8 @@ import record  # noqa: E402
 import reproduce  # noqa: E402
 import search  # noqa: E402
 import tables  # noqa: E402
+import tables_context  # noqa: E402
 import tables_gpu  # noqa: E402
-import tables_smollm2  # noqa: E402
 import use_context  # noqa: E402
 from on_gpu import parts  # noqa: E402
 from on_gpu.setting import LENGTHS, TINY, setting_of  # noqa: E402
@@ -140,7 +140,7 @@ def test_rows_are_saved_at_once_and_only_failed_ones_are_repeated(tmp_path: Path
         gpu.Rows(file, TINY, "another card")
 
 
-@pytest.mark.parametrize("module", [compare_methods, tables_smollm2])
+@pytest.mark.parametrize("module", [compare_methods, tables_context])
 def test_doctests_of_the_benchmark_scripts_pass(module: ModuleType) -> None:
     failed, tried = doctest.testmod(module)
     assert tried > failed == 0
@@ -156,8 +156,8 @@ def test_every_method_that_is_compared_is_a_recipe(words: list[str]) -> None:
     [
         chats.commands(),
         experiment.commands(),
-        use_context.SMOLLM2.commands(),
-        use_context.GEMMA3.road(),
+        use_context.commands(),
+        use_context.road(),
         search.commands("builtin"),
         search.commands("smollm2"),
     ],
