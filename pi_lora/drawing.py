@@ -6,6 +6,8 @@ from pathlib import Path
 from textwrap import fill
 from typing import Any
 
+from pi_lora.types import WRITTEN
+
 # A palette for colour-blind readers (Okabe and Ito).
 BLUE = "#0072B2"
 VERMILION = "#D55E00"
@@ -148,4 +150,5 @@ def save(figure: Any, file: Path) -> Path:
     file.parent.mkdir(parents=True, exist_ok=True)
     figure.savefig(part, format="png", dpi=DOTS_PER_INCH)
     part.replace(file)
+    WRITTEN.append(file)
     return file

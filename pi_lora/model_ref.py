@@ -3,6 +3,7 @@
 import os
 from dataclasses import dataclass
 
+from pi_lora.errors import PiLoraError
 from pi_lora.scaling.extension import Extension
 from pi_lora.types import NO_PERMISSIONS, Permissions
 
@@ -27,6 +28,14 @@ class ModelRef:
     extension: Extension | None = None
     dtype: str | None = None
     permissions: Permissions = NO_PERMISSIONS
+
+    def __post_init__(self) -> None:
+        """Raise PiLoraError for a name that is none, such as a loaded model."""
+        if not isinstance(self.name, str | os.PathLike):
+            kind = type(self.name).__name__
+            raise PiLoraError(
+                f"ModelRef: {kind} is no name of a model; give a name, or use the {kind} without ModelRef"
+            )
 
     @classmethod
     def of(cls, model: str | os.PathLike[str]) -> "ModelRef":

@@ -31,6 +31,8 @@ TRAINING_LOG = "training.jsonl"
 SCORES = "scores"
 CHECKPOINTS = "checkpoints"
 COMPLETE = "complete"
+# As transformers names it.
+TRAINER_STATE = "trainer_state.json"
 BASE = "base"
 STEP_0 = "step 0"
 TUNED = "tuned"
@@ -342,6 +344,15 @@ def check_tuned(run: Run) -> None:
 def is_complete(checkpoint: Path) -> bool:
     """Whether all files of a checkpoint were written."""
     return (checkpoint / COMPLETE).is_file()
+
+
+def is_checkpoint(folder: Path) -> bool:
+    """Whether a folder is a checkpoint of a training, or a copy of one, complete or not."""
+    if (folder / RUN_FILE).is_file():
+        return False
+    traces = (COMPLETE, TRAINER_STATE, TRAINING_LOG)
+    has_name = CHECKPOINT_NAME.fullmatch(folder.resolve().name) is not None
+    return has_name or any((folder / name).is_file() for name in traces)
 
 
 def step_of(checkpoint: Path) -> int:

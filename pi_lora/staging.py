@@ -15,6 +15,7 @@ from pi_lora.recipe.files import RECIPE_FILE, find_recipe, load_recipe
 from pi_lora.recipe.schema import Recipe
 from pi_lora.run import Run, is_complete, step_of
 from pi_lora.storage import check_can_make, is_disk_full
+from pi_lora.types import WRITTEN
 
 # The names of folders in which runs are made, with the names of the runs.
 BEGUN = re.compile(r"\.(.+)\.partial")
@@ -139,6 +140,7 @@ def staged(output: Path, *, resume: bool = False) -> Iterator[Path]:
                 f"{output}: was created meanwhile and is not overwritten; move the result from {staging}"
             )
         os.replace(staging, target)  # replaces an empty folder
+        WRITTEN.append(output)
 
 
 def _is_free(path: Path) -> bool:

@@ -14,6 +14,7 @@ from typing import Any, TypeVar
 from pydantic import TypeAdapter, ValidationError
 
 from pi_lora.errors import ModelError, PiLoraError, RunExistsError
+from pi_lora.types import WRITTEN
 
 T = TypeVar("T")
 # What pydantic calls a value, and what a user writes.
@@ -136,8 +137,16 @@ def write_whole(file: Path, text: str) -> None:
             out.flush()
             os.fsync(out.fileno())
         part.replace(file)
+        WRITTEN.append(file)
     finally:
         part.unlink(missing_ok=True)
+
+
+def written() -> list[Path]:
+    """Return the files and folders that this command has written for the user and that are still there."""
+    cache = cache_folder()
+    paths = [path for path in dict.fromkeys(WRITTEN) if path.exists() and not path.absolute().is_relative_to(cache)]
+    return [path for path in paths if not set(path.parents).intersection(paths)]
 
 
 def cache_folder() -> Path:

@@ -4,9 +4,12 @@ from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from contextvars import ContextVar
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, TypeAlias, cast
 
 Json = dict[str, Any]
+# The files and folders that this command has written, in the cache and elsewhere.
+WRITTEN: list[Path] = []
 
 
 @dataclass(frozen=True)

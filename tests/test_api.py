@@ -31,6 +31,10 @@ def test_paths_are_taken_where_strings_are(small_model: Path, lora_run: Path, tm
 def test_wrong_arguments_are_refused_before_work_begins(lora_run: Path, tmp_path: Path) -> None:
     with refused(PiLoraError, "check: logit: ", "tensors, logits, none"):
         pi_lora.merge(lora_run, tmp_path / "merged", check="logit")  # type: ignore[arg-type]
+    with refused(PiLoraError, "compare: ", "float32", "bfloat16"):
+        pi_lora.compare(ModelRef(lora_run, dtype="float32"), ModelRef(lora_run, dtype="bf16"))
+    with refused(PiLoraError, "ModelRef: ", "ModelSource"):
+        ModelRef(pi_lora.resolve(lora_run))  # type: ignore[arg-type]
     with pytest.raises(IsADirectoryError):
         pi_lora.plan("demo", gpu="cpu", json=tmp_path)
     assert not list(tmp_path.parent.glob(".*.part"))

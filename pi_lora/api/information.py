@@ -4,7 +4,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from pi_lora.api.inputs import AnyModel, FilePath, Override, as_words, command, name_of, path_of
-from pi_lora.types import ui
+from pi_lora.types import LIBRARIES, ui
 
 if TYPE_CHECKING:
     from pi_lora.recipe.files import ResolvedRecipe
@@ -124,7 +124,8 @@ def push(run: AnyModel, repo: str, *, private: bool = False, progress: bool = Fa
         ModelError: The folder is unfinished or lacks a file, or the hub refuses.
     """
     folder = path_of(name_of(run))
-    from pi_lora.report.upload import push
+    with ui.working(LIBRARIES):
+        from pi_lora.report.upload import push
 
     ui.say(f"uploading {folder} to {repo}")
     with ui.progress("uploading weights") as uploaded:

@@ -14,6 +14,7 @@ from pi_lora.api.inputs import (
     optional_name,
     optional_path,
     path_of,
+    ref_of,
     resolve,
     section_of,
 )
@@ -146,6 +147,9 @@ def compare(
         from pi_lora.storage import check_can_write, write_json
 
         join_launched_processes()
+    dtypes = [ref.dtype or "by default" for ref in map(ref_of, (base, run))]
+    if len({*dtypes}) > 1:
+        raise PiLoraError(f"compare: dtype {dtypes[0]} of base, {dtypes[1]} of run; give both models the same")
     file = optional_path(json)
     check_can_write(file)
     scores = run_folder(name_of(run)) / SCORES

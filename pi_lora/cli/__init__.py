@@ -16,9 +16,9 @@ from pi_lora.cli import extend, measure, recipes  # noqa: F401
 from pi_lora.cli.app import app
 from pi_lora.distributed import enable_expandable_segments, is_to_report
 from pi_lora.errors import Interrupted, PiLoraError, ScalingError, first_line
-from pi_lora.storage import cache_remedy, problem_text
+from pi_lora.storage import cache_remedy, problem_text, written
 from pi_lora.terminal import TERMINAL, err
-from pi_lora.types import showing
+from pi_lora.types import WRITTEN, showing
 
 __all__ = ["app", "main", "run"]
 
@@ -43,6 +43,7 @@ WITH_OPTIONS = ("extend", "eval", "probe", "search", "new")
 def main() -> NoReturn:
     """Run a command; exit with 2 and one line for a user's mistake, 130 for an interruption, 1 for any other error."""
     enable_expandable_segments()
+    WRITTEN.clear()
     # A terminal that is not UTF-8 gets escapes for what it cannot print.
     cast("io.TextIOWrapper", sys.stdout).reconfigure(errors="backslashreplace")
     try:
@@ -50,7 +51,8 @@ def main() -> NoReturn:
     except CycloptsError as mistake:
         _fail(2, _usage_problem(mistake))
     except KeyboardInterrupt:
-        _fail(INTERRUPTED, "interrupted; nothing was written")
+        kept = ", ".join(map(str, written()))
+        _fail(INTERRUPTED, f"interrupted; written before: {kept}" if kept else "interrupted; nothing was written")
     except Exception as error:  # the one place that turns an unforeseen exception into a line
         if not is_to_report(error):
             sys.exit()  # the launcher ends as the process that reports it

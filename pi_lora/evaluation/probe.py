@@ -17,7 +17,7 @@ from pi_lora.evaluation.changes import change_of, in_words
 from pi_lora.evaluation.measurement import Metric, Scores, Session
 from pi_lora.evaluation.passkey import PasskeyScores
 from pi_lora.evaluation.perplexity import PerplexityScores
-from pi_lora.evaluation.suite import MEASUREMENTS, metrics_of, prepare, setting_of
+from pi_lora.evaluation.suite import MEASUREMENTS, marked, metrics_of, prepare, say_training_notes, setting_of
 from pi_lora.models.device import device, hardware, has_fast_bfloat16, versions
 from pi_lora.models.loaded import load_model
 from pi_lora.models.source import Base, ModelSource
@@ -218,6 +218,7 @@ def _probe_target(base: ModelSource, target: int, options: ProbeOptions, session
     )
     # A missing text is reported before weights are read.
     prepared = prepare({"perplexity": perplexity_options}, [base])
+    say_training_notes(prepared, [base])
     trials = options.trials or min(MAX_TRIALS, samples)
     passkey_options = PasskeyOptions(
         target=target,
@@ -229,7 +230,7 @@ def _probe_target(base: ModelSource, target: int, options: ProbeOptions, session
     def measure(name: str, scaling: Method, requested: Section) -> Any:
         with ui.progress(f"{scaling} at {target:,}, {name}") as session.progress:
             model = load_model(models[scaling])
-            return MEASUREMENTS[name].run(model, requested, session)
+            return marked(MEASUREMENTS[name].run(model, requested, session), base.texts)
 
     scalings: dict[Method, Probed] = {}
     for name in models:

@@ -63,14 +63,7 @@ def evaluate(
     journalled = not any(isinstance(model, LoadedModel) for model in models)
     with ui.working("preparing the measurements"):
         prepared = prepare(requested, sources, section)
-        notes = [
-            note
-            for options in prepared.values()
-            for source in sources
-            for note in training_notes(options, source.name, source.texts)
-        ]
-    for note in dict.fromkeys(notes):
-        ui.say(note)
+    say_training_notes(prepared, sources)
 
     scores: dict[str, list[Scores]] = {}
     loaded: LoadedModel | None = None
@@ -91,6 +84,18 @@ def evaluate(
                 write_scores(results, files[name])
         scores[name] = results
     return scores
+
+
+def say_training_notes(prepared: Requested, models: Sequence[ModelSource]) -> None:
+    """Say which models are tuned on what is measured, or may be."""
+    notes = [
+        note
+        for options in prepared.values()
+        for model in models
+        for note in training_notes(options, model.name, model.texts)
+    ]
+    for note in dict.fromkeys(notes):
+        ui.say(note)
 
 
 def marked(scores: Scores, texts: Sequence[Source]) -> Scores:

@@ -253,9 +253,12 @@ def load_adapter(model: PreTrainedModel, folder: Path, *, dropout: float = 0.0, 
             )
             _reload_saved_modules_in_float32(adapted, folder)
     except (OSError, ValueError, KeyError, RuntimeError, SafetensorError, UserWarning) as error:
-        raise ModelError(
-            f"{folder}: the adapter does not fit its base ({last_line(error)}); name the base that it was tuned from"
-        ) from error
+        remedy = "name the base that it was tuned from, with --base MODEL"
+        if isinstance(error, OSError | SafetensorError | UserWarning):
+            remedy = "download the adapter again, or save it again with PEFT"
+        elif "size mismatch" in str(error):
+            remedy += f", or correct r in {files.ADAPTER_CONFIG_FILE}"
+        raise ModelError(f"{folder}: the adapter does not fit its base ({last_line(error)}); {remedy}") from error
     _keep_the_dtype_of_activations(adapted)
     expected = peft.get_peft_model_state_dict(adapted, save_embedding_layers=False)
     check_finite(str(folder), expected.items())

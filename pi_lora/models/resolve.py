@@ -3,7 +3,6 @@
 import os
 from contextlib import suppress
 from dataclasses import replace
-from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -27,7 +26,7 @@ from pi_lora.models.shape import Shape
 from pi_lora.models.source import Base, ModelSource
 from pi_lora.recipe.files import RECIPE_FILE
 from pi_lora.recipe.schema import Recipe
-from pi_lora.run import Run, is_complete
+from pi_lora.run import Run, is_checkpoint
 from pi_lora.scaling.config import (
     COMPOSITE,
     OUTER_ENTRIES,
@@ -231,6 +230,29 @@ def _shipped_base(name: str, revision: str) -> Base | None:
 def _resolve_adapter(name: str, folder: Path, base: Base) -> ModelSource:
     """Return an adapter under the config that it was tuned under; raise ModelError if base and config disagree."""
     config = _config_of_adapter(folder, base)
+    _check_fits(folder, config, base)
+    # Whatever the adapter was trained on.
+    for key in STORED_ENTRIES:
+        config.pop(key, None)
+        if key in base.config:
+            config[key] = base.config[key]
+    source = ModelSource(name, base, config, adapter=folder)
+    if Rope(config).method is None and not source.needs_own_config:
+        remedy = "name the run, or bring back the file that the training wrote"
+        if WARNING in (read_adapter_settings(folder).model_extra or {}):
+            raise ModelError(
+                f"{folder / CONFIG_FILE}: is that of the base, and the adapter was tuned under a scaling; {remedy}"
+            )
+        if is_checkpoint(folder) and not base.permissions.allow_mismatch:
+            raise ModelError(
+                f"{folder / CONFIG_FILE}: is that of the base, and a checkpoint does not tell the scaling of its "
+                f"adapter; {remedy}, or use this one with --allow-mismatch if no scaling was tuned"
+            )
+    return source
+
+
+def _check_fits(folder: Path, config: Config, base: Base) -> None:
+    """Raise ModelError if the config of an adapter and that of the base are of different models."""
     base_config = with_legacy_rope_keys(base.config)
     rope = Rope(config)
     base_rope = Rope(base_config)
@@ -239,7 +261,8 @@ def _resolve_adapter(name: str, folder: Path, base: Base) -> ModelSource:
     if rope.method == "theta":
         del base_entries["rope_theta"]
     unstated = _unstated(folder, base)
-    differing = []
+    defaults = _unstated(base.path, base)
+    differing = {}
     missing = []
     for key, entry in base_entries.items():
         if entry == adapter_entries[key]:
@@ -247,39 +270,44 @@ def _resolve_adapter(name: str, folder: Path, base: Base) -> ModelSource:
         if key in unstated:
             missing.append(key)
         else:
-            differing.append(f"{key} {entry} instead of {adapter_entries[key]}")
+            default = " (a default, which its config.json does not state)" if key in defaults else ""
+            differing[key] = f"{key} {entry}{default} instead of {adapter_entries[key]}"
     if missing:
         raise ModelError(
             f"{folder / CONFIG_FILE}: has no {', '.join(missing)}; add the numbers of the model that was tuned"
         )
     if not rope.extends(base_rope):
-        differing.append(f"its own scale {base_rope.scale:g} does not lead to {rope.scale:g}")
+        differing["scale"] = f"its own scale {base_rope.scale:g} does not lead to {rope.scale:g}"
     if differing:
-        remedy = f"name its own base, or correct {CONFIG_FILE} if it is not that of the model that was tuned"
-        if base_entries["vocab_size"] != adapter_entries["vocab_size"]:
-            remedy += ", or resize the embeddings of this one (resize_token_embeddings) and save it"
-        differences = "; ".join(differing)
-        raise ModelError(f"{folder}: was not tuned from {base.name}: {differences}; {remedy}")
-    # Whatever the adapter was trained on.
-    for key in STORED_ENTRIES:
-        config.pop(key, None)
-        if key in base.config:
-            config[key] = base.config[key]
-    source = ModelSource(name, base, config, adapter=folder)
-    of_run = is_complete(folder) or WARNING in (read_adapter_settings(folder).model_extra or {})
-    if of_run and rope.method is None and not source.needs_own_config:
-        raise ModelError(
-            f"{folder / CONFIG_FILE}: is that of the base, and the adapter was tuned under a scaling; name the run, or "
-            "bring back the file that the training wrote"
+        differences = "; ".join(differing.values())
+        raise ModelError(f"{folder}: does not fit {base.name}: {differences}; {_remedy(*differing)}")
+
+
+def _remedy(*differing: str) -> str:
+    """Return what to do about the entries in which an adapter and a base differ."""
+    if differing == ("vocab_size",):
+        return (
+            "resize the embeddings of the base (resize_token_embeddings) and save it, or name the base with the "
+            "vocabulary of the adapter"
         )
-    return source
+    if differing == ("scale",):
+        return f"name the base without this scaling, or bring back the {CONFIG_FILE} of the model that was tuned"
+    return f"name its own base, or correct {CONFIG_FILE} if it is not that of the model that was tuned"
 
 
 def _unstated(folder: Path, base: Base) -> set[str]:
-    """Return the common entries that transformers fills in, since the config of an adapter has none under any name."""
+    """Return the common entries that the config of an adapter or base has under no name, so transformers fills in."""
     stored = read_config(folder)
-    other_names = base.config_class.attribute_map
-    return {key for key in COMMON_ENTRIES if key not in stored and other_names.get(key) not in stored}
+    stated = {*stored}
+    for key in ("rope_parameters", "rope_scaling"):
+        rope = stored.get(key) or {}
+        stated |= {*rope}
+        for part in rope.values():
+            if isinstance(part, dict):
+                stated |= {*part}
+    other_names = base.config_class.attribute_map | facts_of(base.config["model_type"]).names_in_4
+    entries = (*COMMON_ENTRIES, "rope_theta")
+    return {key for key in entries if key not in stated and other_names.get(key) not in stated}
 
 
 def _config_of_adapter(folder: Path, base: Base) -> Json:
@@ -369,19 +397,21 @@ def _check_causal(name: str, config: "PreTrainedConfig", language: type | None) 
 def _stores_another_head(folder: Path) -> bool:
     """Whether the weights hold a head that is not the embeddings, under the names that most models use.
 
-    Of weights that are still on the hub, the index says whether a head is stored; transformers stores no tied one.
+    The same files decide before and after a download, or a resumed run would have another structure: of several files
+    the index alone, where transformers lists no tied head; a single file by its numbers.
     """
-    from transformers.utils import SAFE_WEIGHTS_INDEX_NAME
+    from transformers.utils import SAFE_WEIGHTS_INDEX_NAME, SAFE_WEIGHTS_NAME
 
-    from pi_lora.models.weights import read_index, read_weights
+    from pi_lora.models.weights import read_header, read_index
 
-    # Weights that are missing or damaged are reported when they are read.
+    index = find_file(folder, SAFE_WEIGHTS_INDEX_NAME)
+    single_file = find_file(folder, SAFE_WEIGHTS_NAME)
+    if index and not single_file:
+        return any(name.endswith("lm_head.weight") for name in read_index(index))
+    # A single file that is missing or damaged is reported when it is read.
     with suppress(ModelError, StopIteration):
-        weights = read_weights(str(folder), partial(find_file, folder))
+        weights = read_header(single_file or folder / SAFE_WEIGHTS_NAME)
         head = next(weights[name] for name in weights if name.endswith("lm_head.weight"))
         embeddings = next(weights[name] for name in weights if name.endswith("embed_tokens.weight"))
         return not head.equals(embeddings)
-    index = find_file(folder, SAFE_WEIGHTS_INDEX_NAME)
-    if index is None:
-        return False
-    return any(name.endswith("lm_head.weight") for name in read_index(index))
+    return False

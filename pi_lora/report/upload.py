@@ -2,6 +2,8 @@
 
 import fnmatch
 import json
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -9,7 +11,7 @@ from huggingface_hub import CommitOperationAdd, HfApi, get_session
 from transformers.dynamic_module_utils import get_relative_import_files
 from transformers.utils import SAFE_WEIGHTS_INDEX_NAME, SAFE_WEIGHTS_NAME
 
-from pi_lora.errors import ModelError
+from pi_lora.errors import Interrupted, ModelError
 from pi_lora.hub import ANSWER_SECONDS, hub_errors
 from pi_lora.models.files import (
     ADAPTER_CONFIG_FILE,
@@ -94,7 +96,7 @@ def push(folder: Path, repo: str, *, private: bool = False, progress: Progress =
     operations = [CommitOperationAdd(name, _content(folder, name)) for name in names]
     weights = [operation for operation in operations if operation.path_in_repo.endswith(".safetensors")]
     hub = HfApi()
-    with hub_errors(repo, "push"):
+    with hub_errors(repo, "push"), _interruptible(repo):
         url = hub.create_repo(repo, private=private or None, exist_ok=True)
         info = hub.model_info(url.repo_id)
         if private and not info.private:
@@ -115,6 +117,18 @@ def push(folder: Path, repo: str, *, private: bool = False, progress: Progress =
         session.timeout = COMMIT_SECONDS
         hub.create_commit(url.repo_id, operations, commit_message=f"Upload {folder.resolve().name} with pi-lora")
     return str(url)
+
+
+@contextmanager
+def _interruptible(repo: str) -> Iterator[None]:
+    """Say after Ctrl-C what an upload leaves on the hub."""
+    try:
+        yield
+    except KeyboardInterrupt:
+        raise Interrupted(
+            f"{repo}: interrupted; weights that were sent are on the hub and are not sent again: the same command goes "
+            "on from there, and makes the repository complete"
+        ) from None
 
 
 def _names_to_upload(folder: Path) -> list[str]:

@@ -26,6 +26,7 @@ from pi_lora.distributed import (
 )
 from pi_lora.errors import Diverged, Interrupted
 from pi_lora.evaluation.suite import marked, measure, requested_measurements, write_scores
+from pi_lora.models.adapter import mark_adapter_extended
 from pi_lora.models.attention import use_blockwise
 from pi_lora.models.loaded import LoadedModel
 from pi_lora.models.quiet import quiet_loading
@@ -56,9 +57,12 @@ class StopOnSignal(TrainerCallback):
 
 @dataclass
 class CheckpointMarker(TrainerCallback):
-    """Mark a checkpoint as complete when every process has written its part."""
+    """Mark a checkpoint as complete when every process has written its part, and an adapter of an extended base as one
+    that other tools must not load without the scaling.
+    """
 
     run: Run
+    marks_adapter: bool
 
     def on_train_begin(self, args: Any, state: TrainerState, control: TrainerControl, **_: Any) -> None:
         """Save and log as often as the recipe says: transformers (5.23) takes the intervals from the checkpoint."""
@@ -68,7 +72,10 @@ class CheckpointMarker(TrainerCallback):
         """Mark the newest checkpoint."""
         wait_for_all_processes()
         if is_main_process():
-            self.run.mark_complete(self.run.checkpoints[0])
+            checkpoint = self.run.checkpoints[0]
+            if self.marks_adapter:
+                mark_adapter_extended(checkpoint)
+            self.run.mark_complete(checkpoint)
         wait_for_all_processes()
 
 

@@ -136,7 +136,7 @@ class TrainingJob:
         # Checkpoints are marked before a measurement; the log follows all that ask for a checkpoint.
         callbacks = [
             stop,
-            CheckpointMarker(run),
+            CheckpointMarker(run, recipe.tuning.method != "full" and self.source.needs_own_config),
             ScheduledMeasurements(recipe.evaluation, tuned, run, stop),
             divergence,
             TrainingLog(run, progress, save),

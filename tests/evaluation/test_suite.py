@@ -252,6 +252,23 @@ def trains_on(folder: Path, **source: Any) -> None:
     )
 
 
+def test_an_interruption_names_the_scores_that_are_saved(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, own_run: Path
+) -> None:
+    def interrupt(*_: object) -> None:
+        raise KeyboardInterrupt
+
+    asks_for(own_run, {"perplexity": {**PERPLEXITY, "documents": 1}, "passkey": PASSKEY})
+    monkeypatch.setattr("pi_lora.evaluation.passkey.Passkey.measure", interrupt)
+    status, _, err = run_captured(capsys, monkeypatch, "eval", "all", "run")
+    assert status == 130
+    [line] = err.splitlines()
+    assert "run/scores/perplexity.json" in line
+    # Nothing is measured before the interruption now.
+    status, _, err = run_captured(capsys, monkeypatch, "eval", "all", "run")
+    assert (status, "perplexity.json" in err) == (130, False)
+
+
 def test_texts_that_train_are_marked_and_not_published(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, own_run: Path
 ) -> None:

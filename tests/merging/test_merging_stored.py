@@ -20,6 +20,7 @@ from random_runs import TOKENIZER, put_on_hub, save_base, save_run, stored
 from small_configs import SIZES, llama
 
 HEAD, EMBEDDINGS = "lm_head.weight", "model.embed_tokens.weight"
+INDEX = "model.safetensors.index.json"
 IDS = torch.arange(2, 130)[None]
 
 
@@ -112,6 +113,29 @@ def test_another_head_on_the_hub_is_kept_once_it_is_in_the_cache(
 ) -> None:
     put_on_hub(base, "owner/base", tmp_path / "hub", monkeypatch)
     assert resolve_model("owner/base").config["tie_word_embeddings"] is False
+
+
+def test_a_tie_does_not_depend_on_what_is_downloaded(
+    base: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of several files the index decides, whatever the numbers of a head that it lists."""
+    weights = stored(base)
+    (base / "model.safetensors").unlink()
+    for equal in (True, False):
+        folder = Path(shutil.copytree(base, tmp_path / f"equal-{equal}"))
+        head = weights[EMBEDDINGS].clone() if equal else weights[HEAD]
+        save_file({HEAD: head}, folder / "model-00001-of-00002.safetensors", {"format": "pt"})
+        others = {name: tensor for name, tensor in weights.items() if name != HEAD}
+        save_file(others, folder / "model-00002-of-00002.safetensors", {"format": "pt"})
+        places = {name: f"model-0000{1 if name == HEAD else 2}-of-00002.safetensors" for name in weights}
+        (folder / INDEX).write_text(json.dumps({"metadata": {}, "weight_map": places}))
+        put_on_hub(folder, "owner/all", tmp_path / f"hub-{equal}", monkeypatch)
+        downloaded = resolve_model("owner/all").config
+        for file in folder.glob("*.safetensors"):
+            file.unlink()
+        put_on_hub(folder, "owner/small-files", tmp_path / f"hub-{equal}", monkeypatch)
+        assert resolve_model("owner/small-files").config == downloaded
+        assert downloaded["tie_word_embeddings"] is False
 
 
 def test_a_single_file_counts_before_an_index_that_was_left_beside_it(base: Path, tmp_path: Path) -> None:

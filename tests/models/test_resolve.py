@@ -2,7 +2,9 @@
 
 import json
 import math
+import os
 import shutil
+import signal
 from pathlib import Path
 from typing import Any
 
@@ -12,18 +14,20 @@ from safetensors.torch import load_file, save_file
 from transformers import CONFIG_MAPPING, AutoModelForCausalLM
 
 from architectures import small_config
-from conftest import refused, small_recipe
+from conftest import refused, small_recipe, train
 from pi_lora.api import load, merge
-from pi_lora.errors import ModelError, PiLoraError, ScalingError
+from pi_lora.errors import Interrupted, ModelError, PiLoraError, ScalingError
 from pi_lora.model_ref import ModelRef
-from pi_lora.models.files import read_adapter_settings, read_config, save_config
+from pi_lora.models.files import WARNING, read_adapter_settings, read_config, save_config
 from pi_lora.models.loaded import load_base
 from pi_lora.models.resolve import resolve_model
 from pi_lora.recipe.files import dump_recipe
+from pi_lora.run import Run
 from pi_lora.scaling.extension import Extension
 from pi_lora.scaling.rope import Method, Rope
 from pi_lora.scaling.verify import build_on_meta, rotary_frequencies
-from pi_lora.staging import resolve_run
+from pi_lora.staging import resolve_run, staging_path
+from pi_lora.types import Permissions
 from random_runs import put_on_hub, save_run
 
 IDS = torch.randint(2, 1024, (1, 128), generator=torch.Generator().manual_seed(3))
@@ -335,6 +339,70 @@ def test_a_folder_inside_a_run_is_no_model_and_the_run_is_named(small_model: Pat
     shutil.copy(small_model / "config.json", copy)
     with refused(ModelError, f"{copy / 'config.json'}: "):
         resolve_model(str(copy))
+
+
+def test_a_checkpoint_under_the_config_of_the_base_is_not_taken_for_unscaled(small_model: Path, tmp_path: Path) -> None:
+    """A checkpoint has traces, also if it is copied without the marker; a copy of the adapter alone has the settings of
+    an adapter that was tuned under a scaling.
+    """
+    training = {**small_recipe(small_model).training.model_dump(), "save_every": 2}
+
+    def stop(done: int, total: int, note: str) -> None:
+        if done == 2 and total == 4:
+            os.kill(os.getpid(), signal.SIGINT)
+
+    with pytest.raises(Interrupted):
+        train(small_recipe(small_model, training=training), tmp_path / "run", progress=stop)
+    checkpoint = Run(staging_path(tmp_path / "run")).checkpoints[0]
+    unmarked = json.loads((checkpoint / "adapter_config.json").read_text())
+    of_training = ("complete", "train*", "*.pt", "*.pth")
+    for name, without in {"copy": of_training[:1], "checkpoint-3": of_training, "other": of_training}.items():
+        ignored = shutil.ignore_patterns(*without)
+        folder = Path(shutil.copytree(checkpoint, tmp_path / name, ignore=ignored))
+        shutil.copy(small_model / "config.json", folder)
+        with refused(ModelError, f"{folder / 'config.json'}: ", "scaling", "run"):
+            resolve_model(folder)
+        # Of a training that did not mark it.
+        plain = {key: value for key, value in unmarked.items() if key not in (WARNING, "auto_mapping")}
+        (folder / "adapter_config.json").write_text(json.dumps({**plain, "task_type": "CAUSAL_LM"}))
+        if name != "other":
+            with refused(ModelError, f"{folder / 'config.json'}: ", "scaling", "--allow-mismatch"):
+                resolve_model(folder)
+        assert resolve_model(ModelRef(folder, permissions=Permissions(allow_mismatch=True))).scale == 1
+
+
+def test_what_does_not_fit_is_told_by_its_cause(lora_run: Path, small_model: Path, tmp_path: Path) -> None:
+    run, base = (Path(shutil.copytree(each, tmp_path / each.name)) for each in (lora_run, small_model))
+    adapter = json.loads((run / "config.json").read_text())
+    of_base = json.loads((base / "config.json").read_text())
+
+    def told(adapter_changes: dict[str, Any], base_changes: dict[str, Any], *names: object) -> str:
+        for folder, config, changes in ((run, adapter, adapter_changes), (base, of_base, base_changes)):
+            changed = {key: value for key, value in {**config, **changes}.items() if value is not None}
+            (folder / "config.json").write_text(json.dumps(changed))
+        with refused(ModelError, str(run), *names) as raised:
+            resolve_model(ModelRef(run, base=base))
+        return str(raised.value)
+
+    linear = {"rope_type": "linear", "factor": 2.0}
+    without_theta = {"rope_parameters": linear, "rope_scaling": None, "rope_theta": None}
+    assert "10000" not in told(without_theta, {}, "config.json", "has no rope_theta")
+    assert "own base" not in told({"vocab_size": 1030}, {}, "vocab_size 1024", 1030, "resize_token_embeddings")
+    scaled = {"rope_parameters": {**linear, "factor": 4.0, "rope_theta": 500.0}, "rope_scaling": None}
+    assert "own base" not in told({}, scaled, "own scale 4", "2", "config.json")
+    told({}, {"rope_parameters": {"rope_type": "default"}, "rope_theta": None}, "rope_theta 10000.0 (a default", 500)
+    told({"hidden_size": 64, "vocab_size": 1030}, {}, "hidden_size 32", "own base")
+
+
+def test_an_adapter_that_lacks_tensors_is_not_blamed_on_the_base(lora_run: Path, tmp_path: Path) -> None:
+    run = Path(shutil.copytree(lora_run, tmp_path / "run"))
+    file = run / "adapter_model.safetensors"
+    tensors = load_file(file)
+    tensors.pop(next(name for name in tensors if "lora_A" in name))
+    save_file(tensors, file, {"format": "pt"})
+    with refused(ModelError, str(run), "download") as raised:
+        load(run)
+    assert "base that it was tuned from" not in str(raised.value)
 
 
 def test_a_config_that_was_lost_is_not_replaced_by_that_of_the_base(lora_run: Path, tmp_path: Path) -> None:

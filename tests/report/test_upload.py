@@ -2,14 +2,17 @@
 
 import json
 import shutil
+import signal
 from pathlib import Path
 
 import pytest
 import yaml
+from huggingface_hub import HfApi
 from safetensors.torch import load_file, save_file
 
 from conftest import refused, run_captured, small_recipe
 from hub import TOKEN, Hub
+from pi_lora.__main__ import leave_at_once
 from pi_lora.errors import ModelError
 from pi_lora.report.card import write_report
 from pi_lora.report.upload import push
@@ -69,6 +72,30 @@ def test_push_uploads_exactly_the_files_of_the_run(
     assert push(folder, "me/model") == f"{hub.url}/me/model"
     assert hub.files("models/me/model") == wanted
     assert not hub.repositories["models/me/model"].private
+
+
+def test_an_interrupted_upload_says_what_is_on_the_hub(
+    run: Path, hub: Hub, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Ctrl-C during an upload is not answered as during the import of libraries."""
+    answers = []
+
+    def interrupt(*_: object, **__: object) -> None:
+        answers.append(signal.getsignal(signal.SIGINT))
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(HfApi, "create_commit", interrupt)
+    before = signal.signal(signal.SIGINT, leave_at_once)
+    try:
+        status, _, err = run_captured(capsys, monkeypatch, "push", str(run), "me/model")
+    finally:
+        signal.signal(signal.SIGINT, before)
+    assert answers == [signal.default_int_handler]
+    assert status == 130
+    line = err.splitlines()[-1]
+    assert line.startswith("me/model: interrupted")
+    assert "weights" in line
+    assert hub.stored
 
 
 def with_code(folder: Path) -> None:
