@@ -307,7 +307,7 @@ def too_short_for(source: Source, tokens: int, tokenizer: Any = None) -> str | N
             continue
         if tokenizer is None:
             return None
-        [ids] = tokenized(tokenizer, [document.text])
+        [ids] = tokenized(tokenizer, [document.text], enough=tokens)
         num_tokens = len(strip_eos(ids, tokenizer.eos_token_id))
         if num_tokens >= tokens:
             return None

@@ -211,7 +211,10 @@ def test_a_mistake_is_named_before_a_model_is_loaded_to_be_compared_or_probed(
     for words, wheres in (
         (("compare", str(small_model), "run"), ["evaluation.perplexity.data: ", "evaluation.summarization.data: "]),
         (("probe", str(small_model), "--target", "256", "--data", "gone.txt"), ["--data: gone.txt: "]),
-        (("eval", "perplexity", "run", "--data", "text.txt", "--windows", "9999"), ["--data: text.txt: "]),
+        (
+            ("eval", "perplexity", "run", str(small_model), "--data", "text.txt", "--windows", "9999"),
+            ["--data: text.txt: "],
+        ),
         (("eval", "context", "run", "--data", "text.txt", "--min-tokens", "9999"), ["--data: text.txt: "]),
     ):
         status, out, err = run_captured(capsys, monkeypatch, *words)
