@@ -11,7 +11,7 @@ import pytest
 
 from conftest import refused, run_command, small_recipe
 from hub import Hub
-from pi_lora.data.examples import data_problems
+from pi_lora.data.checks import data_problems
 from pi_lora.errors import DataError, RecipeError
 from pi_lora.preflight import check, check_data
 from pi_lora.recipe.data import Data
@@ -115,3 +115,40 @@ def test_a_dry_run_counts_a_small_file_beside_other_sources(small_model: Path, t
     recipe = small_recipe(small_model, data={"source": sources}, training={"steps": 20, "global_batch_size": 1})
     with refused(RecipeError, f"data.source: {file}: "):
         check(recipe, tmp_path / "run", ask_hub=True)
+
+
+def test_a_dry_run_says_what_is_left_out_of_the_first_chats(
+    small_model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """And that an answer follows an empty thought at inference alone."""
+    model = shutil.copytree(small_model, tmp_path / "model")
+    prompt = "{% if add_generation_prompt %}[assistant]<think></think>{% endif %}"
+    (model / "chat_template.jinja").write_text(
+        "{% for m in messages %}[{{ m.role }}]{{ m.content }}{% endfor %}" + prompt
+    )
+    rows = [{"messages": [{"role": "user", "content": "Who?"}, {"role": "assistant", "content": "Ada."}]}] * 90
+    long = {"messages": [{"role": "user", "content": "Who? " * 200}, {"role": "assistant", "content": "Ada."}]}
+    (tmp_path / "chats.jsonl").write_text("\n".join(map(json.dumps, [long, *rows])))
+    data = {"source": {"name": str(tmp_path / "chats.jsonl"), "column": "messages"}}
+    recipe = tmp_path / "recipe.yaml"
+    recipe.write_text(dump_recipe(small_recipe(model, data=data, training={"steps": 1, "global_batch_size": 1})))
+    assert run_command("train", str(recipe), "--output", str(tmp_path / "run"), "--dry-run") == 0
+    said = capsys.readouterr().out
+    assert "chats of over 128 tokens left out: 1" in said
+    assert "<think></think>" in said
+
+
+@pytest.mark.parametrize("examples", [False, True])
+def test_a_dry_run_counts_few_rows_on_the_hub(examples: bool, small_model: Path, hub: Hub) -> None:
+    """They were not packed, and the training ended."""
+    rows = [{"question": "Who?", "text": "the lamp burns low"}] * 3
+    hub.add("datasets/me/few", {"train.jsonl": "\n".join(map(json.dumps, rows)).encode()})
+    data: dict[str, object] = {"source": "me/few"}
+    if examples:
+        data |= {"template": "{question}", "completion": "text", "completion_tokens": 40}
+    recipe = small_recipe(small_model, data=data, training={"steps": 20, "global_batch_size": 1})
+    with refused(RecipeError, "training.steps: " if examples else "data.source: me/few: "):
+        check(recipe, small_model / "run", ask_hub=True)
+    enough = small_recipe(small_model, data=data, training={"steps": 3, "global_batch_size": 1})
+    if examples:
+        check(enough, small_model / "run", ask_hub=True)

@@ -1,6 +1,7 @@
 """The rows that train, made once and kept on disk, and batches of them."""
 
 import hashlib
+import itertools
 import math
 import os
 from collections import Counter, defaultdict
@@ -16,13 +17,11 @@ import torch
 from datasets import Dataset
 from filelock import FileLock
 from torch.nn.utils.rnn import pad_sequence
-from transformers.trainer_pt_utils import LengthGroupedSampler
 
 from pi_lora.data.chats import NO_CHATS_WARNING
-from pi_lora.data.documents import NamedJson, looks_local
-from pi_lora.data.examples import NO_EXAMPLE
+from pi_lora.data.examples import NO_EXAMPLE, Task
 from pi_lora.data.packing import Row, Stream, shortfalls, training_rows
-from pi_lora.data.sources import Table, find_table, format_counts
+from pi_lora.data.sources import Table, find_table, format_counts, streamed, with_size
 from pi_lora.data.tokens import in_batches, padding_id, tokenizer_identity
 from pi_lora.errors import DataError, ModelError
 from pi_lora.recipe.data import Data
@@ -31,11 +30,11 @@ from pi_lora.storage import cache_folder, digest_of, read_json, write_json
 from pi_lora.types import Json, Progress, silent
 
 # Raise it with every change to how rows or recall documents are made: older caches are not taken for new ones.
-FORMAT = 12
+FORMAT = 13
 # The label that the loss ignores (torch's `ignore_index`).
 IGNORED = -100
 
-Batch = dict[str, torch.Tensor]
+Batch = dict[str, Any]
 
 
 @dataclass(frozen=True)
@@ -66,15 +65,19 @@ def training_data(
     original: int,
     target: int,
     *,
+    isolates: bool = True,
     progress: Progress = silent,
 ) -> TrainingData:
     """Return the rows that a recipe trains on, from the cache if they are there. Otherwise `progress` is told the
     numbers of rows made and needed, and the messages count rows cut or left out.
 
     Sequences have `target` (L') tokens, under PoSE (`positions: pose`) `sequence_tokens`, by default `original` (L).
-    Examples have at most `target` tokens. Raise DataError if a source cannot be read or holds too little text for the
-    steps.
+    Examples have at most `target` tokens. Texts are wrapped if the model does not isolate sequences. Raise DataError if
+    a source cannot be read or holds too little text for the steps.
     """
+    is_changed = data.has_isolated and not isolates
+    if is_changed:
+        data = data.changed(packing="wrapped")
     columns = _columns(data)
     number = 0 if data.has_examples else training.steps * training.global_batch_size
     length = data.tokens_per_sequence(original, target)
@@ -105,17 +108,18 @@ def training_data(
     messages += format_counts(counts)
     if tokenizer.chat_template is not None and "loss_mask" not in columns:
         messages.append(NO_CHATS_WARNING)
+    if is_changed:
+        messages.append("data.packing: wrapped, since a model of this type cannot isolate chats in a sequence")
     return TrainingData(rows, tokens, messages, padding_id(tokenizer))
 
 
 def packing_problems(data: Data, training: Training, tokenizer: Any, original: int, target: int) -> list[str]:
-    """Return the errors that `training_data` raises about small sources on this machine; no other source is read."""
-    tables = [
-        find_table(source) if looks_local(source.name) else Table(source, read=_no_rows, identity={})
-        for source in data.source
-    ]
-    streams = _streams(tables, data, tokenizer, data.tokens_per_sequence(original, target), Counter())
+    """Return the errors that `training_data` raises about small sources. No large one is read to its end."""
     try:
+        tables = [find_table(streamed(source)) for source in data.source]
+        columns = Task(data).columns if data.has_examples else ()
+        tables = [with_size(table, columns or [table.source.column]) for table in tables]
+        streams = _streams(tables, data, tokenizer, data.tokens_per_sequence(original, target), Counter())
         if not data.has_examples:
             number = training.steps * training.global_batch_size
             return [str(problem) for problem in shortfalls(streams, original, number)]
@@ -125,10 +129,6 @@ def packing_problems(data: Data, training: Training, tokenizer: Any, original: i
     except DataError as problem:
         return [str(problem)]
     return []
-
-
-def _no_rows(_columns: Sequence[str], _seed: int | None) -> Iterator[NamedJson]:
-    return iter(())
 
 
 def _streams(tables: Sequence[Table], data: Data, tokenizer: Any, length: int, counts: Counter[str]) -> list[Stream]:
@@ -144,7 +144,7 @@ def _columns(data: Data) -> list[str]:
         "input_ids": True,
         "position_ids": data.positions == "pose",
         "loss_mask": data.has_chats or data.has_examples,
-        "lengths": data.has_chats or data.keep_short,
+        "lengths": data.has_chats or data.keep_short or data.packing == "isolated",
     }
     return [column for column in is_needed if is_needed[column]]
 
@@ -217,11 +217,12 @@ def read_rows(file: Path) -> Dataset | None:
     return Dataset(rows, fingerprint=file.stem).with_format("torch")
 
 
-def collate(rows: Sequence[Batch], padding: int = 0) -> Batch:
-    """Return a batch of int64 tensors of shape `(sequences, length)`, padded on the right to the longest sequence.
-    A row with several `lengths` holds as many sequences. Tokens outside `loss_mask` have the label -100.
+def collate(rows: Sequence[Batch], padding: int = 0, *, isolates: bool = False) -> Batch:
+    """Return a batch of int64 tensors of shape `(sequences, length)`. A row with several `lengths` holds as many
+    sequences. Tokens outside `loss_mask` have the label -100.
 
-    The `attention_mask` marks every token of a sequence. Without it transformers (5.23,
+    If the model `isolates` sequences, those of different lengths are packed in one row, and otherwise padded on the
+    right to the longest. The `attention_mask` marks every token of a sequence. Without it transformers (5.23,
     `find_packed_sequence_indices`) starts a sequence wherever `position_ids` do not rise by one. PoSE would then train
     every chunk alone.
     """
@@ -238,6 +239,8 @@ def collate(rows: Sequence[Batch], padding: int = 0) -> Batch:
             lengths = row["lengths"].tolist()
         for name, tensor in tensors.items():
             columns[name] += torch.split(tensor, lengths)
+    if isolates and len(set(map(len, columns["input_ids"]))) > 1:
+        return _packed(columns)
     padding_values = {"input_ids": padding, "labels": IGNORED}
     return {
         name: pad_sequence(sequences, batch_first=True, padding_value=padding_values.get(name, 0))
@@ -245,22 +248,22 @@ def collate(rows: Sequence[Batch], padding: int = 0) -> Batch:
     }
 
 
-class LengthGroups(LengthGroupedSampler):
-    """Groups rows of about the same length, in a new order every epoch. The order follows from the epoch and the seed
-    of torch, which is the seed of the run. In transformers (5.23) the order depends on all earlier draws from torch's
-    generator, so that a resumed run would continue with another order, and up to 50 steps take ever shorter rows.
+def _packed(columns: dict[str, list[torch.Tensor]]) -> dict[str, Any]:
+    """Return sequences in one row, with positions that restart, and the bounds of sequences by which FlashAttention
+    and the blockwise kernel isolate them.
     """
-
-    def __iter__(self) -> Iterator[int]:
-        """Yield the indices of rows: the longest rows in the first step, other steps in random order."""
-        indices = list(super().__iter__())
-        starts = range(0, len(indices), self.batch_size)
-        # The last step may have fewer rows.
-        between = 1 + torch.randperm(max(0, len(starts) - 2), generator=self.generator)
-        order = [0, *between.tolist(), len(starts) - 1][: len(starts)]
-        for step in order:
-            yield from indices[starts[step] : starts[step] + self.batch_size]
-
-    def set_epoch(self, epoch: int) -> None:
-        """Choose the order of an epoch."""
-        self.generator = torch.Generator().manual_seed(torch.initial_seed() + epoch)
+    lengths = [len(ids) for ids in columns["input_ids"]]
+    positions = [torch.arange(length) for length in lengths]
+    whole = {"position_ids": positions, **columns}
+    batch: dict[str, Any] = {name: torch.cat(sequences)[None] for name, sequences in whole.items()}
+    bounds = torch.tensor([0, *itertools.accumulate(lengths)], dtype=torch.int32)
+    # No sequence predicts the first token of the next.
+    batch["labels"][:, bounds[:-1]] = IGNORED
+    longest = max(lengths)
+    return {
+        **batch,
+        "cu_seq_lens_q": bounds,
+        "cu_seq_lens_k": bounds,
+        "max_length_q": longest,
+        "max_length_k": longest,
+    }

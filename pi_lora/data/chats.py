@@ -4,13 +4,13 @@ import json
 import re
 from bisect import bisect_left
 from collections import Counter
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from functools import partial
 from typing import Any
 
 from jinja2 import TemplateError
 
-from pi_lora.data.documents import NamedJson
+from pi_lora.data.sources import Table
 from pi_lora.data.tokens import Labelled, check_offsets, special_tokens_of
 from pi_lora.errors import DataError, first_line
 from pi_lora.types import Json
@@ -30,6 +30,7 @@ REASONING = ("reasoning_content", "reasoning", "thinking")
 # What a template raises for a chat that it does not take.
 REFUSALS = (TemplateError, TypeError, ValueError, LookupError, AttributeError)
 MASKED = "turns marked as not to be learned"
+UNENDED = "answers without a special token that ends them"
 MEDIA = ("image", "images", "videos", "audios")
 NO_CHATS_WARNING = (
     "the model has a chat template and the data no chats: a model tuned on raw text alone chats worse; "
@@ -92,10 +93,12 @@ def is_masked(message: Json) -> bool:
 
 class ChatTemplate:
     """Encodes chats with the chat template of the model. The loss counts the tokens of the assistant's turns, with the
-    token that ends a turn, or all tokens if `train_on_all`.
+    token that ends a turn, or all tokens if `train_on_all`. Chats of more than `longest` tokens are left out.
     """
 
-    def __init__(self, tokenizer: Any, train_on_all: bool = False, special_tokens: bool = False) -> None:
+    def __init__(
+        self, tokenizer: Any, longest: int, *, train_on_all: bool = False, special_tokens: bool = False
+    ) -> None:
         if tokenizer.chat_template is None:
             raise DataError(
                 "data.source: the tokenizer of the model has no chat template, which chats need; "
@@ -103,6 +106,7 @@ class ChatTemplate:
             )
         check_offsets(tokenizer)
         self.tokenizer = tokenizer
+        self.longest = longest
         self.takes_parts = takes_parts(tokenizer)
         self.train_on_all = train_on_all
         self.special = special_tokens_of(tokenizer)
@@ -122,18 +126,18 @@ class ChatTemplate:
         text: str = self.tokenizer.apply_chat_template(given, tokenize=False, **options)
         return text
 
-    def chats(
-        self, rows: Iterable[NamedJson], column: str, longest: int, counts: Counter[str]
-    ) -> Iterator[tuple[str, Labelled]]:
-        """Yield the chats in a `column`, of at most `longest` tokens, by the names of their rows; count the others by
-        reason.
-        """
-        for row_name, row in rows:
+    def rows(
+        self, table: Table, counts: Counter[str], seed: int | None = None, *, held_out: bool = False
+    ) -> Iterator[Labelled]:
+        """Yield the chats of a table, in the order of `seed`; count the others by reason. No chats are held out."""
+        column = table.source.column
+        for row_name, row in table.read([column], seed):
             messages = messages_of(row_name, row[column])
+            notes: list[str] = []
             try:
-                chat = self._encoded(messages, row)
-                if len(chat.ids) > longest:
-                    raise Unusable(f"of over {longest:,} tokens")
+                chat = self._encoded(messages, row, notes)
+                if len(chat.ids) > self.longest:
+                    raise Unusable(f"of over {self.longest:,} tokens")
                 if not any(chat.loss_mask):
                     raise Unusable("without a turn of the assistant to learn")
             except Unusable as reason:
@@ -142,10 +146,13 @@ class ChatTemplate:
                 counts[f"chats that the chat template refuses ({first_line(error)}) left out"] += 1
             else:
                 counts[MASKED] += sum(map(is_masked, messages))
-                yield row_name, chat
+                counts.update(notes)
+                yield chat._replace(name=row_name)
 
-    def _encoded(self, messages: list[Json], row: Json) -> Labelled:
-        """Return a chat. The other columns of its `row` may be `system`, `tools` and `chat_template_kwargs`."""
+    def _encoded(self, messages: list[Json], row: Json, notes: list[str]) -> Labelled:
+        """Return a chat. The other columns of its `row` may be `system`, `tools` and `chat_template_kwargs`. Add what
+        distinguishes answers from those at inference to `notes`.
+        """
         if any(map(row.get, MEDIA)):
             raise Unusable("with images, videos or sound")
         if row.get("system"):
@@ -171,7 +178,7 @@ class ChatTemplate:
         _check_turns(messages, render)
         turns = [(0, len(text))]
         if not self.train_on_all:
-            turns = list(_turns(messages, text, render, self.special))
+            turns = list(_turns(messages, text, render, self.special, notes))
         elif any(map(is_masked, messages)):
             raise Unusable("with turns that are not to be learned, under loss: all")
         encoded = self.tokenizer(text, add_special_tokens=False, return_offsets_mapping=True, verbose=False)
@@ -252,10 +259,14 @@ def _check_turns(messages: list[Json], render: partial[str]) -> None:
 
 
 def _turns(
-    messages: list[Json], text: str, render: partial[str], special: tuple[str, ...]
+    messages: list[Json], text: str, render: partial[str], special: tuple[str, ...], notes: list[str]
 ) -> Iterator[tuple[int, int]]:
     """Yield the start and end of the assistant's turns in the rendered `text`. A turn is the text that follows the
     prompt when the chat is rendered up to that turn. A `special` token after it is part of a turn that ends with none.
+    Add to `notes` what the prompt of a turn has at inference alone, such as an empty thought, and turns without an end.
+
+    The training templates of TRL (1.16) are not used: of 34 templates that TRL knows, 7 get other text than the
+    model's own template writes, such as empty thoughts in earlier turns; 13 more learn tokens of the prompt as well.
     """
     boundaries = ("\n", " ", *special)
     for number, message in enumerate(messages):
@@ -281,6 +292,10 @@ def _turns(
         if not text[first:end].rstrip().endswith(special):
             closing = next((token for token in special if text.startswith(token, end)), "")
             end += len(closing)
+        if start < len(prompt):
+            notes.append(f"answers without the {prompt[start:]!r} that precedes them at inference")
+        if not text[first:end].rstrip().endswith(special):
+            notes.append(UNENDED)
         yield first, end
 
 

@@ -3,27 +3,22 @@
 import itertools
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import replace
 from functools import partial
 from string import Formatter
 from typing import Any, NamedTuple
 
-from huggingface_hub import constants
-
-from pi_lora.data.chats import ChatTemplate
-from pi_lora.data.documents import COMPRESSION, NamedJson, looks_local
-from pi_lora.data.sources import BUILTIN_TEXTS, COUNTED_ROWS, Table, find_table, format_counts, hash_to_unit, streamed
+from pi_lora.data.documents import NamedJson
+from pi_lora.data.sources import Table, hash_to_unit
 from pi_lora.data.tokens import (
+    Labelled,
     check_offsets,
     in_batches,
     prompt_ids,
     special_tokens_of,
     strip_eos,
-    tokenized,
 )
 from pi_lora.errors import DataError
-from pi_lora.recipe.data import Data, Source
-from pi_lora.recipe.schema import Recipe
+from pi_lora.recipe.data import Data
 from pi_lora.types import Json
 
 # The prompt of the paper, to the letter (paper.tex, `fig:summ-format`). There, "# .... Document goes here" stands for
@@ -125,7 +120,7 @@ class Prompter:
         """
         # Zeros fix the order in which the counts are reported.
         counts.update({EMPTY: 0, TOO_LONG: 0})
-        rows = self.rows(table, held_out)
+        rows = self._part(table, held_out)
         full_rows = itertools.islice(self._rows_with_text(rows, counts), limit)
         for batch in in_batches(full_rows):
             texts = [row for _, row in batch]
@@ -137,7 +132,23 @@ class Prompter:
                 else:
                     counts[TOO_LONG] += 1
 
-    def rows(self, table: Table, held_out: bool) -> Iterator[NamedJson]:
+    def rows(
+        self, table: Table, counts: Counter[str], seed: int | None = None, *, held_out: bool = False
+    ) -> Iterator[Labelled]:
+        """Yield the examples of a table, whatever the `seed`: a training shuffles them. The loss counts completions, or
+        prompts too. Count what is cut or left out.
+        """
+        prompt_counts = self.data.loss == "all"
+        for name, _, prompt, completion in self.examples(table, counts, held_out=held_out):
+            document_is_cut = prompt.kept < prompt.document_tokens
+            completion_is_cut = len(completion) > self.data.completion_tokens
+            # Counts of zero fix the order in which the counts are reported.
+            counts["documents cut"] += int(document_is_cut)
+            counts["completions cut"] += int(completion_is_cut)
+            loss_mask = [prompt_counts] * len(prompt.ids) + [True] * len(completion)
+            yield Labelled(prompt.ids + completion, loss_mask, name)
+
+    def _part(self, table: Table, held_out: bool) -> Iterator[NamedJson]:
         """Yield the rows of a table that train, or that are `held_out` by a digest of the columns that decide."""
         share = table.source.hold_out
         for name, row in table.read(self.task.columns, None):
@@ -211,142 +222,3 @@ class Prompter:
             first_tokens = completion[: self.data.completion_tokens]
             completions.append([*first_tokens, self.eos])
         return completions
-
-
-def check_first_rows(table: Table, data: Data, tokenizer: Any, window: int, *, held_out: bool) -> None:
-    """Raise DataError if all examples or chats in the first rows of a table would be left out of a training, or of a
-    measurement of `held_out` ones. Usually one row, or one batch, is encoded. Usable rows may follow in a
-    longer table.
-    """
-    counts = Counter[str]()
-    num_rows = 0
-
-    def read(columns: Sequence[str], _: int | None) -> Iterator[NamedJson]:
-        nonlocal num_rows
-        for row in itertools.islice(table.read(columns, None), COUNTED_ROWS):
-            num_rows += 1
-            yield row
-
-    usable: Iterator[Any]
-    if data.has_examples:
-        first_rows = replace(table, read=read)
-        usable = Prompter(data, tokenizer, window).examples(first_rows, counts, held_out=held_out)
-    else:
-        column = table.source.column
-        template = ChatTemplate(tokenizer, train_on_all=data.loss == "all", special_tokens=data.special_tokens)
-        usable = template.chats(read([column], None), column, window, counts)
-    if next(usable, None) is None and counts.total() and num_rows < COUNTED_ROWS:
-        reasons = ", ".join(format_counts(counts))
-        raise DataError(f"{table.source.name}: none of the {num_rows} rows can be used ({reasons}); name others")
-
-
-def data_problems(
-    data: Data,
-    ask_hub: bool = False,
-    *,
-    key: str = "data.source",
-    held_out: bool = False,
-    tokenizer: Any = None,
-    window: int = 0,
-) -> list[str]:
-    """Return the problems of the template and of the first rows of the sources, one a line; `key` names the sources in
-    a recipe. Rows are `held_out` ones if texts are to be measured. With the `tokenizer` of a model, examples and chats
-    are encoded for its `window`. Sources on the hub are streamed if `ask_hub`, read from the cache without the hub, and
-    skipped otherwise.
-    """
-    columns: Sequence[str] = ()
-    problems: list[str] = []
-    try:
-        if data.has_examples:
-            columns = Task(data).columns
-        if tokenizer is not None and data.has_examples:
-            Prompter(data, tokenizer, window)
-        elif tokenizer is not None and data.has_chats:
-            ChatTemplate(tokenizer)
-    except DataError as problem:
-        line = str(problem).replace("data.source", key, 1)
-        problems.append(line if line.startswith(key) or key == "data.source" else f"{key}: {line}")
-        if data.has_examples and not columns:
-            return problems
-        tokenizer = None
-    for source in data.source:
-        if not (ask_hub or constants.HF_HUB_OFFLINE or looks_local(source.name)):
-            continue
-        try:
-            table = find_table(streamed(source))
-            if columns or source.has_chats:
-                rows = table.read(columns or [source.column], None)
-                if next(rows, None) is None:
-                    raise DataError(f"{source.name}: holds no rows; name a source with rows")
-                if tokenizer is not None:
-                    check_first_rows(table, data, tokenizer, window, held_out=held_out)
-            else:
-                next(table.documents(held_out=held_out), None)
-        except DataError as problem:
-            problems.append(f"{key}: {problem}")
-    return problems
-
-
-def too_short_for(source: Source, tokens: int, tokenizer: Any = None) -> str | None:
-    """Return the problem that no held-out document of a local source has so many tokens, as a window needs.
-
-    Without a tokenizer, every byte counts as a token, and BOS is one more. Return None if a document has them, or if
-    there are too many documents.
-    """
-    if not looks_local(source.name) or source.name in BUILTIN_TEXTS:
-        return None
-    most_bytes = 0
-    most_tokens = 0
-    documents = itertools.islice(find_table(source).documents(held_out=True), COUNTED_ROWS)
-    for number, document in enumerate(documents, 1):
-        if number == COUNTED_ROWS:
-            return None
-        num_bytes = len(document.text.encode(errors="surrogateescape"))
-        most_bytes = max(most_bytes, num_bytes)
-        if num_bytes + 1 < tokens:
-            continue
-        if tokenizer is None:
-            return None
-        [ids] = tokenized(tokenizer, [document.text], enough=tokens)
-        num_tokens = len(strip_eos(ids, tokenizer.eos_token_id))
-        if num_tokens >= tokens:
-            return None
-        most_tokens = max(most_tokens, num_tokens)
-    kind = "held-out document" if source.hold_out else "document"
-    longest = f"{most_tokens:,} tokens" if most_tokens else f"{most_bytes:,} bytes"
-    return f"{source.name}: the longest {kind} has {longest}, and {tokens:,} tokens are needed"
-
-
-def amount_problems(recipe: Recipe, original: int) -> list[str]:
-    """Return the sources whose text is too short for their share of a training even if every byte is a token: one line
-    each; and PoSE chunks that a sequence cannot hold. Only text files are known without reading them; `original` is the
-    window L in tokens.
-    """
-    data = recipe.data
-    if data.has_examples:
-        return []
-    length = data.tokens_per_sequence(original, recipe.context.target)
-    if data.positions == "pose" and data.chunks > length:
-        return [f"data.chunks: {data.chunks} are more than the {length} tokens of a PoSE sequence; lower them"]
-    training = recipe.training
-    sequences = training.steps * training.global_batch_size * (1 - data.keep_short)
-    weights = sum(source.weight for source in data.source)
-    problems = []
-    for source in data.source:
-        if not looks_local(source.name) or source.name in BUILTIN_TEXTS:
-            continue
-        table = find_table(source)
-        if not table.texts or any(COMPRESSION.search(name) for name in table.texts):
-            continue
-        training_bytes = table.size * (1 - (source.hold_out or 0))
-        # Every text begins with BOS.
-        most_tokens = (training_bytes + len(table.texts)) * data.epochs
-        needed = int(sequences * source.weight / weights)
-        if most_tokens < needed * length:
-            held = most_tokens / length + 1
-            problems.append(
-                f"data.source: {source.name}: holds fewer than {held:,.0f} sequences of {length:,} tokens in "
-                f"data.epochs: {data.epochs}; {needed:,} are needed for its share; add text, raise data.epochs, or "
-                "lower training.steps"
-            )
-    return problems

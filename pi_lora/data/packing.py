@@ -2,7 +2,6 @@
 
 import itertools
 import random
-import textwrap
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -10,10 +9,9 @@ from functools import cached_property
 from typing import Any
 
 from pi_lora.data.chats import ChatTemplate
-from pi_lora.data.examples import Prompter
-from pi_lora.data.recall import recall_document
-from pi_lora.data.sources import Table, format_counts
-from pi_lora.data.tokens import Labelled, Tokens, added_prefix, in_batches, padding_id, tokenized
+from pi_lora.data.encoders import encoder_of
+from pi_lora.data.sources import SMALL_BYTES, Table, format_counts
+from pi_lora.data.tokens import Labelled, added_prefix, padding_id
 from pi_lora.errors import DataError
 from pi_lora.recipe.data import RECALL, Data, Source
 
@@ -22,11 +20,6 @@ Row = Mapping[str, Sequence[int]]
 # How many sequences of chats are filled at a time, and how many short texts are grouped by length.
 OPEN_SEQUENCES = 16
 GROUPED_TEXTS = 256
-# The width of lines in characters, and the most lines of a recipe between facts: a stream may have no end.
-LINE_WIDTH = 100
-MAX_LINES = 300_000
-# A source of at most so many bytes is packed by a dry run, which takes seconds.
-SMALL_BYTES = 2**23
 
 
 def pose_positions(rng: random.Random, tokens: int, target: int, chunks: int) -> list[int]:
@@ -51,38 +44,39 @@ def pose_positions(rng: random.Random, tokens: int, target: int, chunks: int) ->
     return positions
 
 
-def wrapped(documents: Iterable[Tokens], length: int, prefix: Sequence[int] = ()) -> Iterator[list[int]]:
-    """Cut the continuous stream of `documents` into sequences of exactly `length` tokens; only the last rest is lost.
-    A sequence that begins within a document begins with the tokens of `prefix`, as every input of the model does.
+def cut(
+    documents: Iterable[Labelled], length: int, prefix: Sequence[int] = (), *, drop_rest: bool = False
+) -> Iterator[list[Labelled]]:
+    """Cut the stream of `documents`, of which the loss counts every token, into sequences of exactly `length` tokens,
+    each a list of documents or parts; the last rest is lost. A part that begins a sequence within a document begins
+    with the tokens of `prefix`, as every input of the model does. With `drop_rest`, every sequence begins with a
+    document: the rest of one is dropped.
 
     `trl.pack_dataset` (1.16) cuts each batch of documents by itself, and its sequences differ in length.
 
-    >>> list(wrapped([[1, 2, 3], [4, 5], [6, 7]], length=3))
-    [[1, 2, 3], [4, 5, 6]]
-    >>> list(wrapped([[0, 1, 2, 3, 4], [0, 5]], length=3, prefix=[0]))
-    [[0, 1, 2], [0, 3, 4]]
+    >>> documents = [Labelled(ids, [True] * len(ids)) for ids in ([0, 1, 2, 3, 4], [0, 5])]
+    >>> [[part.ids for part in sequence] for sequence in cut(documents, length=3, prefix=[0])]
+    [[[0, 1, 2]], [[0, 3, 4]]]
     """
-    stream = itertools.chain.from_iterable(documents)
-    while True:
-        sequence = list(itertools.islice(stream, len(prefix)))
-        if sequence != list(prefix):
-            sequence = [*prefix, *sequence]
-        sequence += itertools.islice(stream, length - len(sequence))
-        if len(sequence) < length:
-            return
-        yield sequence
-
-
-def lines_of(table: Table) -> Iterator[str]:
-    """Yield the lines of the training text that are not blank; a long line is wrapped."""
-    for document in table.documents():
-        for line in document.text.splitlines():
-            if len(line) <= LINE_WIDTH and line.isascii():
-                # As textwrap does, which takes longer than the rest of packing.
-                if text := line.rstrip():
-                    yield text
-            else:
-                yield from textwrap.wrap(line, LINE_WIDTH, expand_tabs=False, replace_whitespace=False)
+    sequence: list[Labelled] = []
+    room = length
+    for ids, *_ in documents:
+        start = 0
+        while start < len(ids):
+            before: Sequence[int] = ()
+            if start and list(ids[start : start + len(prefix)]) != list(prefix):
+                before = prefix
+            end = start + room - len(before)
+            part = [*before, *ids[start:end]]
+            sequence.append(Labelled(part, [True] * len(part)))
+            start = end
+            room -= len(part)
+            if not room:
+                yield sequence
+                sequence = []
+                room = length
+                if drop_rest:
+                    break
 
 
 def total_tokens(sequence: Iterable[Labelled]) -> int:
@@ -131,24 +125,18 @@ def grouped(texts: Iterator[Labelled], room: int, rng: random.Random) -> Iterato
         yield from groups
 
 
-def columns(sequences: Sequence[Labelled]) -> dict[str, list[int]]:
-    """Return the row that holds sequences one after the other, each with positions from 0."""
-    ids: list[int] = []
-    loss_mask: list[int] = []
-    positions: list[int] = []
-    for sequence in sequences:
-        ids += sequence.ids
-        loss_mask += sequence.loss_mask
-        positions += range(len(sequence.ids))
-    lengths = [len(sequence.ids) for sequence in sequences]
-    return {"input_ids": ids, "loss_mask": loss_mask, "lengths": lengths, "position_ids": positions}
+def joined(sequences: Sequence[Labelled]) -> Labelled:
+    """Return texts, one after the other, as one sequence."""
+    ids = itertools.chain.from_iterable(sequence.ids for sequence in sequences)
+    loss_mask = itertools.chain.from_iterable(sequence.loss_mask for sequence in sequences)
+    return Labelled([*ids], [*loss_mask])
 
 
 @dataclass
 class Stream:
-    """The rows of a source. A row is a packed sequence of `length` tokens (text, or whole chats), or an example of at
-    most `length` tokens. With `short`, a row is a group of chats of at most `short` tokens, or of sequences of `short`
-    tokens of text. `counts` counts the texts cut or left out. Recall documents have lines of `texts`.
+    """The rows of a source. A row has `length` tokens of text, or whole chats or an example of at most `length` tokens.
+    With `short`, a row is a group of chats of at most `short` tokens, or of sequences of `short` tokens of text.
+    `counts` counts the texts cut or left out. Recall documents have lines of `texts`.
     """
 
     table: Table
@@ -166,7 +154,7 @@ class Stream:
 
     @property
     def is_small(self) -> bool:
-        """Whether all rows are on this machine, and few enough to make them in seconds."""
+        """Whether the rows are so few that they are made in seconds."""
         return self.source.name != RECALL and 0 < self.table.size * self.data.epochs <= SMALL_BYTES
 
     @cached_property
@@ -175,111 +163,55 @@ class Stream:
         return added_prefix(self.tokenizer)
 
     def rows(self) -> Iterator[list[Labelled]]:
-        """Return the rows, until the source is used up; recall documents have no end."""
+        """Return the sequences of every row, which do not attend to each other, until the source is used up; recall
+        documents have no end.
+        """
         if self.data.has_examples:
-            return self._examples()
+            return ([example] for example in self._texts(self.length))
         if self.short:
             return grouped(self._short_texts(), self.length, random.Random(self.data.seed))
+        isolates = self.data.isolates(self.source)
         if self.source.has_chats:
-            return self._packed_chats()
-        if self.source.name == RECALL:
-            return self._unmasked(self._recall())
-        return self._unmasked(wrapped(self._documents(), self.length, self.prefix))
+            return packed(self._texts(self.length), self.length) if isolates else self._wrapped_chats()
+        is_recall = self.source.name == RECALL
+        sequences = cut(self._texts(self.length), self.length, self.prefix, drop_rest=is_recall)
+        return sequences if isolates else ([joined(sequence)] for sequence in sequences)
 
-    def encode(self, texts: Sequence[str]) -> list[Tokens]:
-        """Return texts in token ids with the BOS of the tokenizer, if it has one, and EOS."""
-        sequences = tokenized(self.tokenizer, texts, self.data.special_tokens)
-        end = self.tokenizer.eos_token_id
-        for ids in sequences:
-            if end not in ids[-1:]:
-                ids.append(end)
-        return sequences
-
-    def _unmasked(self, sequences: Iterable[list[int]]) -> Iterator[list[Labelled]]:
-        for ids in sequences:
-            yield [Labelled(ids, [True] * len(ids))]
+    def _texts(self, longest: int) -> Iterator[Labelled]:
+        """Yield the documents or examples, or the chats of at most `longest` tokens, of all epochs. Recall documents
+        have no end; examples are yielded once, and shuffled by the training.
+        """
+        encoder = encoder_of(
+            self.source,
+            self.data,
+            self.tokenizer,
+            longest,
+            length=self.length,
+            texts=self.texts,
+        )
+        epochs = 1 if self.data.has_examples else self.data.epochs
+        for epoch in range(epochs):
+            counts = Counter() if epoch else self.counts
+            yield from encoder.rows(self.table, counts, self.data.seed + epoch)
 
     def _short_texts(self) -> Iterator[Labelled]:
+        texts = self._texts(self.short)
         if self.source.has_chats:
-            return self._chats(self.short)
-        sequences = wrapped(self._documents(), self.short, self.prefix)
-        return itertools.chain.from_iterable(self._unmasked(sequences))
+            return texts
+        return (joined(sequence) for sequence in cut(texts, self.short, self.prefix))
 
-    def _documents(self) -> Iterator[Tokens]:
-        fewest_tokens = self.data.min_document_tokens
-        for epoch in range(self.data.epochs):
-            # The order differs between epochs.
-            documents = self.table.documents(self.data.seed + epoch)
-            for batch in in_batches(documents):
-                texts = [document.text for document in batch]
-                for ids in self.encode(texts):
-                    if len(ids) >= fewest_tokens:
-                        yield ids
-                    elif epoch == 0:
-                        self.counts[f"documents of under {fewest_tokens} tokens left out"] += 1
-
-    def _recall(self) -> Iterator[list[int]]:
-        """Yield sequences that begin with a document, so that facts and their questions are in the same sequence."""
-
-        def encode(text: str) -> Tokens:
-            return self.encode([text])[0]
-
-        frame = len(encode(""))  # BOS and EOS
-
-        def count(text: str) -> int:
-            return len(encode(text)) - frame
-
-        texts = self.texts or [self.table]
-        lines: list[str] = []
-        for table in texts:
-            lines += itertools.islice(lines_of(table), MAX_LINES // len(texts))
-        rng = random.Random(self.data.seed)
-        budget = self.length - frame
-        while True:
-            ids: list[int] = []
-            while len(ids) < self.length:
-                text = recall_document(rng, budget, count, lines)
-                ids += encode(text)
-            yield ids[: self.length]
-
-    @cached_property
-    def _template(self) -> ChatTemplate:
-        return ChatTemplate(
-            self.tokenizer,
-            train_on_all=self.data.loss == "all",
-            special_tokens=self.data.special_tokens,
-        )
-
-    def _packed_chats(self) -> Iterator[list[Labelled]]:
-        """Yield sequences of chats that begin with BOS: that of the first chat, or one before it."""
+    def _wrapped_chats(self) -> Iterator[list[Labelled]]:
+        """Yield sequences of chats that begin with BOS, that of the first or one before it, and end with padding."""
         before: list[Labelled] = []
-        if self.prefix and not self._template.writes(self.prefix):
+        if self.prefix and not ChatTemplate(self.tokenizer, self.length).writes(self.prefix):
             before = [Labelled(self.prefix, [False] * len(self.prefix))]
         room = self.length - total_tokens(before)
-        for chats in packed(self._chats(room), room):
-            begins_with_prefix = chats[0].ids[: len(self.prefix)] == self.prefix
-            yield chats if begins_with_prefix else [*before, *chats]
-
-    def _chats(self, longest: int) -> Iterator[Labelled]:
-        """Yield the chats of at most `longest` tokens."""
-        column = self.source.column
-        for epoch in range(self.data.epochs):
-            rows = self.table.read([column], self.data.seed + epoch)
-            counts = Counter() if epoch else self.counts
-            for _, chat in self._template.chats(rows, column, longest, counts):
-                yield chat
-
-    def _examples(self) -> Iterator[list[Labelled]]:
-        prompter = Prompter(self.data, self.tokenizer, self.length)
-        for _, _, prompt, completion in prompter.examples(self.table, self.counts):
-            document_is_cut = prompt.kept < prompt.document_tokens
-            completion_is_cut = len(completion) > self.data.completion_tokens
-            # Counts of zero fix the order in which the counts are reported.
-            self.counts["documents cut"] += int(document_is_cut)
-            self.counts["completions cut"] += int(completion_is_cut)
-            prompt_mask = [self.data.loss == "all"] * len(prompt.ids)
-            completion_mask = [True] * len(completion)
-            yield [Labelled(prompt.ids + completion, prompt_mask + completion_mask)]
+        for chats in packed(self._texts(room), room):
+            if chats[0].ids[: len(self.prefix)] != self.prefix:
+                chats = [*before, *chats]
+            rest = self.length - total_tokens(chats)
+            padding = Labelled([padding_id(self.tokenizer)] * rest, [False] * rest)
+            yield [joined([*chats, padding])]
 
 
 def training_rows(streams: Sequence[Stream], original: int, target: int, number: int) -> Iterator[Row]:
@@ -288,15 +220,14 @@ def training_rows(streams: Sequence[Stream], original: int, target: int, number:
     share: going on without it would train on another mixture than the recipe names.
     """
     data = streams[0].data
-    length = streams[0].length
-    padding = padding_id(streams[0].tokenizer)
+    rng = random.Random(data.seed)
     if data.has_examples:
         for stream in streams:
-            yield from map(columns, stream.rows())
+            for example in stream.rows():
+                yield _row(example, stream, rng, target)
         return
     drawn, order = _drawn(streams, original, number)
     rows = [stream.rows() for stream in drawn]
-    rng = random.Random(data.seed)
     for done, index in enumerate(order):
         stream = drawn[index]
         sequences = next(rows[index], None)
@@ -304,16 +235,21 @@ def training_rows(streams: Sequence[Stream], original: int, target: int, number:
             drawn_before = order[:done].count(index)
             needed = order.count(index)
             raise _too_little_text(stream, drawn_before, needed)
-        # Positions are drawn for short texts too: the order of the draws is part of the format of the cache.
-        positions: list[int] = []
-        if data.positions == "pose":
-            positions = pose_positions(rng, length, target, data.chunks)
-        if stream.short:
-            yield columns(sequences)
-        else:
-            room = length - total_tokens(sequences)
-            rest = Labelled([padding] * room, [False] * room)
-            yield columns([*sequences, rest]) | {"lengths": [length], "position_ids": positions}
+        yield _row(sequences, stream, rng, target)
+
+
+def _row(sequences: Sequence[Labelled], stream: Stream, rng: random.Random, target: int) -> Row:
+    """Return the row that holds sequences one after the other. Positions begin at 0 in each, and skip under PoSE, but
+    not in short texts.
+    """
+    skips = stream.data.positions == "pose" and not stream.short
+    positions: list[int] = []
+    for ids, _, _ in sequences:
+        chunks = min(stream.data.chunks, len(ids)) if skips else 1
+        positions += pose_positions(rng, len(ids), target, chunks)
+    ids, loss_mask, _ = joined(sequences)
+    lengths = [len(sequence.ids) for sequence in sequences]
+    return {"input_ids": ids, "loss_mask": loss_mask, "lengths": lengths, "position_ids": positions}
 
 
 def shortfalls(streams: Sequence[Stream], original: int, number: int) -> Iterator[DataError]:

@@ -11,7 +11,7 @@ import zipfile
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -45,6 +45,8 @@ HELD_OUT_SHARE = 0.1
 FIRST_OF_TEST = "e"
 # The most rows that are counted for the share to hold out.
 COUNTED_ROWS = 500
+# A source of at most so many bytes is packed by a dry run, which takes seconds.
+SMALL_BYTES = 2**23
 # The column of chats in TRL.
 MESSAGES = "messages"
 # As many rows of a file as `datasets` (5.2) holds of a stream.
@@ -326,6 +328,20 @@ def streamed(source: Source) -> Source:
     which `datasets` (5.2) cannot stream.
     """
     return source.changed(streaming=source.streaming or "[" not in source.split)
+
+
+def with_size(table: Table, columns: Sequence[str]) -> Table:
+    """Return a table whose size is known, on this machine or because the hub has few rows; of others the first
+    `COUNTED_ROWS` rows are read at most.
+    """
+    if looks_local(table.source.name):
+        return table
+    size = 0
+    for number, (_, row) in enumerate(table.read(columns, None)):
+        size += len(str(row))
+        if number == COUNTED_ROWS or size > SMALL_BYTES:
+            return table
+    return replace(table, size=size)
 
 
 def share_to_hold_out(source: Source, target: int) -> float | None:

@@ -23,10 +23,11 @@ PIECE = 500_000
 
 
 class Labelled(NamedTuple):
-    """Token ids, and for every token whether the loss counts it."""
+    """Token ids, whether the loss counts each of them, and the name of the row they come from."""
 
-    ids: list[int]
-    loss_mask: list[bool]
+    ids: Sequence[int]
+    loss_mask: Sequence[bool]
+    name: str = ""
 
 
 def tokenized(

@@ -9,8 +9,8 @@ from statistics import fmean
 import torch
 from torch.nn.functional import kl_div
 
-from pi_lora.data.chats import MASKED, ChatTemplate
-from pi_lora.data.examples import data_problems
+from pi_lora.data.chats import ChatTemplate
+from pi_lora.data.checks import data_problems
 from pi_lora.data.sources import find_table, format_counts, streamed
 from pi_lora.data.tokens import Labelled
 from pi_lora.errors import DataError
@@ -91,14 +91,8 @@ class Chats(Measurement[ChatOptions, ChatScores]):
         source = chats_of(options)
         table = find_table(streamed(source) if options.limit else source)
         counts = Counter[str]()
-        rows = table.read([source.column], None)
-        fitting = ChatTemplate(model.tokenizer).chats(
-            rows,
-            source.column,
-            options.window or model.window,
-            counts,
-        )
-        chats = dict(islice(fitting, options.limit))
+        template = ChatTemplate(model.tokenizer, options.window or model.window)
+        chats = {chat.name: chat for chat in islice(template.rows(table, counts), options.limit)}
         for line in format_counts(counts):
             session.say(f"{options.data}: {line}")
         if not chats:
@@ -121,7 +115,7 @@ class Chats(Measurement[ChatOptions, ChatScores]):
             **header_of(model),
             options=options,
             chats=len(chats),
-            left_out=counts.total() - counts[MASKED],
+            left_out=sum(number for label, number in counts.items() if label.endswith("left out")),
             tokens=sum(tokens),
             perplexity=math.exp(loss),
             divergence=fmean([chat.divergence for chat in per_chat], tokens) if options.base else None,

@@ -9,8 +9,9 @@ from statistics import fmean
 
 from pydantic import Field
 
+from pi_lora.data.checks import data_problems
 from pi_lora.data.documents import looks_local
-from pi_lora.data.examples import EMPTY, NO_EXAMPLE, TOO_LONG, Prompter, Task, data_problems
+from pi_lora.data.examples import EMPTY, NO_EXAMPLE, TOO_LONG, Prompter, Task
 from pi_lora.data.sources import SCROLLS, find_table, format_counts, streamed, trains_on
 from pi_lora.errors import DataError
 from pi_lora.evaluation.forward import prompts_at_once

@@ -6,8 +6,8 @@ from array import array
 from collections.abc import Iterable, Iterator, Sequence
 from typing import Any, NamedTuple, TypeVar
 
+from pi_lora.data.checks import data_problems, too_short_for
 from pi_lora.data.documents import Document, looks_local
-from pi_lora.data.examples import data_problems, too_short_for
 from pi_lora.data.sources import (
     FOR_TRAINING,
     PINNED,

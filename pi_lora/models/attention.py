@@ -29,6 +29,8 @@ from transformers.masking_utils import (
     sdpa_mask,
 )
 
+from pi_lora.scaling.config import FULL_ATTENTION, LOCAL_ATTENTION
+
 BLOCKWISE = "blockwise"
 # Queries and keys of a block: at most so many, and no more than the window (measured on a CPU: half a window of 512
 # tokens, and a whole one of 128, are the fastest).
@@ -39,6 +41,9 @@ BLOCK_ON_GPU = 1024
 SINK_CHANNELS = 8
 # Models that index or add to masks themselves, and need them as tensors. No config says so.
 MAKE_OWN_MASKS = {"axk2", "deepseek_v32", "deepseek_v4", "doge", "dots3_note_text", "glm_moe_dsa", "hy_v4"}
+
+# Models whose layers pass the bounds of packed sequences to no kernel.
+WITHOUT_BOUNDS = {"nemotron", "stablelm"}
 
 # Whether a query sees a key, from the indices of batch, head, query and key, which broadcast.
 MaskFunction = Callable[[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]
@@ -82,6 +87,12 @@ class BlockwiseMask:
             raise TypeError("a BlockwiseMask has no parts but queries")
         _, _, queries, _ = index
         return replace(self, queries=self.queries[queries])
+
+    def alone(self, tokens: int) -> "BlockwiseMask | None":
+        """Return the mask of a packed sequence of so many tokens by itself; None for plain causal attention."""
+        if self.causal and (self.reach is None or tokens <= self.reach):
+            return None
+        return replace(self, queries=range(tokens), keys=range(tokens))
 
     @property
     def size(self) -> int:
@@ -178,13 +189,43 @@ def blockwise_attention(
     value: torch.Tensor,
     attention_mask: BlockwiseMask | torch.Tensor | None,
     *,
+    cu_seq_lens_q: torch.Tensor | None = None,
+    **options: Any,
+) -> tuple[torch.Tensor, None]:
+    """Return the output of attention, (batch, queries, heads, width), with the arguments of transformers' kernels.
+
+    Sequences that are packed in a row are computed one after the other. Their bounds `cu_seq_lens_q` are those of
+    FlashAttention: where each begins, and the number of tokens.
+    """
+    if cu_seq_lens_q is None:
+        return _attention(module, query, key, value, attention_mask, **options)
+    lengths = cu_seq_lens_q.diff().tolist()
+    # Not slices: the gradient of each would have the size of the whole.
+    split = [torch.split(tensor, lengths, dim=2) for tensor in (query, key, value)]
+    outputs = []
+    for tokens, queries, keys, values in zip(lengths, *split, strict=True):
+        mask = attention_mask
+        if isinstance(mask, BlockwiseMask):
+            mask = mask.alone(tokens)
+        output, _ = _attention(module, queries, keys, values, mask, **options)
+        outputs.append(output)
+    return torch.cat(outputs, dim=1), None
+
+
+def _attention(
+    module: torch.nn.Module,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    attention_mask: BlockwiseMask | torch.Tensor | None,
+    *,
     dropout: float = 0.0,
     scaling: float | None = None,
     softcap: float | None = None,
     s_aux: torch.Tensor | None = None,
     **options: Any,
 ) -> tuple[torch.Tensor, None]:
-    """Return the output of attention, (batch, queries, heads, width), with the arguments of transformers' kernels.
+    """Return the output of attention for sequences that are not packed.
 
     Args:
         module: The attention layer.
@@ -314,6 +355,21 @@ def _attend(
     weights = torch.softmax(scores, dim=-1, dtype=at_least_float32).to(values.dtype)
     output = drop(weights, dropout) @ values
     return output.reshape(*query.shape[:-1], -1)
+
+
+def isolates_sequences(model: Any) -> bool:
+    """Whether a model keeps the sequences of a row apart by their bounds, under the blockwise kernel or FlashAttention.
+    Layers with states, and models with code of their own or without a choice of the kernel, do not.
+    """
+    use_blockwise(model)
+    config = model.config.get_text_config()
+    layer_types = set(getattr(config, "layer_types", None) or [])
+    return (
+        config._attn_implementation == BLOCKWISE
+        and layer_types <= {FULL_ATTENTION, *LOCAL_ATTENTION}
+        and config.model_type not in WITHOUT_BOUNDS
+        and type(model).__module__.startswith("transformers.")
+    )
 
 
 def use_blockwise(model: Any) -> None:

@@ -13,8 +13,8 @@ from pathlib import Path
 from jinja2 import Template
 
 from pi_lora.data.chats import NO_CHATS_WARNING
+from pi_lora.data.checks import data_problems, too_short_for
 from pi_lora.data.documents import looks_local
-from pi_lora.data.examples import data_problems, too_short_for
 from pi_lora.data.sources import find_table, held_out_text, share_to_hold_out
 from pi_lora.errors import DataError, PiLoraError, RecipeError, RunExistsError
 from pi_lora.models.files import BUILTIN

@@ -53,8 +53,8 @@ class Data(Section):
     """The training data: documents packed into sequences of L' tokens, or examples of a task, one per row."""
 
     source: Annotated[tuple[Source, ...], BeforeValidator(_as_sources), Field(min_length=1)]
-    packing: Literal["wrapped"] = "wrapped"
-    """How documents become sequences: wrapped joins them into one stream and cuts it."""
+    packing: Literal["wrapped", "isolated"] | None = None
+    """Texts in one sequence attend to all before them (wrapped) or to themselves (isolated, default for chats)."""
     positions: Literal["contiguous", "pose"] = "contiguous"
     """Positions of the tokens. pose is PoSE: few tokens with positions spread over L'."""
     sequence_tokens: Annotated[Tokens | None, Field(gt=1)] = None
@@ -95,6 +95,15 @@ class Data(Section):
     def has_chats(self) -> bool:
         """Whether a source of packed text has chats."""
         return not self.has_examples and any(source.has_chats for source in self.source)
+
+    def isolates(self, source: Source) -> bool:
+        """Whether the texts of `source` in a packed sequence do not attend to each other."""
+        return self.packing == "isolated" or (self.packing is None and source.has_chats)
+
+    @property
+    def has_isolated(self) -> bool:
+        """Whether packed sequences of a source hold texts that do not attend to each other."""
+        return not self.has_examples and any(map(self.isolates, self.source))
 
     def tokens_per_sequence(self, original: int, target: int) -> int:
         """Return the tokens of a packed sequence: `target` (L'); with PoSE `sequence_tokens`, or `original` (L)."""

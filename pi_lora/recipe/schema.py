@@ -300,6 +300,8 @@ class Recipe(Section):
                 f"training.global_batch_size: {global_batch_size} is not a multiple of {self.sequences_at_once} "
                 f"(per_device_batch_size {batch_size} on {hardware.data_parallel} processes)"
             )
+        if data.has_isolated and self.model.attention == "eager":
+            yield "model.attention: eager cannot isolate texts in a sequence; leave it out or set data.packing: wrapped"
         if data.keep_short and batch_size > 1:
             yield "data.keep_short: short sequences differ in length; set training.per_device_batch_size: 1"
         target = self.context.target
@@ -312,6 +314,8 @@ class Recipe(Section):
         if data.has_examples or data.positions == "pose" or data.keep_short:
             lengths = "examples differ in length, and positions: pose and keep_short have short sequences"
             yield f"hardware.context_parallel: {lengths}; set it to 1"
+        elif data.has_isolated:
+            yield "hardware.context_parallel: cannot isolate texts in a sequence; set data.packing: wrapped"
         if self.evaluation.every:
             yield "evaluation.every: cannot measure while GPUs share a sequence; measure the finished run"
         target = self.context.target

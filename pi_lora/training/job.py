@@ -30,6 +30,7 @@ from pi_lora.evaluation.suite import requested_measurements
 from pi_lora.model_ref import ModelRef
 from pi_lora.models import adapter as adapters
 from pi_lora.models import device as devices
+from pi_lora.models.attention import isolates_sequences
 from pi_lora.models.loaded import LoadedModel, Placement, load_base, load_model
 from pi_lora.models.resolve import resolve_model
 from pi_lora.models.saving import save_other_weights, save_without_weights
@@ -216,6 +217,7 @@ def pack_data(recipe: Recipe, source: ModelSource, progress: Progress = silent) 
         tokenizer=source.tokenizer,
         original=source.original,
         target=recipe.context.target,
+        isolates=not recipe.data.has_isolated or isolates_sequences(source.base.meta_model),
         progress=progress,
     )
 
@@ -227,6 +229,8 @@ def load_for_tuning(recipe: Recipe, source: ModelSource) -> Any:
     attention: str = recipe.model.attention
     if recipe.hardware.context_parallel > 1:
         attention = devices.SDPA  # the only kernel that accelerate divides
+    elif attention == devices.SDPA and recipe.data.has_isolated:
+        attention = "auto"  # the same kernel for one sequence at a time
     base = load_base(source, devices.dtype_of_base(recipe), attention=attention, placement=_placement(recipe))
     if recipe.sharded and world_size() > 1:
         # transformers reads the weights of some modules in float32 even if asked for bfloat16.

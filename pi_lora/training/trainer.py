@@ -1,7 +1,6 @@
-"""TRL's SFTTrainer with our schedule, batches of similar lengths, and checked losses; the only module that uses TRL."""
+"""TRL's SFTTrainer with our schedule, batches without padding, and checked losses; the only module that uses TRL."""
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -11,17 +10,16 @@ from torch import nn
 from torch.distributed.fsdp import MixedPrecisionPolicy
 from torch.optim.lr_scheduler import LambdaLR
 from torch.utils.checkpoint import checkpoint
-from torch.utils.data import Sampler
-from transformers import PrinterCallback, TrainerCallback, TrainerControl, TrainerState
+from transformers import PrinterCallback, TrainerCallback
 from transformers import Trainer as PlainTrainer
 from transformers.integrations import get_reporting_integration_callbacks
 from trl import SFTConfig, SFTTrainer
 from trl.models import enable_selective_activation_checkpointing
 
-from pi_lora.data.batches import LengthGroups, TrainingData, collate
+from pi_lora.data.batches import TrainingData, collate
 from pi_lora.models import adapter as adapters
 from pi_lora.models import device as devices
-from pi_lora.models.attention import BLOCKWISE
+from pi_lora.models.attention import BLOCKWISE, isolates_sequences
 from pi_lora.models.device import device
 from pi_lora.models.loaded import LoadedModel
 from pi_lora.models.shape import dense_mlps
@@ -102,19 +100,6 @@ def _checkpointing_options(recipe: Recipe) -> dict[str, Any] | None:
     return None
 
 
-@dataclass
-class OrderOfEpoch(TrainerCallback):
-    """Choose the order of every epoch. With several processes, the trainer of transformers (5.23) does not reach the
-    sampler in an epoch that it resumes.
-    """
-
-    groups: LengthGroups
-
-    def on_epoch_begin(self, args: Any, state: TrainerState, control: TrainerControl, **_: Any) -> None:
-        """Tell the sampler which epoch begins or is resumed."""
-        self.groups.set_epoch(int(state.epoch or 0))
-
-
 class OneDevice(SFTConfig):
     """Arguments of a process that computes on one GPU: the Trainer would use all GPUs of the machine."""
 
@@ -125,7 +110,7 @@ class OneDevice(SFTConfig):
 
 
 class Trainer(SFTTrainer):
-    """SFTTrainer with our schedule, batches of similar lengths, our loss on a CPU, and checked losses."""
+    """SFTTrainer with our schedule, batches without padding, our loss on a CPU, and checked losses."""
 
     def __init__(
         self,
@@ -142,11 +127,6 @@ class Trainer(SFTTrainer):
         tuned = model.module
         # Under autocast the casts of PEFT only change dropout, which depends on the dtype.
         self.cast_by_autocast = devices.computes_in(recipe) != "float32" and not recipe.tuning.dropout
-        self.groups: LengthGroups | None = None
-        # Not under keep_short: a batch has one sequence, and groups would undo the mixture.
-        if recipe.data.has_examples and len(set(data.tokens)) > 1:
-            # Groups for a step: a resumption with fewer sequences at once, or on other GPUs, keeps the order.
-            self.groups = LengthGroups(self.training.global_batch_size, lengths=data.tokens)
         if recipe.tuning.method == "full":
             # The Trainer of transformers 5.23 loads checkpoints by the names of modules, and ignores the names of
             # earlier versions that `save_pretrained` gives to the weights of composites and experts.
@@ -155,13 +135,16 @@ class Trainer(SFTTrainer):
         # Only TRL's loss balances experts over accumulated batches, and gathers the head of a sharded model.
         self.loss_in_place = device().type == "cpu" and not (balances_experts or recipe.sharded)
         _change_modules(tuned, recipe, loss_in_place=self.loss_in_place)
+        have_lengths = recipe.data.has_examples or "lengths" in data.rows.column_names
+        knows_bounds = model.kernel == BLOCKWISE or model.kernel.startswith("flash_attention")
+        isolates = have_lengths and knows_bounds and isolates_sequences(model.source.base.meta_model)
         # The events of TensorBoard go into the run; by default they are removed with the checkpoints.
         logs = run.path / "tensorboard"
         with patch_environment(tensorboard_logging_dir=logs, **ACCELERATE_DEFAULTS), adapters.kept_values(tuned):
             super().__init__(
                 model=tuned,
                 args=trainer_arguments(recipe, run, model.name, balances_experts=balances_experts),
-                data_collator=partial(collate, padding=data.padding),
+                data_collator=partial(collate, padding=data.padding, isolates=isolates),
                 train_dataset=data.rows,
                 processing_class=model.tokenizer,
                 callbacks=list(callbacks),
@@ -170,8 +153,6 @@ class Trainer(SFTTrainer):
             for tracker in get_reporting_integration_callbacks(list(recipe.training.tracking)):
                 self.add_callback(tracker)
         self.remove_callback(PrinterCallback)
-        if self.groups:
-            self.add_callback(OrderOfEpoch(self.groups))
         # Without a mask torch chooses its fast kernel. FlashAttention leaves padding out by itself, and the loss that
         # balances experts needs the mask.
         self.unmasked = recipe.data.has_examples and model.kernel in (devices.SDPA, BLOCKWISE) and not balances_experts
@@ -201,9 +182,6 @@ class Trainer(SFTTrainer):
 
         self.lr_scheduler = LambdaLR(optimizer or self.optimizer, share_of_learning_rate)
         return self.lr_scheduler
-
-    def _get_train_sampler(self, train_dataset: Any = None) -> Sampler[int] | None:
-        return self.groups or super()._get_train_sampler(train_dataset)
 
     def compute_loss(self, model: Any, inputs: dict[str, Any], *others: Any, **options: Any) -> Any:
         """Compute the loss in place on a CPU; elsewhere TRL's, in chunks."""

@@ -15,7 +15,7 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
-from pi_lora.data.batches import LengthGroups, cached, collate
+from pi_lora.data.batches import cached, collate
 from pi_lora.data.packing import Row, pose_positions
 from pi_lora.errors import DataError
 
@@ -162,6 +162,14 @@ def test_padding_and_masked_tokens_have_no_label() -> None:
     assert batch["input_ids"].tolist() == [[1, 2, 9], [3, 4, 5], [6, 7, 9]]
     assert batch["labels"].tolist() == [[-100, 2, -100], [-100, -100, 5], [6, 7, -100]]
     assert batch["attention_mask"].tolist() == [[1, 1, 0], [1, 1, 1], [1, 1, 0]]
+    packed = collate([{name: torch.tensor(values) for name, values in row.items()} for row in rows], isolates=True)
+    assert packed["input_ids"].tolist() == [[1, 2, 3, 4, 5, 6, 7]]
+    assert packed["position_ids"].tolist() == [[0, 1, 0, 1, 2, 0, 1]]
+    # No sequence predicts the first token of the next.
+    assert packed["labels"].tolist() == [[-100, 2, -100, -100, 5, -100, 7]]
+    assert packed["attention_mask"].all()
+    assert packed["cu_seq_lens_q"].tolist() == packed["cu_seq_lens_k"].tolist() == [0, 2, 5, 7]
+    assert packed["max_length_q"] == packed["max_length_k"] == 3
 
 
 @pytest.mark.parametrize("kernel", ["sdpa", "eager"])
@@ -173,17 +181,3 @@ def test_chunks_attend_to_each_other(small_model: Path, size: int, kernel: str) 
     assert loss(model, batch, kernel) == pytest.approx(expected, rel=1e-6)
     # What the mask is for: without it each chunk would be a sequence of its own.
     assert loss(model, {**batch, "attention_mask": None}, kernel) != pytest.approx(expected, rel=1e-3)
-
-
-def test_length_groups_hold_similar_lengths_and_change_every_epoch() -> None:
-    lengths = [100 * (1 + index % 40) for index in range(400)]
-    orders = []
-    for epoch in (0, 1, 1):
-        groups = LengthGroups(4, lengths=lengths)
-        torch.rand(len(orders))  # what was drawn before changes nothing, as in a resumed run
-        groups.set_epoch(epoch)
-        orders.append(list(groups))
-        batches = [[lengths[index] for index in orders[-1][start : start + 4]] for start in range(0, 400, 4)]
-        assert sum(4 * max(batch) for batch in batches) < 1.2 * sum(lengths)
-        assert sorted(orders[-1]) == list(range(400))
-    assert orders[0] != orders[1] == orders[2]

@@ -18,8 +18,8 @@ from transformers import PreTrainedTokenizerFast
 from conftest import refused
 from pi_lora.data.batches import collate, training_data
 from pi_lora.data.chats import NO_CHATS_WARNING, ChatTemplate, messages_of
-from pi_lora.data.examples import data_problems
-from pi_lora.data.sources import find_table
+from pi_lora.data.checks import data_problems
+from pi_lora.data.sources import Table, find_table
 from pi_lora.data.tokens import Labelled
 from pi_lora.errors import DataError
 from pi_lora.models.tokenizer import end_of_turn
@@ -260,12 +260,16 @@ def question(number: int, words: int = 4) -> list[dict[str, str]]:
     ]
 
 
-def encoded(template: ChatTemplate, messages: list[Any], longest: int, row: dict[str, Any]) -> Labelled | str:
+def encoded(
+    tokenizer: Any, messages: list[Any], longest: int, row: dict[str, Any], *, train_on_all: bool = False
+) -> Labelled | str:
     """A chat with the other columns of its row, or the reason why the chat is left out."""
     counts = Counter[str]()
-    chats = list(template.chats([("x:1", {**row, "messages": messages})], "messages", longest, counts))
+    rows = [("", {**row, "messages": messages})]
+    table = Table(Source(name="x", column="messages"), read=lambda columns, seed: iter(rows), identity={})
+    chats = list(ChatTemplate(tokenizer, longest, train_on_all=train_on_all).rows(table, counts))
     if chats:
-        [(_, chat)] = chats
+        [chat] = chats
         return chat
     [reason] = counts
     return reason.removesuffix(" left out")
@@ -280,8 +284,8 @@ def test_labels_equal_a_plain_reference(name: str) -> None:
         own = tokenizer(text, add_special_tokens=False)["input_ids"]
         ids += own
         loss_mask += [by_assistant] * len(own)
-    assert encoded(ChatTemplate(tokenizer), messages, len(ids), {}) == Labelled(ids, loss_mask)
-    everything = encoded(ChatTemplate(tokenizer, train_on_all=True), messages, len(ids), {})
+    assert encoded(tokenizer, messages, len(ids), {}) == Labelled(ids, loss_mask)
+    everything = encoded(tokenizer, messages, len(ids), {}, train_on_all=True)
     assert everything == Labelled(ids, [True] * len(ids))
 
 
@@ -301,7 +305,7 @@ def test_labels_equal_a_plain_reference(name: str) -> None:
 def test_an_unusable_chat_is_left_out_with_the_reason(
     template: str, messages: list[dict[str, Any]], reason: str
 ) -> None:
-    chat = encoded(ChatTemplate(make_tokenizer(template)), messages, 100, {})
+    chat = encoded(make_tokenizer(template), messages, 100, {})
     assert isinstance(chat, str)
     assert reason in chat
 
@@ -356,7 +360,7 @@ def under(template: str) -> Any:
 
 def left_out(messages: list[Any], row: dict[str, Any], template: str) -> str:
     """The reason why a chat is left out."""
-    reason = encoded(ChatTemplate(under(template)), messages, 1000, row)
+    reason = encoded(under(template), messages, 1000, row)
     assert isinstance(reason, str)
     return reason
 
@@ -364,7 +368,7 @@ def left_out(messages: list[Any], row: dict[str, Any], template: str) -> str:
 def learned(messages: list[Any], row: dict[str, Any], template: str = KNOWS_TOOLS) -> tuple[str, str]:
     """The rendered chat and its learned part, each `|` before a turn."""
     tokenizer = under(template)
-    chat = encoded(ChatTemplate(tokenizer), messages, 1000, row)
+    chat = encoded(tokenizer, messages, 1000, row)
     assert isinstance(chat, Labelled), chat
     own = "".join(tokenizer.decode([i]) if mask else "|" for i, mask in zip(chat.ids, chat.loss_mask, strict=True))
     return tokenizer.decode(chat.ids), re.sub(r"\|+", "|", own).strip("|")
@@ -441,9 +445,8 @@ def test_optional_columns_of_a_chat_reach_the_template(tmp_path: Path, name: str
     tokenizer.chat_template = KNOWS_TOOLS
     counts = Counter[str]()
     table = find_table(Source(name=str(file), column="messages"))
-    chats = ChatTemplate(tokenizer).chats(table.read(["messages"], None), "messages", 1000, counts)
-    first, second = (tokenizer.decode(chat.ids) for _, chat in chats)
-    assert not counts.total()
+    first, second = (tokenizer.decode(chat.ids) for chat in ChatTemplate(tokenizer, 1000).rows(table, counts))
+    assert not any("left out" in label for label in counts)
     assert first.startswith('[{"')
     assert '<tide {"port": "P1"}>' in first
     assert second == "[user]Tide?[end]\n[assistant]It is 5.[end]\n"
@@ -513,7 +516,7 @@ def test_a_turn_that_is_marked_is_not_learned(mark: dict[str, Any]) -> None:
     assert learned([QUESTIONS[0], {**first, **kept}], {})[1] == "It is 4.[end]\n"
     tokenizer = make_tokenizer(None)
     tokenizer.chat_template = KNOWS_TOOLS
-    under_all = encoded(ChatTemplate(tokenizer, train_on_all=True), [{**QUESTIONS[1], **mark}], 100, {})
+    under_all = encoded(tokenizer, [{**QUESTIONS[1], **mark}], 100, {}, train_on_all=True)
     assert "loss: all" in under_all
 
 
@@ -524,6 +527,29 @@ def test_a_turn_that_is_marked_is_not_learned(mark: dict[str, Any]) -> None:
 def test_options_of_the_template_are_those_of_the_row(options: Any, end: str) -> None:
     template = KNOWS_TOOLS.replace("[end]", "[{{ end | default('end') }}]")
     assert learned(QUESTIONS[2:], {"chat_template_kwargs": options}, template)[1] == f"2 + 3 = 5[{end}]\n"
+
+
+THINKS_FIRST = "{% if add_generation_prompt %}<|im_start|>assistant\n<think>\n\n</think>\n\n{% endif %}"
+TURNS = "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}{% endfor %}"
+
+
+@pytest.mark.parametrize(
+    ("template", "counted"),
+    [
+        (TURNS.replace("}}{%", "}}<|im_end|>\n{%") + THINKS_FIRST, {"think": 2}),
+        # As GLM: the next turn ends a turn, and the last one has no end.
+        (TURNS, {"ends": 1}),
+        (TURNS.replace("}}{%", "}}<|im_end|>\n{%"), {}),
+    ],
+)
+def test_answers_unlike_those_at_inference_are_counted(template: str, counted: dict[str, int]) -> None:
+    tokenizer = make_tokenizer("chatml")
+    tokenizer.chat_template = template
+    counts = Counter[str]()
+    rows = [("", {"messages": QUESTIONS})]
+    table = Table(Source(name="x", column="messages"), read=lambda columns, seed: iter(rows), identity={})
+    assert len(list(ChatTemplate(tokenizer, 1000).rows(table, counts))) == 1
+    assert {word: number for word in ("think", "ends") for label, number in counts.items() if word in label} == counted
 
 
 def test_sharegpt_turns_become_messages() -> None:
@@ -537,10 +563,11 @@ def test_sharegpt_turns_become_messages() -> None:
         messages_of("x:1", [{"text": "a"}])
 
 
-def test_chats_are_packed_without_cuts_and_padded(tmp_path: Path, tokenizer: Any) -> None:
+def test_wrapped_chats_are_packed_without_cuts_and_padded(tmp_path: Path, tokenizer: Any) -> None:
     chats = [question(number, words=number % 17) for number in range(60)] + [question(99, words=500)]
     source = write_chats(tmp_path / "chats.jsonl", chats)
-    found = training_data(data_of(source), Training(steps=16, global_batch_size=1), tokenizer, 64, 128)
+    wrapped = data_of(source, packing="wrapped")
+    found = training_data(wrapped, Training(steps=16, global_batch_size=1), tokenizer, 64, 128)
     # BOS takes a token, as the template writes none.
     assert found.messages[1:] == ["chats of over 127 tokens left out: 1"]
     seen = []
@@ -553,9 +580,38 @@ def test_chats_are_packed_without_cuts_and_padded(tmp_path: Path, tokenizer: Any
         loss_mask = tokenizer.decode(row["input_ids"][row["loss_mask"]])
         assert (loss_mask.count("answer"), loss_mask.count("</s>")) == (len(texts), 0)
     assert len(seen) == len(set(seen)) > 30
-    under_all = training_data(data_of(source, loss="all"), Training(steps=1, global_batch_size=1), tokenizer, 64, 128)
+    under_all = training_data(wrapped.changed(loss="all"), Training(steps=1, global_batch_size=1), tokenizer, 64, 128)
     [row] = under_all.rows
     assert tokenizer.decode(row["input_ids"][row["loss_mask"]]).startswith("<|im_start|>user\nQuestion")
+
+
+@pytest.mark.parametrize("positions", ["contiguous", "pose"])
+def test_chats_are_isolated_each_with_positions_of_its_own(tmp_path: Path, tokenizer: Any, positions: str) -> None:
+    """Packed whole into sequences of at most the target, or of L tokens with PoSE, each as it is alone at inference."""
+    chats = [question(number, words=number % 17) for number in range(90)] + [question(99, words=500)]
+    source = write_chats(tmp_path / "chats.jsonl", chats)
+    length, target = (128, 128) if positions == "contiguous" else (64, 512)
+    data = data_of(source, positions=positions, chunks=3)
+    found = training_data(data, Training(steps=16, global_batch_size=1), tokenizer, 64, target)
+    too_long = {128: 1, 64: 14}[length]
+    assert found.messages[1:] == [f"chats of over {length} tokens left out: {too_long}"]
+    seen = []
+    skips = 0
+    for row in found.rows:
+        lengths = row["lengths"].tolist()
+        assert length // 2 < sum(lengths) == len(row["input_ids"]) <= length
+        own = row["position_ids"] if positions == "pose" else torch.cat([torch.arange(number) for number in lengths])
+        for ids, places in zip(row["input_ids"].split(lengths), own.split(lengths), strict=True):
+            text = tokenizer.decode(ids)
+            assert text.startswith("<|im_start|>user\nQuestion")
+            assert (text.count("<|im_start|>user"), text.endswith("<|im_end|>\n")) == (1, True)
+            seen.append(text.partition("?")[0])
+            assert places[0] == 0
+            assert (places.diff() >= 1).all()
+            assert places[-1] < target
+            skips += int((places.diff() > 1).sum())
+    assert len(seen) == len(set(seen)) > 15
+    assert skips > len(seen) if positions == "pose" else not skips
 
 
 @pytest.mark.parametrize("suffix", ["jsonl", "parquet"])
@@ -583,7 +639,8 @@ def test_packed_chats_begin_once_with_the_tokens_that_the_tokenizer_adds(
         single=added.replace(">", "> ") + "$A", special_tokens=specials
     )
     source = write_chats(tmp_path / "chats.jsonl", [question(number) for number in range(60)])
-    found = training_data(data_of(source), Training(steps=6, global_batch_size=1), tokenizer, 64, 128)
+    wrapped = data_of(source, packing="wrapped")
+    found = training_data(wrapped, Training(steps=6, global_batch_size=1), tokenizer, 64, 128)
     for row in found.rows:
         text = tokenizer.decode(row["input_ids"].tolist())
         begin = written if written.startswith(added) else added + written
@@ -598,7 +655,9 @@ def test_a_template_that_wants_a_system_turn_gives_no_second_bos(tmp_path: Path)
     bos = tokenizer.bos_token_id
     tokenizer.backend_tokenizer.post_processor = TemplateProcessing(single="<s> $A", special_tokens=[("<s>", bos)])
     source = write_chats(tmp_path / "chats.jsonl", [[SYSTEM, *question(number)] for number in range(9)])
-    found = training_data(data_of(source), Training(steps=1, global_batch_size=1), tokenizer, 64, 128)
+    found = training_data(
+        data_of(source, packing="wrapped"), Training(steps=1, global_batch_size=1), tokenizer, 64, 128
+    )
     assert found.rows[0]["input_ids"].tolist()[:2].count(bos) == 1
 
 
@@ -609,7 +668,7 @@ def test_short_chats_stay_short_in_a_mixture_with_text_and_long_chats(
     (tmp_path / "book.txt").write_text("The cat sees the house, and then it sleeps.\n" * 4000)
     chats = write_chats(tmp_path / "chats.jsonl", [question(number, words=number % 17) for number in range(900)])
     sources = [{"name": str(tmp_path / "book.txt"), "weight": 3}, chats]
-    data = data_of(*sources, keep_short=0.25, positions=positions)
+    data = data_of(*sources, keep_short=0.25, positions=positions, packing="wrapped")
     training = Training(steps=50, global_batch_size=4)
     prepared = training_data(data, training, tokenizer, 64, 256)
     length, start = 64 if positions == "pose" else 256, tokenizer.convert_tokens_to_ids("<|im_start|>")

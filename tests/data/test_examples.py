@@ -3,6 +3,7 @@
 import csv
 import json
 import zipfile
+from collections import Counter
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +16,8 @@ from hypothesis import strategies as st
 from conftest import refused
 from hub import Hub
 from pi_lora.data.batches import training_data
-from pi_lora.data.examples import SUMMARIZE, Prompter, Task, data_problems
+from pi_lora.data.checks import data_problems
+from pi_lora.data.examples import SUMMARIZE, Prompter, Task
 from pi_lora.data.sources import find_table, share_to_hold_out
 from pi_lora.errors import DataError
 from pi_lora.models.resolve import resolve_model
@@ -175,10 +177,12 @@ def test_rows_are_held_out_by_their_prompt_and_a_document_with_all_its_rows(
     rows = [{"q": f"question {n % 3}", "text": f"text {n // 3}", "a": f"{n}"} for n in range(300)]
     file = write(tmp_path / "rows.jsonl", rows)
     source = Source(name=str(file), hold_out=0.2)
-    data = Data(source=[source], template="{q} {text}", completion="a", document=document)
+    data = Data(source=[source], template="{q} {text}", completion="a", document=document, completion_tokens=20)
     prompter = Prompter(data, tokenizer, 200)
     table = find_table(source)
-    trained, measured = ([row for _, row in prompter.rows(table, held_out)] for held_out in (False, True))
+    trained, measured = (
+        [row for _, row, _, _ in prompter.examples(table, Counter(), held_out=held_out)] for held_out in (False, True)
+    )
     assert sorted(int(row["a"]) for row in trained + measured) == list(range(300))
     assert 30 <= len(measured) <= 90
     texts_of_both = {row["text"] for row in trained} & {row["text"] for row in measured}

@@ -18,10 +18,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from conftest import refused
-from pi_lora.data import packing
+from pi_lora.data import encoders, packing
 from pi_lora.data.batches import TrainingData, collate, training_data
 from pi_lora.data.documents import Document
-from pi_lora.data.packing import LINE_WIDTH, OPEN_SEQUENCES, grouped, lines_of, packed, pose_positions, wrapped
+from pi_lora.data.encoders import LINE_WIDTH, lines_of
+from pi_lora.data.packing import OPEN_SEQUENCES, cut, grouped, packed, pose_positions
 from pi_lora.data.recall import WORDS
 from pi_lora.data.sources import STDLIB, Table, find_table
 from pi_lora.data.tokens import Labelled
@@ -167,7 +168,7 @@ def test_lines_are_those_of_textwrap(text: str) -> None:
 def test_recall_documents_take_the_first_lines_of_texts_without_an_end(
     tokenizer: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(packing, "MAX_LINES", 100)
+    monkeypatch.setattr(encoders, "MAX_LINES", 100)
     read = Counter[str]()
 
     def endless(name: str) -> Table:
@@ -217,6 +218,7 @@ def test_every_setting_of_the_sequences_changes_the_cache_key(tokenizer: Any, bo
         {"seed": 1},
         {"positions": "pose"},
         {"positions": "pose", "sequence_tokens": 24},
+        {"packing": "isolated"},
         {"min_document_tokens": 50},
         {"epochs": 2},
         {"source": [{"name": str(books), "weight": 1}, {"name": STDLIB, "weight": 2}]},
@@ -231,17 +233,23 @@ def test_every_setting_of_the_sequences_changes_the_cache_key(tokenizer: Any, bo
         assert cache_entries() == 3 * len(variants) + 1
 
 
+def wrapped(documents: list[list[int]], length: int, prefix: Sequence[int] = ()) -> list[list[int]]:
+    """The sequences of documents, each a list of tokens."""
+    labelled = [Labelled(ids, [True] * len(ids)) for ids in documents]
+    return [[*itertools.chain.from_iterable(part.ids for part in parts)] for parts in cut(labelled, length, prefix)]
+
+
 @given(st.lists(st.integers(0, 40), max_size=40), st.integers(1, 12))
 def test_packing_drops_only_the_last_partial_sequence(lengths: list[int], length: int) -> None:
     flat = iter(range(sum(lengths)))
-    found = list(wrapped([list(itertools.islice(flat, tokens)) for tokens in lengths], length))
+    found = wrapped([list(itertools.islice(flat, tokens)) for tokens in lengths], length)
     assert [len(sequence) for sequence in found] == [length] * (sum(lengths) // length)
     assert list(itertools.chain.from_iterable(found)) == list(range(len(found) * length))
 
 
 def test_packed_sequences_begin_with_all_tokens_that_the_tokenizer_adds() -> None:
     documents = [[8, 9, *range(10, 15)], [8, 9, *range(15, 18)], [8, 9, *range(18, 26)]]
-    assert list(wrapped(documents, 6, prefix=[8, 9])) == [
+    assert wrapped(documents, 6, prefix=[8, 9]) == [
         [8, 9, 10, 11, 12, 13],
         [8, 9, 14, 8, 9, 15],
         [8, 9, 16, 17, 8, 9],
@@ -254,7 +262,7 @@ def test_packed_sequences_begin_with_all_tokens_that_the_tokenizer_adds() -> Non
 def test_packed_sequences_begin_with_bos_and_lose_no_token(lengths: list[int], length: int) -> None:
     tokens = itertools.count(1)
     documents = [[0, *itertools.islice(tokens, number)] for number in lengths]
-    found = list(wrapped(documents, length, prefix=[0]))
+    found = wrapped(documents, length, prefix=[0])
     assert all(sequence[0] == 0 and len(sequence) == length for sequence in found)
     text = [token for sequence in found for token in sequence if token]
     assert text == list(range(1, len(text) + 1))
@@ -289,6 +297,17 @@ def test_pose_skips_are_uniform() -> None:
     assert abs(sum(biases) / len(biases) - 50) < 1
     assert 150 < biases.count(0) < 250
     assert 150 < biases.count(100) < 250
+
+
+def test_isolated_documents_are_those_of_wrapped_sequences(tokenizer: Any, books: Path) -> None:
+    """The tokens are equal; sequences tell where a document begins, and each begins with BOS."""
+    for source in (str(books), RECALL):
+        rows = prepared(tokenizer, 128, 30, source=source, packing="isolated", epochs=2).rows
+        assert [row["input_ids"].tolist() for row in rows] == sequences(tokenizer, 128, 30, source=source, epochs=2)
+        parts = [part.tolist() for row in rows for part in row["input_ids"].split(row["lengths"].tolist())]
+        assert len(parts) > 30
+        assert all(part[0] == tokenizer.bos_token_id for part in parts)
+        assert all(part.index(tokenizer.eos_token_id) == len(part) - 1 for part in parts if 1 in part)
 
 
 def chats_of(*lengths: int) -> list[Labelled]:

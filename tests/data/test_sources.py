@@ -20,8 +20,8 @@ from huggingface_hub import constants
 
 from conftest import refused
 from hub import Hub, forget_commits
+from pi_lora.data.checks import data_problems
 from pi_lora.data.documents import NamedJson
-from pi_lora.data.examples import data_problems
 from pi_lora.data.sources import (
     SHUFFLED_ROWS,
     STDLIB,

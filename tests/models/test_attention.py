@@ -1,6 +1,7 @@
 """The blockwise kernel against attention written out, with caches, and in memory."""
 
 import random
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -23,7 +24,13 @@ import architectures
 from pi_lora.data.batches import collate
 from pi_lora.data.packing import pose_positions
 from pi_lora.models import attention
-from pi_lora.models.attention import BLOCKWISE, blockwise_attention, blockwise_mask, use_blockwise
+from pi_lora.models.attention import (
+    BLOCKWISE,
+    blockwise_attention,
+    blockwise_mask,
+    isolates_sequences,
+    use_blockwise,
+)
 from pi_lora.models.loaded import LoadedModel, load_base
 from pi_lora.models.resolve import resolve_model
 
@@ -396,6 +403,66 @@ def test_gradient_checkpointing_changes_no_gradient(model_type: str) -> None:
         model(ids, labels=ids, use_cache=False).loss.backward()
         gradients.append({name: weight.grad for name, weight in model.named_parameters() if weight.grad is not None})
     torch.testing.assert_close(gradients[1], gradients[0])
+
+
+def packed_batch(lengths: Sequence[int], *, pose: bool = False) -> tuple[dict[str, Any], list[dict[str, Any]]]:
+    """A batch of packed texts, and a batch of each text alone."""
+    rng = random.Random(0)
+    rows = [
+        {
+            "input_ids": random_ids(length) + number % 2,
+            "position_ids": torch.tensor(pose_positions(rng, length, 200 if pose else length, min(length, 3))),
+        }
+        for number, length in enumerate(lengths)
+    ]
+    return collate(rows, isolates=True), [collate([row]) for row in rows]
+
+
+def loss_and_gradients(model: PreTrainedModel, batches: list[dict[str, Any]]) -> tuple[torch.Tensor, dict[str, Any]]:
+    """The logits of batches of one row, and the gradients of the sum of the losses."""
+    model.zero_grad()
+    logits = []
+    for batch in batches:
+        output = model(**batch, use_cache=False, num_items_in_batch=1)
+        logits.append(output.logits[0].detach())
+        if len(batch["input_ids"][0]) > 1:  # else nothing is predicted
+            output.loss.backward()
+    return torch.cat(logits), {
+        name: weight.grad for name, weight in model.named_parameters() if weight.grad is not None
+    }
+
+
+@pytest.mark.usefixtures("small_blocks")
+@pytest.mark.parametrize("pose", [False, True])
+@pytest.mark.parametrize("model_type", ["llama", "mistral", "gemma3_text", "gpt_oss", "gemma2", "llama4_text"])
+def test_packed_sequences_compute_what_each_computes_alone(model_type: str, pose: bool) -> None:
+    """Full attention, sliding windows, sinks, soft caps, chunks; also sequences that end within a block."""
+    model = small(model_type).double().train()
+    if model_type == "gpt_oss":
+        model.set_experts_implementation("eager")  # the others have no float64
+    use_blockwise(model)
+    assert isolates_sequences(model)
+    packed, alone = packed_batch([17, 5, 1, 30, 12], pose=pose)
+    logits, gradients = loss_and_gradients(model, [packed])
+    expected, gradients_alone = loss_and_gradients(model, alone)
+    torch.testing.assert_close(logits, expected, rtol=1e-5, atol=1e-5)
+    assert gradients.keys() == gradients_alone.keys()
+    for name, gradient in gradients_alone.items():
+        assert (gradients[name] - gradient).norm() <= 1e-5 * gradient.norm(), name
+
+
+@pytest.mark.parametrize("model_type", ["llama", "mistral", "gemma2"])
+def test_time_and_memory_of_packed_sequences_are_linear_in_their_number(model_type: str) -> None:
+    model = small(model_type)
+    use_blockwise(model)
+    counted = []
+    for number in (8, 16):
+        batch, _ = packed_batch([*[64] * number, 63])
+        with Elements() as elements:
+            model(**batch, use_cache=False).loss.backward()
+        counted.append(elements)
+    assert counted[1].largest <= 2.05 * counted[0].largest
+    assert counted[1].total <= 2.05 * counted[0].total
 
 
 class Elements(TorchDispatchMode):

@@ -1,6 +1,7 @@
 """Every model type computes under the blockwise kernel what it computes under eager."""
 
 from collections.abc import Iterator
+from contextlib import suppress
 from copy import deepcopy
 from typing import Any
 
@@ -15,8 +16,9 @@ from transformers import (
 )
 
 import architectures
+from pi_lora.data.batches import collate
 from pi_lora.models import attention
-from pi_lora.models.attention import BLOCKWISE, MAKE_OWN_MASKS, use_blockwise
+from pi_lora.models.attention import BLOCKWISE, MAKE_OWN_MASKS, isolates_sequences, use_blockwise
 
 # Blocks divide neither the window nor the texts.
 WINDOW, BLOCK, TOKENS = 12, 8, 30
@@ -141,6 +143,28 @@ def test_logits_and_gradients_equal_those_of_eager(model_type: str, calls: list[
     got = computed(model, BLOCKWISE)
     assert calls
     assert_same(got, computed(model, "eager"))
+
+
+@pytest.mark.parametrize("model_type", SAME)
+@torch.no_grad()
+def test_packed_sequences_are_isolated_where_it_is_said(model_type: str, calls: list[int]) -> None:
+    """And nowhere else: no model is refused for nothing."""
+    if model_type in architectures.MODEL_TYPES and not architectures.has_rope(model_type):
+        pytest.skip("has no rope")
+    model = small(model_type)
+    use_blockwise(model)
+    rows = [{"input_ids": torch.arange(length) + 2 + length} for length in (17, 5, 1, 20)]
+    is_isolated = False
+    with suppress(ValueError):  # of some models with states
+        packed = model(**forwarded(collate(rows, isolates=True)), use_cache=False)[0][0]
+        alone = [model(**forwarded(collate([row])), use_cache=False)[0][0] for row in rows]
+        difference = (packed - torch.cat(alone)).abs().max()
+        is_isolated = bool(difference <= 1e-6 * torch.cat(alone).abs().max())
+    assert is_isolated == isolates_sequences(model)
+
+
+def forwarded(batch: dict[str, Any]) -> dict[str, Any]:
+    return {name: values for name, values in batch.items() if name != "labels"}
 
 
 @pytest.mark.parametrize("model_type", sorted(MAKE_OWN_MASKS))

@@ -16,13 +16,14 @@ from transformers.models.auto import tokenization_auto
 from conftest import refused
 from pi_lora.data.chats import ChatTemplate
 from pi_lora.data.examples import Prompter
+from pi_lora.data.sources import Table
 from pi_lora.data.tokens import padding_id, prompt_ids, tokenized
 from pi_lora.errors import ModelError
 from pi_lora.evaluation.passkey import make_trial
 from pi_lora.models.files import BUILTIN_FOLDER
 from pi_lora.models.resolve import resolve_model
 from pi_lora.models.tokenizer import load_tokenizer
-from pi_lora.recipe.data import Data
+from pi_lora.recipe.data import Data, Source
 from pi_lora.types import SILENT, showing
 from random_runs import TOKENIZER
 
@@ -129,7 +130,9 @@ def test_texts_longer_than_the_window_are_no_warning() -> None:
     prompter.completions([{"gist": text}])
     tokenizer.chat_template = "{% for message in messages %}{{ message.content }}{% endfor %}"
     turns = [{"role": "user", "content": text}, {"role": "assistant", "content": text}]
-    assert list(ChatTemplate(tokenizer).chats([("1", {"messages": turns})], "messages", 2000, Counter()))
+    rows = [("1", {"messages": turns})]
+    table = Table(Source(name="x", column="messages"), read=lambda columns, seed: iter(rows), identity={})
+    assert list(ChatTemplate(tokenizer, 2000).rows(table, Counter()))
     assert tokenizer.deprecation_warnings == {}
 
 

