@@ -2,16 +2,13 @@
 
     python scripts/fetch_model.py gemma3_270m
     python scripts/fetch_model.py smollm2_135m_instruct
-    python benchmarks/attention.py [--lengths 8192 32768]
+    python benchmarks/attention.py
 
-Gemma 3 270M has windows of 512 tokens in 15 of 18 layers, SmolLM2-135M has none. The layers alone run at each of
-`--lengths`. At the first length there are a training step of `pi-lora train`, and the losses of a text of twice that
-length. Each kernel has a process of its own. A row is kept in benchmarks/results/attention.json when it is measured;
-other lengths are other rows.
+Gemma 3 270M has windows of 512 tokens in 15 of 18 layers, SmolLM2-135M has none. The layers alone run at two
+lengths. At the first one there are a training step of `pi-lora train`, and the losses of a text of twice that length.
+Each kernel has a process of its own. A row is kept in benchmarks/results/attention.json when it is measured.
 """
 
-import argparse
-import json
 import tempfile
 from collections.abc import Callable, Mapping
 from functools import partial
@@ -19,11 +16,12 @@ from pathlib import Path
 from typing import Any
 
 from plan_memory import CHECKPOINTING, DATA, MODEL, RECIPE
-from record import cost_here, in_a_process, parser_of, training_log, write_row
+from record import apart, cost_here, parser_of, training_log, write_row
 
 GEMMA = "models/gemma3_270m"
 TEXT = "100_english_novels/corpus/Hardy_Tess_1891.txt"
 KERNELS = ("sdpa", "auto")
+LENGTHS = (8192, 32768)
 STEPS = 3
 
 Cost = Mapping[str, Any]
@@ -85,9 +83,6 @@ def losses(model: str, tokens: int, windows: list[int], stride: int) -> Cost:
     return cost_here(measure)
 
 
-JOBS: dict[str, Callable[..., Cost]] = {"layers": layers, "training": training, "losses": losses}
-
-
 def fast_dtype() -> str:
     """The dtype in which this processor is the fastest."""
     from pi_lora.models.device import has_fast_bfloat16
@@ -95,43 +90,30 @@ def fast_dtype() -> str:
     return "bfloat16" if has_fast_bfloat16() else "float32"
 
 
-def run(job: str, **options: Any) -> Cost:
-    """Run a job in a process of its own."""
-    cost: Cost = in_a_process(__file__, "--job", json.dumps([job, options]))
-    print(job, options, cost, flush=True)
-    return cost
-
-
-def compare(name: str, job: str, model: str, tokens: int) -> None:
-    """Run a job with both kernels, and keep the costs."""
-    costs = {kernel: run(job, model=model, tokens=tokens, kernel=kernel) for kernel in KERNELS}
+def compare(name: str, work: Callable[[str, int, str], Cost], model: str, tokens: int) -> None:
+    """Measure with both kernels, and keep the costs."""
+    costs = {kernel: apart(work, model, tokens, kernel) for kernel in KERNELS}
     faster = costs["sdpa"]["seconds"] / costs["auto"]["seconds"]
     keep(name, tokens, {**costs, "times_as_fast": round(faster, 3)})
 
 
 def keep(name: str, tokens: int, row: Mapping[str, Any]) -> None:
-    """Keep a row."""
+    """Keep a row, and print it."""
+    print(name, tokens, row, flush=True)
     facts = {"name": name, "tokens": tokens, "dtype": fast_dtype()}
     write_row("attention", ("rows", f"{name}, {tokens} tokens"), {**facts, **row})
 
 
 def main() -> None:
-    parser = parser_of(__doc__)
-    parser.add_argument("--lengths", type=int, nargs="+", default=[8192, 32768])
-    parser.add_argument("--job", type=json.loads, help=argparse.SUPPRESS)
-    asked = parser.parse_args()
-    if asked.job:
-        job, options = asked.job
-        print(json.dumps(JOBS[job](**options)))
-        return
-    for tokens in asked.lengths:
-        compare("layers of Gemma 3 270M", "layers", GEMMA, tokens)
-    length, *_ = asked.lengths
-    compare("layers of SmolLM2-135M", "layers", MODEL, length)
-    compare("training step of Gemma 3 270M", "training", GEMMA, length)
+    parser_of(__doc__).parse_args()
+    for tokens in LENGTHS:
+        compare("layers of Gemma 3 270M", layers, GEMMA, tokens)
+    length, *_ = LENGTHS
+    compare("layers of SmolLM2-135M", layers, MODEL, length)
+    compare("training step of Gemma 3 270M", training, GEMMA, length)
     stride = length // 16
     for windows in ([stride, length // 4, length], [2 * length]):
-        cost = run("losses", model=GEMMA, tokens=2 * length, windows=windows, stride=stride)
+        cost = apart(losses, GEMMA, 2 * length, windows, stride)
         lengths = ", ".join(f"{window:,}" for window in windows)
         keep(f"losses of Gemma 3 270M, windows {lengths}", 2 * length, {"auto": cost})
 

@@ -1,6 +1,6 @@
 """The answers of other engines' servers for extended models beyond the base's window, by `pi-lora check-server`.
 
-    python benchmarks/engines.py [--engines ENGINE ...] [--cases CASE ...]
+    python benchmarks/engines.py
 
 Each engine has an environment of its own in the cache folder (gigabytes in all) and is asked as a server, in float32. A
 verdict is kept in benchmarks/results/engines.json, and an engine that failed is asked again. To begin anew, remove the
@@ -177,21 +177,17 @@ def free_port() -> int:
 
 
 def main() -> None:
-    parser = parser_of(__doc__)
-    parser.add_argument("--engines", nargs="+", choices=ENGINES, default=list(ENGINES))
-    parser.add_argument("--cases", nargs="+", choices=CASES, default=list(CASES))
-    options = parser.parse_args()
-    for case in options.cases:
+    parser_of(__doc__).parse_args()
+    for case in CASES:
         model = model_of(case)
         source = resolve_model(ModelRef(model, dtype="float32"))
         reference = reference_of(source)
         compute = partial(compute_answers, reference, source)
         rows = read("engines").get("cases", {}).get(case, {})
-        for engine in options.engines:
+        for engine, (packages, command) in ENGINES.items():
             if "verdicts" in rows.get(engine, {}):
                 continue
             print(f"{case}: {engine}", flush=True)
-            packages, command = ENGINES[engine]
             try:
                 python = python_of(engine)
                 file = gguf(case) if engine == "llama_cpp" else None

@@ -27,6 +27,7 @@ MERGED = Path("models/smollm2_16k")
 ORIGINAL = 8192
 TARGET = 16384
 STRIDE = 8192
+AT_TARGET = f"--windows {TARGET} --stride {STRIDE}"
 # With this stride a token beyond 8k has at least 6k of context in a window of 8k.
 SHORT_STRIDE = 2048
 # AUTHOR_TITLE by part.
@@ -97,18 +98,10 @@ def score(
     return file, words.split()
 
 
-def perplexity(
-    row: str, model: str, part: str, *, windows: object = TARGET, stride: int = STRIDE, dtype: str = "bfloat16"
-) -> Command:
-    """Return the command that measures the first 16,384 tokens of each document of a part of the novels: with the short
-    stride of the beginnings of novels alone, and in float32 of two documents.
-    """
-    documents = BOOKS / part
-    if stride == SHORT_STRIDE:
-        documents /= "*[0-9].txt"
-    options = f"--data {documents} --windows {windows} --stride {stride} --truncate {TARGET}"
-    if dtype == "float32":
-        options += " --documents 2"
+def perplexity(row: str, model: str, documents: str, options: str, dtype: str = "bfloat16") -> Command:
+    """Return the command that measures the first 16,384 tokens of each document of a part of the novels."""
+    part, *_ = documents.split("/")
+    options = f"--data {BOOKS}/{documents} {options} --truncate {TARGET}"
     return score("perplexity", f"{part} {row}", model, options, dtype=dtype)
 
 
@@ -150,18 +143,19 @@ def commands() -> Iterator[Command]:
 def validation_commands() -> Iterator[Command]:
     """Yield the commands that tune, and those whose results chose rates and scalings."""
     for scaling in SCALINGS:
-        yield perplexity(f"untuned {scaling}", untuned(scaling), "validation")
+        yield perplexity(f"untuned {scaling}", untuned(scaling), "validation", AT_TARGET)
     for scaling, rates in RATES.items():
         window = ORIGINAL if scaling == CONTROL else TARGET
         for rate in rates:
             name = f"{scaling}_{rate}"
-            file, words = perplexity(name, str(RUNS / name), "validation", windows=window)
+            options = f"--windows {window} --stride {STRIDE}"
+            file, words = perplexity(name, str(RUNS / name), "validation", options)
             if not file.exists():
                 yield tuning(name, scaling, rate, TRIAL_STEPS)
             yield file, words
         yield tuning(scaling, scaling, CHOSEN_RATES[scaling], STEPS)
     for scaling in SCALINGS:
-        yield perplexity(f"tuned {scaling}", str(RUNS / scaling), "validation")
+        yield perplexity(f"tuned {scaling}", str(RUNS / scaling), "validation", AT_TARGET)
 
 
 def test_commands() -> Iterator[Command]:
@@ -174,10 +168,11 @@ def test_commands() -> Iterator[Command]:
     models |= {f"tuned {scaling}": str(MERGED / scaling) for scaling in SCALINGS}
     models[CONTROL] = str(MERGED / CONTROL)
     for row, model in models.items():
-        yield perplexity(row, model, "test", windows=f"{ORIGINAL},{TARGET}")
+        yield perplexity(row, model, "test", f"--windows {ORIGINAL},{TARGET} --stride {STRIDE}")
     for row in ("base", BEST, CONTROL):
-        name = f"{row} stride {SHORT_STRIDE}"
-        yield perplexity(name, models[row], "test", windows=ORIGINAL, stride=SHORT_STRIDE)
+        # Of the beginnings of novels alone.
+        options = f"--windows {ORIGINAL} --stride {SHORT_STRIDE}"
+        yield perplexity(f"{row} stride {SHORT_STRIDE}", models[row], "test/*[0-9].txt", options)
     for row, model in models.items():
         if row != "untuned pi":
             yield score("passkey", row, to_target(model, TARGET), "--depths 8 --trials 3 --seed 5")
@@ -192,7 +187,7 @@ def test_commands() -> Iterator[Command]:
         yield score("ruler", row, models[row], f"--windows {TARGET} --tasks {RULER_TASKS} --samples 10")
     # How much bfloat16 changes: two documents in float32.
     for row in ("base", BEST):
-        yield perplexity(f"{row} float32", models[row], "test", dtype="float32")
+        yield perplexity(f"{row} float32", models[row], "test", f"{AT_TARGET} --documents 2", dtype="float32")
 
 
 def to_target(model: str, target: int) -> str:

@@ -8,16 +8,14 @@ what the kernel counted for that process. Works in a temporary folder, in 7 GB. 
 benchmarks/results/.
 """
 
-import argparse
 import shutil
-import subprocess
 import sys
 import tempfile
 from pathlib import Path
 
 import record  # noqa: F401  first: it finds scripts/
 from machine import machine
-from record import add_tokenizer, cost_of, parser_of, write
+from record import add_tokenizer, apart, cost_of, parser_of, write
 
 SHARD = "500MB"
 PEFT = f"""
@@ -70,15 +68,10 @@ def make(folder: Path) -> None:
 
 
 def main() -> None:
-    parser = parser_of(__doc__)
-    parser.add_argument("--make", type=Path, help=argparse.SUPPRESS)
-    folder_to_make = parser.parse_args().make
-    if folder_to_make:
-        make(folder_to_make)
-        return
+    parser_of(__doc__).parse_args()
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
-        subprocess.run([sys.executable, __file__, "--make", name], check=True, stdout=subprocess.DEVNULL)
+        apart(make, folder)
         base = str(folder / "base")
         run = str(folder / "run")
         merged = str(folder / "merged")

@@ -1,6 +1,6 @@
 """The memory that `pi-lora plan` computes for a CPU, beside the peak of the training process: a row a setting.
 
-    python benchmarks/plan_memory.py [--simulate [RECIPE DEVICE [key=value ...]]]
+    python benchmarks/plan_memory.py [--simulate]
 
 Each row is a process of its own that tunes two steps; its peak is that of the whole process (resident), libraries
 included, as training.jsonl has it. The plan is that for this machine, as `pi-lora train` makes it. Rows of 8 layers are
@@ -10,10 +10,9 @@ models/gemma3_270m, and are left out without it.
 
 --simulate measures nothing: it writes, beside the plans, the bytes of a training step on fake tensors (simulate.py), of
 these rows, of the shipped recipes on the first of their devices, and of the recipes that `pi-lora new` chooses for
-models and GPUs of several sizes. A recipe that is named is simulated alone, and printed.
+models and GPUs of several sizes.
 """
 
-import json
 import tempfile
 from collections.abc import Iterator
 from contextlib import suppress
@@ -200,15 +199,10 @@ def simulate_all(folder: Path) -> None:
 
 def main() -> None:
     parser = parser_of(__doc__)
-    parser.add_argument("--simulate", nargs="*", metavar="RECIPE DEVICE key=value")
-    named = parser.parse_args().simulate
-    if named:
-        name, device, *words = named
-        recipe = load_recipe(Path(name), words).recipe
-        print(json.dumps(simulated(recipe, find_gpu(device)), indent=2))
-        return
+    parser.add_argument("--simulate", action="store_true", help="measure nothing")
+    only_simulate = parser.parse_args().simulate
     with tempfile.TemporaryDirectory() as temporary:
-        if named is not None:
+        if only_simulate:
             simulate_all(Path(temporary))
             return
         for row, path, row_changes in settings(Path(temporary)):

@@ -9,8 +9,10 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable, Mapping
+from concurrent.futures import ProcessPoolExecutor
+from multiprocessing import get_context
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 ROOT = Path(__file__).parent.parent
 sys.path.insert(0, str(ROOT / "scripts"))
@@ -18,6 +20,7 @@ from arguments import parser_of as parser_of  # noqa: E402
 from machine import machine  # noqa: E402
 
 RESULTS = ROOT / "benchmarks" / "results"
+Result = TypeVar("Result")
 # Ctrl-C ends a script here without a traceback. A pi-lora that it runs ends by itself, and keeps what is finished.
 if Path(sys.argv[0]).parent.name == "benchmarks":
     signal.signal(signal.SIGINT, signal.SIG_DFL)
@@ -80,11 +83,10 @@ def add_tokenizer(folder: Path) -> None:
         shutil.copyfile(BUILTIN_FOLDER / "tiny" / name, folder / name)
 
 
-def in_a_process(*arguments: str) -> Any:
-    """The last line that a Python process prints, read as JSON."""
-    done = subprocess.run([sys.executable, *arguments], check=True, stdout=subprocess.PIPE, text=True)
-    lines = done.stdout.splitlines()
-    return json.loads(lines[-1])
+def apart(work: Callable[..., Result], *arguments: object) -> Result:
+    """What `work` returns in a process of its own."""
+    with ProcessPoolExecutor(1, mp_context=get_context("spawn")) as pool:
+        return pool.submit(work, *arguments).result()
 
 
 def cost_of(command: list[str]) -> dict[str, float]:

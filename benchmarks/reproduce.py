@@ -14,7 +14,7 @@ from pathlib import Path
 
 import record  # first: it finds scripts/
 from record import parser_of
-from tables import FIGURES, write_pages
+from tables import write_pages
 
 # The name of a figure, and the text below it.
 SECTION = re.compile(r"^## (\w+)\n(.*?)(?=^## )", re.MULTILINE | re.DOTALL)
@@ -23,7 +23,7 @@ COMMANDS = re.compile(r"^    .*\n", re.MULTILINE)
 
 def commands_by_name() -> dict[str, str]:
     """The commands of each figure, for a shell."""
-    sections = SECTION.findall(FIGURES.read_text(encoding="utf-8"))
+    sections = SECTION.findall((record.ROOT / "benchmarks" / "README.md").read_text(encoding="utf-8"))
     return {name: "".join(COMMANDS.findall(text)) for name, text in sections}
 
 

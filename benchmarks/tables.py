@@ -22,10 +22,6 @@ from pi_lora.report.comparison import compare
 from record import parser_of
 from shown import changes_table, metrics_table, read_scores
 
-DOCS = record.ROOT / "docs"
-FIGURES = record.ROOT / "benchmarks" / "README.md"
-RELEASED = record.ROOT / "adapters" / "smollm2_135m_16k" / "README.md"
-
 Result = Mapping[str, Any]
 Lines = Iterator[str]
 
@@ -49,14 +45,8 @@ def merge() -> Lines:
 
 def train_overhead() -> Lines:
     """A model a row: tokens a second of `pi-lora train`, those of the bare script being 1."""
-    runs = {}
-    for name, run in record.read("train_overhead")["runs"].items():
-        label, *changes = name.split()
-        for change in changes:
-            if change.startswith("model.name="):
-                label = Path(change).name
-        runs[label] = run
-    rows = [(label, f"{run['median_ratio']:.2f}") for label, run in runs.items()]
+    runs = record.read("train_overhead")["runs"]
+    rows = [(name, f"{run['median_ratio']:.2f}") for name, run in runs.items()]
     yield from table(("", "times as many"), rows)
     yield ""
     yield from machines_of(runs)
@@ -210,36 +200,39 @@ def rates() -> Lines:
     yield from table(("method", *columns), rows)
 
 
-# Page, name of the block in it, and what writes its tables.
-BLOCKS: list[tuple[Path, str, Callable[[], Iterable[str]]]] = [
-    (DOCS / "performance.md", "gpu", tables_gpu.measured),
-    (DOCS / "performance.md", "attention", attention),
-    (record.RESULTS / "plan_memory.md", "plan_memory", plan_memory),
-    (DOCS / "results.md", "smollm2", tables_smollm2.tables),
-    (RELEASED, "control", tables_smollm2.compared),
-    (DOCS / "experiments.md", "validation", tables_smollm2.validation),
-    (DOCS / "experiments.md", "probe_builtin", partial(probe, "probe_builtin")),
-    (DOCS / "experiments.md", "probe_smollm2", partial(probe, "probe_smollm2")),
-    (DOCS / "results.md", "search", search.tables),
-    (DOCS / "results.md", "chats", chats),
-    (DOCS / "experiments.md", "methods", methods),
-    (DOCS / "experiments.md", "rates", rates),
-    (record.RESULTS / "engines.md", "engines", engines),
-    (DOCS / "merging.md", "merge", merge),
-    (DOCS / "results.md", "use_context", tables_context.smollm2),
-    (DOCS / "experiments.md", "gemma3_64k", tables_context.gemma3),
-    (DOCS / "experiments.md", "whole_sequences", tables_context.validation),
-    (record.ROOT / "README.md", "use_context", tables_context.readme),
-    (FIGURES, "plan_memory", planned_beside_measured),
-    (FIGURES, "train_overhead", train_overhead),
-]
+# What writes the blocks of each page.
+BLOCKS: dict[str, dict[str, Callable[[], Iterable[str]]]] = {
+    "README.md": {"use_context": tables_context.readme},
+    "docs/results.md": {
+        "smollm2": tables_smollm2.tables,
+        "use_context": tables_context.smollm2,
+        "search": search.tables,
+        "chats": chats,
+    },
+    "docs/experiments.md": {
+        "validation": tables_smollm2.validation,
+        "whole_sequences": tables_context.validation,
+        "probe_builtin": partial(probe, "probe_builtin"),
+        "probe_smollm2": partial(probe, "probe_smollm2"),
+        "gemma3_64k": tables_context.gemma3,
+        "methods": methods,
+        "rates": rates,
+    },
+    "docs/performance.md": {"gpu": tables_gpu.measured, "attention": attention},
+    "docs/merging.md": {"merge": merge},
+    "adapters/smollm2_135m_16k/README.md": {"control": tables_smollm2.compared},
+    "benchmarks/README.md": {"plan_memory": planned_beside_measured, "train_overhead": train_overhead},
+    "benchmarks/results/plan_memory.md": {"plan_memory": plan_memory},
+    "benchmarks/results/engines.md": {"engines": engines},
+}
 
 
 def write_pages() -> None:
     """Write every block, and the picture of SmolLM2."""
-    for page, block, write in BLOCKS:
-        write_block(page, block, text_of(write))
-    tables_smollm2.picture(DOCS / "smollm2.png")
+    for page, blocks in BLOCKS.items():
+        for block, write in blocks.items():
+            write_block(record.ROOT / page, block, text_of(write))
+    tables_smollm2.picture(record.ROOT / "docs" / "smollm2.png")
 
 
 if __name__ == "__main__":

@@ -1,32 +1,28 @@
 """The cost of `pi-lora train` over a bare SFTTrainer: tokens a second of both, in turns, in one run.
 
-    python benchmarks/train_overhead.py [--recipe demo] [--steps 60] [--warm 10] [key=value ...]
+    python benchmarks/train_overhead.py [--recipe demo] [--name NAME] [--steps 60] [--warm 10] [key=value ...]
 
 `model.name=models/gpt_oss_random` is made when it is missing: gpt-oss with 4 small layers and random weights.
 The bare script is what TRL's documentation would have one write: the same model, adapter, sequences and settings, no
 more. Each turn is a process of its own; the first steps, `--warm`, are not counted. JSON goes to benchmarks/results/.
 """
 
-import argparse
-import json
 import statistics
-import sys
 import tempfile
 import time
 from pathlib import Path
 from typing import Any
 
-from pi_lora.recipe.schema import Recipe
 from plan_memory import GPT_OSS, random_model
-from record import in_a_process, parser_of, training_log, write_row
+from record import apart, parser_of, training_log, write_row
 
 RANDOM = Path("models/gpt_oss_random")
 ROUNDS = 3
 
 
-def bare(recipe: Recipe, warm: int) -> tuple[float, float]:
-    """Tokens a second, and the loss of the first step, of a plain TRL and PEFT script on the recipe's model, adapter,
-    sequences and settings.
+def bare(file: Path, changes: list[str], warm: int) -> tuple[float, float]:
+    """Tokens a second, and the loss of the first step, of a plain TRL and PEFT script on the model, adapter, sequences
+    and settings of a recipe.
     """
     import transformers
     from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, TrainerCallback
@@ -34,8 +30,10 @@ def bare(recipe: Recipe, warm: int) -> tuple[float, float]:
     from bare_trl import bare_trainer
     from pi_lora.data.batches import collate, training_data
     from pi_lora.models.resolve import resolve_for_training
+    from pi_lora.recipe.files import load_recipe
 
     transformers.logging.set_verbosity_error()
+    recipe = load_recipe(file, changes).recipe
     training = recipe.training
     extended = resolve_for_training(recipe)
     folder = extended.base.path
@@ -81,33 +79,29 @@ def ours(given: list[str], warm: int) -> tuple[float, float]:
 
 
 def main() -> None:
-    from pi_lora.recipe.files import find_recipe, load_recipe
+    from pi_lora.recipe.files import find_recipe
 
     parser = parser_of(__doc__)
     parser.add_argument("--recipe", default="demo")
+    parser.add_argument("--name", help="of the row, if not that of the recipe")
     parser.add_argument("--steps", type=int, default=60)
     parser.add_argument("--warm", type=int, default=10)
-    parser.add_argument("--bare", action="store_true", help=argparse.SUPPRESS)
     parser.add_argument("overrides", nargs="*", metavar="key=value")
     options = parser.parse_args()
     file = find_recipe(Path(options.recipe))
     changes = [f"training.steps={options.steps}", *options.overrides]
-    recipe = load_recipe(file, changes).recipe
-    if Path(recipe.model.name) == RANDOM and not RANDOM.exists():
+    if f"model.name={RANDOM}" in changes and not RANDOM.exists():
         random_model(RANDOM, GPT_OSS)
-    if options.bare:
-        print(json.dumps(bare(recipe, options.warm)))
-        return
     rounds = []
     for _ in range(ROUNDS):
         mine, loss = ours([str(file), *changes], options.warm)
-        theirs, bare_loss = in_a_process(__file__, "--bare", *sys.argv[1:])
+        theirs, bare_loss = apart(bare, file, changes, options.warm)
         speeds = {"pi_lora": round(mine, 1), "bare": round(theirs, 1), "ratio": round(mine / theirs, 4)}
         rounds.append({**speeds, "first_loss": loss, "bare_first_loss": bare_loss})
         print(rounds[-1], flush=True)
     median = statistics.median(each["ratio"] for each in rounds)
-    name = " ".join([options.recipe, *changes])
-    write_row("train_overhead", ("runs", name), {"rounds": rounds, "median_ratio": median})
+    row = {"changes": changes, "rounds": rounds, "median_ratio": median}
+    write_row("train_overhead", ("runs", options.name or options.recipe), row)
 
 
 if __name__ == "__main__":

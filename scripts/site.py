@@ -11,16 +11,17 @@ from typing import Any
 ROOT = Path(__file__).parent.parent
 DOCS = ROOT / "docs"
 # Files from elsewhere in the repository, and their pages.
-PAGES = {
-    ROOT / "README.md": "index.md",
-    ROOT / "CHANGELOG.md": "changelog.md",
-    ROOT / "CONTRIBUTING.md": "contributing.md",
-    ROOT / "SECURITY.md": "security.md",
-    ROOT / "recipes" / "README.md": "list-of-recipes.md",
-    ROOT / "benchmarks" / "README.md": "benchmarks.md",
-    ROOT / "pi_lora" / "builtin" / "tiny" / "README.md": "builtin.md",
-    **{path: f"{path.stem}.md" for path in DOCS.glob("*.ipynb")},
+NAMES = {
+    "README.md": "index.md",
+    "CHANGELOG.md": "changelog.md",
+    "CONTRIBUTING.md": "contributing.md",
+    "SECURITY.md": "security.md",
+    "recipes/README.md": "list-of-recipes.md",
+    "benchmarks/README.md": "benchmarks.md",
+    "pi_lora/builtin/tiny/README.md": "builtin.md",
+    "docs/quickstart.ipynb": "quickstart.md",
 }
+PAGES = {ROOT / name: page for name, page in NAMES.items()}
 LINK = re.compile(r"(!?\[(?P<text>[^\]]*)\])\((?P<target>[^)\s#]+)(?P<heading>#[^)\s]*)?\)")
 
 

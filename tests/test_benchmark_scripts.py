@@ -186,8 +186,9 @@ def test_a_command_whose_result_exists_is_left_out(tmp_path: Path, monkeypatch: 
 
 
 def test_pages_agree_with_the_results() -> None:
-    for place, name, write in tables.BLOCKS:
-        assert block(place, name) == tables.text_of(write), f"{place}: run: python benchmarks/tables.py"
+    for page, blocks in tables.BLOCKS.items():
+        for name, write in blocks.items():
+            assert block(ROOT / page, name) == tables.text_of(write), f"{page}: run: python benchmarks/tables.py"
 
 
 def test_a_figure_is_reproduced_by_the_commands_below_its_heading(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -224,18 +225,14 @@ def test_both_kernels_and_the_losses_become_rows(small_model: Path, monkeypatch:
     rows: dict[str, Any] = {}
     seconds = iter([1.0, 5.0, 9.0, 1.0, 2.0, 3.0])
     log = ({"seconds": next(seconds), "peak_memory": 2 * 10**9, "loss": 4.0} for _ in range(6))
-    monkeypatch.setattr(sys, "argv", ["attention.py", "--lengths", "64", "128"])
+    monkeypatch.setattr(sys, "argv", ["attention.py"])
+    monkeypatch.setattr(attention, "LENGTHS", (64, 128))
     monkeypatch.setattr(attention, "GEMMA", str(small_model))
     monkeypatch.setattr(attention, "MODEL", str(small_model))
     monkeypatch.setattr(attention, "TEXT", "builtin:stdlib")
     monkeypatch.setattr(attention, "training_log", lambda *_words: [next(log) for _ in range(3)])
     monkeypatch.setattr(attention, "write_row", lambda _name, path, row: rows.update({path[-1]: row}))
-
-    def in_this_process(_script: str, _option: str, words: str) -> Any:
-        job, options = json.loads(words)
-        return attention.JOBS[job](**options)
-
-    monkeypatch.setattr(attention, "in_a_process", in_this_process)
+    monkeypatch.setattr(attention, "apart", lambda work, *arguments: work(*arguments))
     attention.main()
     assert len(rows) == 6
     assert rows["losses of Gemma 3 270M, windows 4, 16, 64, 128 tokens"]["auto"]["seconds"] > 0

@@ -1,6 +1,6 @@
 """One contender in a process of its own: a few steps of one trainer, timed by a callback, then the process ends.
 
-    python contender.py ROW.json STEPS CONTENDER RECIPE.yaml
+    python contender.py STEPS CONTENDER RECIPE.yaml
 
 pi-lora runs as a user runs it. Whatever trains, transformers' trainer runs it: the clock begins with its first step,
 and peak memory counts from there, without loading and quantizing.
@@ -20,8 +20,8 @@ PI_LORA = "pi-lora"
 PLAIN = "TRL + PEFT"
 
 
-def time_the_trainer(file: Path, steps: int) -> None:
-    """Add a callback to every trainer that writes seconds, losses and peaks of `steps` steps and ends the process."""
+def time_the_trainer(steps: int) -> None:
+    """Add a callback to every trainer that prints seconds, losses and peaks of `steps` steps and ends the process."""
     import torch
     from transformers import Trainer, TrainerCallback
 
@@ -50,7 +50,7 @@ def time_the_trainer(file: Path, steps: int) -> None:
             if on_gpu:
                 row["peak_bytes"] = torch.cuda.max_memory_allocated()
                 row["reserved_bytes"] = torch.cuda.max_memory_reserved()
-            file.write_text(json.dumps(row))
+            print(json.dumps(row), flush=True)
             os._exit(0)
 
     train = Trainer.train
@@ -94,8 +94,8 @@ def train_with_trl(recipe_file: Path, folder: str) -> None:
 
 
 def main() -> None:
-    file, steps, contender, recipe = sys.argv[1:]
-    time_the_trainer(Path(file), int(steps))
+    steps, contender, recipe = sys.argv[1:]
+    time_the_trainer(int(steps))
     with tempfile.TemporaryDirectory() as folder:
         if contender == PLAIN:
             train_with_trl(Path(recipe), folder)

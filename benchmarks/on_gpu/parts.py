@@ -6,7 +6,6 @@ import re
 import signal
 import subprocess
 import sys
-import tempfile
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -89,47 +88,32 @@ class Bench:
         }
         if contender == PI_LORA:  # the plan is of its trainer, as it comes
             row["planned_bytes"] = plan["allocated"]
-        answered = self.folder / "row.json"
-        answered.unlink(missing_ok=True)
-        failure = run(["contender.py", str(answered), str(STEPS), contender, str(file)], seconds)
-        if answered.is_file():
-            measured: Row = json.loads(answered.read_text())
-            return row | measured
-        return row | (failure or {"failed": "no answer"})
+        measured = answer(["contender.py", str(STEPS), contender, str(file)], seconds)
+        return row | measured
 
 
-def run(words: Sequence[str], seconds: float, output: str = os.devnull) -> Row | None:
-    """Run a script of this folder for at most so many seconds; return the row that says why it failed, if it did."""
+def answer(words: Sequence[str], seconds: float) -> Row:
+    """The row that a script of this folder prints as its last line, in at most so many seconds; or why it has none."""
     script, *arguments = words
-    environment = {"PYTORCH_ALLOC_CONF": "expandable_segments:True", **os.environ}
-    with tempfile.TemporaryFile("w+") as errors, open(output, "w") as out:
-        process = subprocess.Popen(
-            [sys.executable, str(HERE / script), *arguments],
-            stdout=out,
-            stderr=errors,
-            env=environment,
-            start_new_session=True,
-        )
+    with subprocess.Popen(
+        [sys.executable, str(HERE / script), *arguments],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        env={"PYTORCH_ALLOC_CONF": "expandable_segments:True", **os.environ},
+        start_new_session=True,
+    ) as process:
         try:
-            status = process.wait(seconds)
+            output, errors = process.communicate(timeout=seconds)
         except subprocess.TimeoutExpired:
             return {"failed": f"no answer in {seconds:.0f} seconds"}
         finally:
             if process.poll() is None:
                 os.killpg(process.pid, signal.SIGKILL)
-                process.wait()
-        errors.seek(0)
-        return failure_of(errors.read()) if status else None
-
-
-def answer(words: Sequence[str], seconds: float) -> Row:
-    """The row that a script prints as its last line."""
-    with tempfile.NamedTemporaryFile("r") as printed:
-        failure = run(words, seconds, printed.name)
-        if failure:
-            return failure
-        lines = printed.read().splitlines()
-        return dict(json.loads(lines[-1]))
+    if process.returncode:
+        return failure_of(errors)
+    lines = output.splitlines()
+    return dict(json.loads(lines[-1]))
 
 
 def failure_of(errors: str) -> Row:
