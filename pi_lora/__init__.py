@@ -12,10 +12,13 @@ if TYPE_CHECKING:
     from pi_lora.api import (
         check_server,
         compare,
+        environment,
         evaluate,
         evaluate_run,
+        export_gguf,
         extend,
         generate,
+        launch_arguments,
         load,
         merge,
         new,
@@ -23,18 +26,26 @@ if TYPE_CHECKING:
         prepare,
         probe,
         push,
+        read_prompt,
+        recipe_keys,
         resolve,
+        resolve_recipe,
+        resolve_training,
+        run_training,
         search,
+        shipped_recipes,
         summarize,
         train,
+        write_reference,
         write_report,
+        write_theory,
     )
     from pi_lora.model_ref import ModelRef
     from pi_lora.models.loaded import LoadedModel
     from pi_lora.models.source import ModelSource
+    from pi_lora.recipe.schema import Recipe
     from pi_lora.run import Run
     from pi_lora.scaling.extension import Extension
-    from pi_lora.types import Permissions
 
     __version__: str
 
@@ -44,7 +55,7 @@ CLASSES = {
     "LoadedModel": "pi_lora.models.loaded",
     "ModelRef": "pi_lora.model_ref",
     "ModelSource": "pi_lora.models.source",
-    "Permissions": "pi_lora.types",
+    "Recipe": "pi_lora.recipe.schema",
     "Run": "pi_lora.run",
 }
 __all__ = [
@@ -52,15 +63,18 @@ __all__ = [
     "LoadedModel",
     "ModelRef",
     "ModelSource",
-    "Permissions",
     "PiLoraError",
+    "Recipe",
     "Run",
     "check_server",
     "compare",
+    "environment",
     "evaluate",
     "evaluate_run",
+    "export_gguf",
     "extend",
     "generate",
+    "launch_arguments",
     "load",
     "merge",
     "new",
@@ -68,11 +82,19 @@ __all__ = [
     "prepare",
     "probe",
     "push",
+    "read_prompt",
+    "recipe_keys",
     "resolve",
+    "resolve_recipe",
+    "resolve_training",
+    "run_training",
     "search",
+    "shipped_recipes",
     "summarize",
     "train",
+    "write_reference",
     "write_report",
+    "write_theory",
 ]
 
 

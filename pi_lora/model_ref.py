@@ -5,7 +5,7 @@ from dataclasses import dataclass
 
 from pi_lora.errors import PiLoraError
 from pi_lora.scaling.extension import Extension
-from pi_lora.types import NO_PERMISSIONS, Permissions
+from pi_lora.types import Permissions
 
 
 @dataclass(frozen=True)
@@ -19,7 +19,8 @@ class ModelRef:
         extension: The extension of a plain base that was not tuned, such as `Extension(target=16384)`.
         dtype: The data type of the loaded weights: `float32`, `bfloat16` or `float16`. By default as stored on a GPU,
             float32 on a CPU, and bfloat16 after QLoRA.
-        permissions: Whether code of the model may run, and a run be used whose base or data changed.
+        trust_remote_code: Run Python code that the model brings.
+        allow_mismatch: Use a run although its base or data changed.
     """
 
     name: str | os.PathLike[str]
@@ -27,7 +28,13 @@ class ModelRef:
     revision: str = "main"
     extension: Extension | None = None
     dtype: str | None = None
-    permissions: Permissions = NO_PERMISSIONS
+    trust_remote_code: bool = False
+    allow_mismatch: bool = False
+
+    @property
+    def permissions(self) -> Permissions:
+        """The permissions that the user gives."""
+        return Permissions(self.trust_remote_code, self.allow_mismatch)
 
     def __post_init__(self) -> None:
         """Raise PiLoraError for a name that is none, such as a loaded model."""

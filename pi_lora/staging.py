@@ -4,13 +4,14 @@ import os
 import re
 import shlex
 import shutil
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 from filelock import FileLock, Timeout
 
-from pi_lora.errors import ModelError, RunExistsError, first_line
+from pi_lora.errors import ModelError, RecipeError, RunExistsError, first_line
 from pi_lora.recipe.files import RECIPE_FILE, find_recipe, load_recipe
 from pi_lora.recipe.schema import Recipe
 from pi_lora.run import Run, is_complete, step_of
@@ -21,11 +22,18 @@ from pi_lora.types import WRITTEN
 BEGUN = re.compile(r"\.(.+)\.partial")
 
 
-def resolve_run(name: Path, overrides: Iterable[str], output: Path | None, resume: bool) -> tuple[Recipe, Path]:
+def resolve_run(
+    name: Path | Mapping[str, Any], overrides: Iterable[str], output: Path | None, resume: bool
+) -> tuple[Recipe, Path]:
     """Return the resolved recipe and the folder of a run.
 
-    The recipe is that of the name, or with `resume` that of the interrupted run of the name.
+    The recipe is that of the name, or with `resume` that of the interrupted run of the name. Raise RecipeError if the
+    recipe is no file and no output is named.
     """
+    if not isinstance(name, Path):
+        if output is None:
+            raise RecipeError(["--output: name the folder of the run; a recipe that is no file has no name"])
+        return load_recipe(name, overrides).recipe, output
     file = find_recipe(name)
     begun_file = staging_path(name) / RECIPE_FILE
     is_begun = begun_file.is_file()

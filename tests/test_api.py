@@ -2,6 +2,7 @@
 
 import json
 import shutil
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -10,7 +11,7 @@ from safetensors.torch import load_file, save_file
 
 import pi_lora
 from conftest import refused, reporting, run_captured, small_recipe
-from pi_lora import Extension, ModelRef, Permissions, api, terminal
+from pi_lora import Extension, ModelRef, api, terminal
 from pi_lora.errors import Interrupted, PiLoraError, RecipeError
 from pi_lora.evaluation.measurement import as_json
 from pi_lora.recipe.files import dump_recipe
@@ -173,7 +174,59 @@ def test_permissions_are_given_in_python_as_on_the_command_line(
     save_file({name: tensor * 2 for name, tensor in weights.items()}, base / "model.safetensors", {"format": "pt"})
     with refused(PiLoraError, f"{lora_run}: ", base, "weights", "allow"):
         pi_lora.load(ModelRef(lora_run, base=str(base)))
-    assert pi_lora.load(ModelRef(lora_run, base=str(base), permissions=Permissions(allow_mismatch=True)))
+    assert pi_lora.load(ModelRef(lora_run, base=str(base), allow_mismatch=True))
+
+
+def test_load_takes_the_options_of_a_name_as_arguments(lora_run: Path, small_model: Path) -> None:
+    loaded = pi_lora.load(lora_run, base=small_model, dtype="bf16", revision="main")
+    assert (loaded.dtype, loaded.source.base.name) == ("bfloat16", str(small_model))
+    assert pi_lora.resolve("builtin:tiny", extension=Extension(512, scaling="yarn")).window == 512
+    assert pi_lora.resolve(small_model, trust_remote_code=True).permissions.trust_remote_code
+    assert pi_lora.load(loaded) is loaded
+    for given in (ModelRef(lora_run), loaded):
+        with refused(PiLoraError, "dtype: ", "ModelRef"):
+            pi_lora.load(given, dtype="bf16")
+
+
+def test_a_recipe_may_be_a_mapping_or_a_recipe(small_model: Path, tmp_path: Path) -> None:
+    """As the file of it; it has no name, so the run needs one."""
+    recipe = small_recipe(small_model)
+    values = recipe.model_dump(mode="json")
+    values["model"] = {"name": small_model}
+    for given in (recipe, values):
+        assert pi_lora.plan(given, {"training.steps": 3}, gpu="cpu").recipe.training.steps == 3
+        assert pi_lora.resolve_recipe(given).recipe == recipe
+        with refused(RecipeError, "output: "):
+            pi_lora.train(given)
+    run = pi_lora.train(values, "training.steps=1", output=tmp_path / "run", progress=False)
+    assert run.recipe.training.steps == 1
+    with refused(RecipeError, "recipe: training.stepps: ", "steps"):
+        pi_lora.plan({**values, "training": {"stepps": 1}}, gpu="cpu")
+
+
+def test_messages_name_arguments_in_python_and_options_in_commands(
+    lora_run: Path,
+    small_model: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    (tmp_path / "there").mkdir()
+    calls: list[tuple[Callable[[], object], str, tuple[str, ...]]] = [
+        (lambda: pi_lora.plan("demo", gpu="4.8GB"), "gpu: 4.8GB: ", ("plan", "demo", "--gpu", "4.8GB")),
+        (lambda: pi_lora.resolve("gone/run", base="x"), "gone/run: ", ("merge", "gone/run", "--base", "x")),
+        (
+            lambda: pi_lora.evaluate(small_model, "perplexity", data="gone.txt"),
+            "data: gone.txt: ",
+            ("eval", "perplexity", str(small_model), "--data", "gone.txt"),
+        ),
+    ]
+    for call, where, words in calls:
+        with refused(PiLoraError, where) as error:
+            call()
+        assert "--" not in str(error.value).partition("pi-lora ")[0]
+        option = "--" if words[0] != "merge" else ""
+        assert run_captured(capsys, monkeypatch, *words)[2].splitlines()[-1].startswith(option + where)
 
 
 def test_a_module_is_measured_beside_what_resolve_returns(small_model: Path) -> None:

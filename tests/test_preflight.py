@@ -387,7 +387,7 @@ def test_an_output_where_no_folder_can_be_made_is_refused_first(small_model: Pat
         lambda: api.merge(lora_run, "/proc/nope"),
         lambda: api.extend(ModelRef(str(small_model), extension=Extension(128, scaling="pi")), "/proc/nope"),
     ):
-        with refused(RunExistsError, "/proc/nope: ", "--output"):
+        with refused(RunExistsError, "/proc/nope: ", "output"):
             write()
 
 

@@ -11,8 +11,8 @@ from pi_lora.api.information import (
     recipe_keys,
     resolve_recipe,
     shipped_recipes,
-    theory,
     write_report,
+    write_theory,
 )
 from pi_lora.api.inputs import load, resolve
 from pi_lora.api.measuring import (
@@ -50,8 +50,8 @@ __all__ = [
     "search",
     "shipped_recipes",
     "summarize",
-    "theory",
     "train",
     "write_reference",
     "write_report",
+    "write_theory",
 ]

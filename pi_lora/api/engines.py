@@ -71,7 +71,7 @@ def merge(
     with ui.progress("merging bytes") as written:
         merged = _merge(source, folder, dtype=dtype_of(dtype), check=check, written=written)
     if reference:
-        write_reference(ModelRef(folder, permissions=source.permissions), folder / REFERENCE_FILE)
+        write_reference(ModelRef(folder, **vars(source.permissions)), folder / REFERENCE_FILE)
     for line in merged.lines:
         ui.show(line)
     ui.show(f"{folder}: merged; it loads like any model, its scaling is in config.json")
@@ -214,7 +214,7 @@ def export_gguf(
         full = source
         if source.adapter:
             merged = _merge(source, Path(temporary, name), dtype=None, check="tensors", written=done)
-            full = resolve(ModelRef(merged.folder, permissions=source.permissions))
+            full = resolve(ModelRef(merged.folder, **vars(source.permissions)))
         done(0, 0, "converting")
         export_gguf(full, file, script, dtype)
     ui.show(f"{file}: written for llama.cpp, with a window of {source.window:,} tokens")

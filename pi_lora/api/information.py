@@ -3,7 +3,17 @@
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from pi_lora.api.inputs import AnyModel, FilePath, Override, as_words, command, name_of, path_of
+from pi_lora.api.inputs import (
+    AnyModel,
+    AnyRecipe,
+    FilePath,
+    Override,
+    as_words,
+    command,
+    given_recipe,
+    name_of,
+    path_of,
+)
 from pi_lora.types import LIBRARIES, ui
 
 if TYPE_CHECKING:
@@ -12,11 +22,11 @@ if TYPE_CHECKING:
 # Each function imports what it needs: a plan does without torch.
 
 
-def resolve_recipe(recipe: FilePath, *overrides: Override) -> "ResolvedRecipe":
+def resolve_recipe(recipe: AnyRecipe, *overrides: Override) -> "ResolvedRecipe":
     """Return a recipe with every value, and the origin of each value: `file:line`, the command line, or the default.
 
     Args:
-        recipe: A recipe file, or the name of one that comes with pi-lora.
+        recipe: As for `train`.
         overrides: Keys to change, as for `train`.
 
     Raises:
@@ -24,7 +34,7 @@ def resolve_recipe(recipe: FilePath, *overrides: Override) -> "ResolvedRecipe":
     """
     from pi_lora.recipe.files import load_recipe
 
-    return load_recipe(path_of(recipe), as_words(overrides))
+    return load_recipe(given_recipe(recipe), as_words(overrides))
 
 
 def shipped_recipes() -> dict[str, str]:
@@ -44,7 +54,7 @@ def recipe_keys() -> str:
 
 
 @command
-def theory(
+def write_theory(
     output: FilePath = "theory",
     *,
     head_dim: int = 128,

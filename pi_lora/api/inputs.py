@@ -3,7 +3,9 @@
 import inspect
 import json
 import os
+import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import replace
 from functools import wraps
 from pathlib import Path
@@ -16,7 +18,9 @@ from pi_lora.types import SILENT, UI, current_ui, showing
 if TYPE_CHECKING:
     from pi_lora.models.loaded import LoadedModel
     from pi_lora.models.source import ModelSource
+    from pi_lora.recipe.schema import Recipe
     from pi_lora.recipe.section import Section
+    from pi_lora.scaling.extension import Extension
 
 # Each function imports what it needs: a plan does without torch.
 
@@ -24,17 +28,79 @@ FilePath: TypeAlias = str | Path
 # `ModelRef` is a path; a run and a merged model stand for the paths of their folders.
 AnyModel: TypeAlias = Union[str, os.PathLike[str], "ModelSource", "LoadedModel"]
 Override: TypeAlias = str | Mapping[str, Any]
+# A file, a shipped recipe by name, the sections as a mapping, or a recipe that was loaded.
+AnyRecipe: TypeAlias = Union[FilePath, Mapping[str, Any], "Recipe"]
 SectionT = TypeVar("SectionT", bound="Section")
 P = ParamSpec("P")
 R = TypeVar("R")
+# An option in a message, or a command with all that belongs to it.
+OPTION = re.compile(r"pi-lora [^;,()]*|(?<![\w-])--(?P<option>[a-z][a-z-]*[a-z])")
+# Arguments of Python whose names are not those of the options of commands.
+ARGUMENTS = {
+    "again": "force_remeasure=True",
+    "allow_mismatch": "allow_mismatch=True",
+    "another": "allow_other_base=True",
+    "force": "force=True",
+    "no_chat_template": "chat_template=False",
+    "no_untuned": "include_untuned=False",
+    "private": "private=True",
+    "resume": "resume=True",
+    "tokens": "max_new_tokens",
+    "trust_remote_code": "trust_remote_code=True",
+}
 SHORT_DTYPES = {"bf16": "bfloat16", "fp16": "float16", "fp32": "float32"}
 
 
-def resolve(model: AnyModel) -> "ModelSource":
+def in_python(text: str) -> str:
+    """Return a message with arguments of Python in place of the options of commands; commands in it stay.
+
+    >>> in_python("--data: books: no such file; see pi-lora probe MODEL --data books")
+    'data: books: no such file; see pi-lora probe MODEL --data books'
+    >>> in_python("it has other weights; --allow-mismatch allows it")
+    'it has other weights; allow_mismatch=True allows it'
+    """
+
+    def argument(found: re.Match[str]) -> str:
+        if not found["option"]:
+            return found[0]
+        name = found["option"].replace("-", "_")
+        return ARGUMENTS.get(name, name)
+
+    return OPTION.sub(argument, text)
+
+
+@contextmanager
+def python_messages() -> Iterator[None]:
+    """Name arguments of Python in the messages of errors, unless a command calls."""
+    try:
+        yield
+    except PiLoraError as error:
+        if current_ui.get() is SILENT:
+            error.args = tuple(map(in_python, error.args))
+        raise
+
+
+@python_messages()
+def resolve(
+    model: AnyModel,
+    *,
+    base: str | os.PathLike[str] | None = None,
+    revision: str | None = None,
+    extension: "Extension | None" = None,
+    dtype: str | None = None,
+    trust_remote_code: bool = False,
+    allow_mismatch: bool = False,
+) -> "ModelSource":
     """Resolve a model without reading weights: window, scale, configs and tokenizer are known.
 
     Args:
-        model: A name or `ModelRef`.
+        model: A name, or a `ModelRef`, which holds the other arguments.
+        base: The place of the base of a run or adapter, if it moved.
+        revision: The branch, tag or commit of a hub id; `main` by default.
+        extension: The extension of a plain base that was not tuned, such as `Extension(target=16384)`.
+        dtype: The data type of the loaded weights, such as `bfloat16`.
+        trust_remote_code: Run Python code that the model brings.
+        allow_mismatch: Use a run although its base or data changed.
 
     Raises:
         ModelError: The model is missing, incomplete or not the one that a run was tuned from.
@@ -45,6 +111,19 @@ def resolve(model: AnyModel) -> "ModelSource":
     from pi_lora.models.resolve import resolve_model
     from pi_lora.models.source import ModelSource
 
+    options = {
+        "base": base,
+        "revision": revision,
+        "extension": extension,
+        "dtype": dtype,
+        "trust_remote_code": trust_remote_code,
+        "allow_mismatch": allow_mismatch,
+    }
+    given: dict[str, Any] = {name: value for name, value in options.items() if value}
+    if given and isinstance(model, str | Path):
+        model = ModelRef(model, **given)
+    elif given:
+        raise PiLoraError(f"{', '.join(given)}: of a name; a ModelRef holds its own, and a loaded model has none")
     if isinstance(model, ModelSource):
         return model
     if isinstance(model, LoadedModel):
@@ -56,11 +135,27 @@ def resolve(model: AnyModel) -> "ModelSource":
     return resolve_model(ref_of(model))
 
 
-def load(model: AnyModel) -> "LoadedModel":
+@python_messages()
+def load(
+    model: AnyModel,
+    *,
+    base: str | os.PathLike[str] | None = None,
+    revision: str | None = None,
+    extension: "Extension | None" = None,
+    dtype: str | None = None,
+    trust_remote_code: bool = False,
+    allow_mismatch: bool = False,
+) -> "LoadedModel":
     """Load a model with its scaling, ready to be measured.
 
     Args:
-        model: A name or `ModelRef`.
+        model: As for `resolve`, or a model that is loaded.
+        base: As for `resolve`.
+        revision: As for `resolve`.
+        extension: As for `resolve`.
+        dtype: As for `resolve`. By default as stored on a GPU, float32 on a CPU, and bfloat16 after QLoRA.
+        trust_remote_code: As for `resolve`.
+        allow_mismatch: As for `resolve`.
 
     Returns:
         The model: `module` is that of transformers or PEFT; `tokenizer`, the `window` in tokens, the `scale` L'/L.
@@ -71,7 +166,16 @@ def load(model: AnyModel) -> "LoadedModel":
     """
     from pi_lora.models.loaded import LoadedModel, load_model
 
-    return model if isinstance(model, LoadedModel) else load_model(resolve(model))
+    source = resolve(
+        model,
+        base=base,
+        revision=revision,
+        extension=extension,
+        dtype=dtype,
+        trust_remote_code=trust_remote_code,
+        allow_mismatch=allow_mismatch,
+    )
+    return model if isinstance(model, LoadedModel) else load_model(source)
 
 
 def command(function: Callable[P, R]) -> Callable[P, R]:
@@ -91,7 +195,7 @@ def command(function: Callable[P, R]) -> Callable[P, R]:
                 from pi_lora.terminal import progress_bar
 
                 shown = UI(progress=progress_bar)
-        with showing(shown):
+        with python_messages(), showing(shown):
             return function(*arguments, **options)
 
     return call
@@ -158,6 +262,20 @@ def tokens_of(target: int | str) -> int:
     from pi_lora.recipe.schema import Context
 
     return section_of(Context, {"target": target}).target
+
+
+def given_recipe(recipe: AnyRecipe) -> "Path | Mapping[str, Any]":
+    """Return a recipe as a path, or as the values of its sections, as JSON has them."""
+    if isinstance(recipe, str | Path):
+        return path_of(recipe)
+    values = recipe if isinstance(recipe, Mapping) else recipe.model_dump(mode="json")
+    plain: dict[str, Any] = json.loads(json.dumps(values, default=os.fspath))
+    return plain
+
+
+def recipe_name(recipe: AnyRecipe) -> str:
+    """Return how a command names a recipe."""
+    return str(recipe) if isinstance(recipe, str | Path) else "RECIPE"
 
 
 def as_words(overrides: Sequence[Override]) -> Iterator[str]:

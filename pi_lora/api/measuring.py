@@ -76,7 +76,7 @@ def evaluate_run(
     run: AnyModel,
     *,
     data: FilePath | None = None,
-    again: bool = False,
+    force_remeasure: bool = False,
     progress: bool = False,
 ) -> "dict[str, Scores]":
     """Measure what the recipe of a run names, as `pi-lora eval all` does, and keep the scores in the run.
@@ -84,7 +84,7 @@ def evaluate_run(
     Args:
         run: A run: a folder, a hub id, or what `train` returns.
         data: Measure perplexity on this text instead of the run's.
-        again: Measure again what has scores.
+        force_remeasure: Measure again what has scores.
         progress: Whether to show a progress bar.
 
     Raises:
@@ -98,7 +98,7 @@ def evaluate_run(
         folder = Run(run_folder(name_of(run)))
         join_launched_processes()
     requested = requested_of_run(folder, optional_name(data))
-    scores = scores_of(folder, TUNED, requested, partial(resolve, run), again=again)
+    scores = scores_of(folder, TUNED, requested, partial(resolve, run), again=force_remeasure)
     for each in scores.values():
         ui.show_table(scores_table([each]))
     ui.say(_saved(folder.path))
@@ -111,10 +111,10 @@ def compare(
     run: AnyModel,
     *,
     data: FilePath | None = None,
-    another: bool = False,
-    untuned: bool = True,
+    include_untuned: bool = True,
+    allow_other_base: bool = False,
     chat: FilePath | None = None,
-    again: bool = False,
+    force_remeasure: bool = False,
     json: FilePath | None = None,
     progress: bool = False,
 ) -> "Comparison":
@@ -124,10 +124,10 @@ def compare(
         base: The base of the run; a `ModelRef` with the same dtype as `run`.
         run: A run: a folder, a hub id, or what `train` returns.
         data: Measure perplexity on this text instead of the run's.
-        another: Allow another model than the one that `run` was tuned from.
-        untuned: Compare also with the base under the scaling of the run, without tuning.
+        include_untuned: Compare also with the base under the scaling of the run, without tuning.
+        allow_other_base: Allow another model than the one that `run` was tuned from.
         chat: Also measure the assistant's turns of these chats.
-        again: Measure again what has scores.
+        force_remeasure: Measure again what has scores.
         json: A file to write the comparison to.
         progress: Whether to show a progress bar.
 
@@ -161,9 +161,9 @@ def compare(
         partial(resolve, run),
         requested,
         data=optional_name(data),
-        another=another,
-        untuned=untuned,
-        again=again,
+        another=allow_other_base,
+        untuned=include_untuned,
+        again=force_remeasure,
     )
     ui.show_table(comparison_table(comparison))
     if set(scores.glob("*")) != kept:

@@ -25,7 +25,7 @@ def generate(
     prompt: str,
     *,
     chat_template: bool = True,
-    tokens: int = 256,
+    max_new_tokens: int = 256,
     temperature: float = 0.0,
     seed: int = 0,
     stream: bool = False,
@@ -36,7 +36,7 @@ def generate(
         model: A model, or what `load` returns.
         prompt: The text to answer or to continue.
         chat_template: Put the prompt as the turn of a user, where the tokenizer has a chat template.
-        tokens: The longest answer; a shorter one ends with the model's end of text, or with the window.
+        max_new_tokens: Of the longest answer; a shorter one ends with the model's end of text, or with the window.
         temperature: Of sampling; 0 takes the likeliest token.
         seed: Of sampling.
         stream: Also print every word as soon as it is known.
@@ -50,7 +50,7 @@ def generate(
         from pi_lora.evaluation.generation import answer
         from pi_lora.recipe.evaluation import Sampling
 
-    sampling = section_of(Sampling, {"temperature": temperature, "max_new_tokens": tokens, "seed": seed})
+    sampling = section_of(Sampling, {"temperature": temperature, "max_new_tokens": max_new_tokens, "seed": seed})
     loaded = _load_shown(model)
     return answer(loaded, prompt, sampling, chat_template=chat_template, stream=stream)
 

@@ -8,18 +8,21 @@ from typing import TYPE_CHECKING
 
 from pi_lora.api.inputs import (
     AnyModel,
+    AnyRecipe,
     FilePath,
     Override,
     as_words,
     command,
+    given_recipe,
     name_of,
     optional_path,
     path_of,
+    recipe_name,
     ref_of,
     tokens_of,
 )
 from pi_lora.errors import ModelError, RecipeError
-from pi_lora.types import LIBRARIES, NO_PERMISSIONS, Permissions, ui
+from pi_lora.types import LIBRARIES, Permissions, ui
 
 if TYPE_CHECKING:
     from pi_lora.planning.training_plan import TrainingPlan
@@ -31,23 +34,27 @@ if TYPE_CHECKING:
 
 @command
 def train(
-    recipe: FilePath,
+    recipe: AnyRecipe,
     *overrides: Override,
     output: FilePath | None = None,
     resume: bool = False,
     force: bool = False,
-    permissions: Permissions = NO_PERMISSIONS,
+    trust_remote_code: bool = False,
+    allow_mismatch: bool = False,
     progress: bool = True,
 ) -> "Run":
     """Tune a model to its target window as `pi-lora train` does, and return the run.
 
     Args:
-        recipe: A recipe file, or the name of one that comes with pi-lora, such as `demo`.
+        recipe: A recipe file, the name of one that comes with pi-lora, such as `demo`, a mapping of sections, such as
+            `{"model": {"name": "builtin:tiny"}, ...}`, or a `Recipe`.
         overrides: Keys to change, as on the command line, `"training.steps=100"`, or as `{"training.steps": 100}`.
-        output: The folder of the run; by default `adapters/<recipe>`, of full tuning `models/<recipe>`.
+        output: The folder of the run; by default `adapters/<recipe>`, of full tuning `models/<recipe>`. A recipe that
+            is no file needs it.
         resume: Continue an interrupted run of the same recipe, or `recipe`, the folder of an interrupted run.
         force: Train even if the plan says that it does not fit.
-        permissions: Whether code of the model may run, and a run be used whose base changed.
+        trust_remote_code: Run Python code that the model brings.
+        allow_mismatch: Use a run although its base or data changed.
         progress: Whether to show a progress bar.
 
     Raises:
@@ -62,7 +69,8 @@ def train(
         output=output,
         resume=resume,
         force=force,
-        permissions=permissions,
+        trust_remote_code=trust_remote_code,
+        allow_mismatch=allow_mismatch,
         launches=False,
     )
     return run_training(job, progress=progress)
@@ -70,12 +78,13 @@ def train(
 
 @command
 def resolve_training(
-    recipe: FilePath,
+    recipe: AnyRecipe,
     *overrides: Override,
     output: FilePath | None = None,
     resume: bool = False,
     force: bool = False,
-    permissions: Permissions = NO_PERMISSIONS,
+    trust_remote_code: bool = False,
+    allow_mismatch: bool = False,
     ask_hub: bool = False,
     launches: bool = True,
 ) -> "TrainingJob":
@@ -88,7 +97,8 @@ def resolve_training(
         output: As for `train`.
         resume: As for `train`.
         force: As for `train`.
-        permissions: As for `train`.
+        trust_remote_code: As for `train`.
+        allow_mismatch: As for `train`.
         ask_hub: Also ask the hub for weights and texts.
         launches: Whether the caller launches the processes of a recipe that asks for several.
 
@@ -98,10 +108,14 @@ def resolve_training(
     from pi_lora.distributed import check_launched, enable_expandable_segments, is_launched
     from pi_lora.staging import resolve_run
 
-    resolved, output = resolve_run(path_of(recipe), as_words(overrides), optional_path(output), resume)
+    permissions = Permissions(trust_remote_code, allow_mismatch)
+    given = given_recipe(recipe)
+    resolved, output = resolve_run(given, as_words(overrides), optional_path(output), resume)
     processes = resolved.hardware.processes
     if processes > 1 and not launches and not is_launched():
-        raise RecipeError([f"hardware: asks for {processes} processes; start them with pi-lora train {recipe}"])
+        raise RecipeError(
+            [f"hardware: asks for {processes} processes; start them with pi-lora train {recipe_name(recipe)}"]
+        )
     enable_expandable_segments()
     # Ctrl-C ends at once until all libraries are imported: some turn it into an error of their own.
     with ui.working(LIBRARIES):
@@ -192,9 +206,10 @@ def launch_arguments(
 
 @command
 def prepare(
-    recipe: FilePath,
+    recipe: AnyRecipe,
     *overrides: Override,
-    permissions: Permissions = NO_PERMISSIONS,
+    trust_remote_code: bool = False,
+    allow_mismatch: bool = False,
     progress: bool = True,
 ) -> list[str]:
     """Tokenize and pack the training data of a recipe into the cache, and return what was made and left out. Documents
@@ -203,7 +218,8 @@ def prepare(
     Args:
         recipe: A recipe file, or the name of one that comes with pi-lora.
         overrides: Keys to change, as for `train`.
-        permissions: Whether code of the model may run.
+        trust_remote_code: As for `train`.
+        allow_mismatch: As for `train`.
         progress: Whether to show a progress bar.
 
     Raises:
@@ -215,22 +231,23 @@ def prepare(
         from pi_lora.storage import cache_folder
         from pi_lora.training.job import pack_data
 
-        resolved = load_recipe(path_of(recipe), as_words(overrides)).recipe
-        source = check_data(resolved, permissions)
+        resolved = load_recipe(given_recipe(recipe), as_words(overrides)).recipe
+        source = check_data(resolved, Permissions(trust_remote_code, allow_mismatch))
     with ui.progress("preparing data") as rows:
         data = pack_data(resolved, source, rows)
     for message in data.messages:
         ui.show(f"data: {message}")
-    ui.show(f"{cache_folder()}: has the data of {recipe}; pi-lora train reads it from there")
+    ui.show(f"{cache_folder()}: has the data of {recipe_name(recipe)}; pi-lora train reads it from there")
     return data.messages
 
 
 @command
 def plan(
-    recipe: FilePath,
+    recipe: AnyRecipe,
     *overrides: Override,
     gpu: str | None = None,
-    permissions: Permissions = NO_PERMISSIONS,
+    trust_remote_code: bool = False,
+    allow_mismatch: bool = False,
     json: FilePath | None = None,
 ) -> "TrainingPlan":
     """Plan the memory, tokens and hours of a recipe as `pi-lora plan` does, before anything is downloaded or loaded.
@@ -240,7 +257,8 @@ def plan(
         overrides: Keys to change, as for `train`.
         gpu: A device such as `4090`, `A100-80` or `H100`, any by its memory, as `48GB`, or `cpu`; by default the one
             that the recipe names as `hardware.gpu`, else this machine's.
-        permissions: Whether code of the model may run, and a changed run be used.
+        trust_remote_code: As for `train`.
+        allow_mismatch: As for `train`.
         json: A file to write the plan to.
 
     Returns:
@@ -258,8 +276,9 @@ def plan(
     from pi_lora.recipe.files import load_recipe
     from pi_lora.storage import write_json
 
-    resolved = load_recipe(path_of(recipe), as_words(overrides)).recipe
+    resolved = load_recipe(given_recipe(recipe), as_words(overrides)).recipe
     device = device_for(resolved, gpu)
+    permissions = Permissions(trust_remote_code, allow_mismatch)
     planned = plan_training(resolved, resolve_for_training(resolved, permissions=permissions, shipped=True), device)
     if json:
         write_json(path_of(json), planned.as_json())

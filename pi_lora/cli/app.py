@@ -14,7 +14,7 @@ from pi_lora.recipe.schema import Dtype
 from pi_lora.recipe.section import as_tokens
 from pi_lora.scaling.extension import Extension
 from pi_lora.scaling.rope import Method
-from pi_lora.types import NO_PERMISSIONS, Permissions
+from pi_lora.types import Permissions
 
 
 def _shown_default(value: object) -> str | None:
@@ -71,10 +71,9 @@ DtypeName = Annotated[Dtype | None, Parameter(help="Data type of the weights.")]
 
 
 @dataclass(frozen=True)
-class RunOptions:
+class RunOptions(Permissions):
     """Options of a model that may be a run."""
 
-    permissions: Annotated[Permissions, GROUP] = NO_PERMISSIONS
     base: Annotated[str | None, Parameter(help="New place of the base of a run, if it moved.")] = None
 
     def ref(self, name: str | Path, extension: Extension | None = None) -> ModelRef:
@@ -109,7 +108,7 @@ class ScalingOptions:
 
 def plain_ref(name: str, *, trust_remote_code: bool, **options: Any) -> ModelRef:
     """Return a base that is no run."""
-    return ModelRef(name, permissions=Permissions(trust_remote_code), **options)
+    return ModelRef(name, trust_remote_code=trust_remote_code, **options)
 
 
 OfRun = Annotated[RunOptions, GROUP]

@@ -56,7 +56,7 @@ def train(
         output=output,
         resume=resume,
         force=force,
-        permissions=permissions,
+        **vars(permissions),
         ask_hub=dry_run,
     )
     if dry_run:
@@ -105,7 +105,7 @@ def extend(
 @app.command(group=EXTEND)
 def prepare(recipe: RecipeFile, /, *overrides: Override, trust_remote_code: TrustCode = False) -> None:
     """Tokenize and pack the training data of RECIPE into the cache; no GPU is needed."""
-    api.prepare(recipe, *overrides, permissions=Permissions(trust_remote_code))
+    api.prepare(recipe, *overrides, trust_remote_code=trust_remote_code)
 
 
 export_app = App(name="export", help="Write a model in the format of another engine.", group=EXTEND)

@@ -81,7 +81,7 @@ def everything(
     again: Again = False,
 ) -> None:
     """Make the measurements of `evaluation` in RUN's recipe, and keep the scores in RUN/scores."""
-    api.evaluate_run(options.ref(run), data=data, again=again)
+    api.evaluate_run(options.ref(run), data=data, force_remeasure=again)
 
 
 @app.command(group=MEASURE)
@@ -145,10 +145,10 @@ def compare(
         options.ref(base),
         options.ref(run),
         data=data,
-        another=another,
-        untuned=not no_untuned,
+        allow_other_base=another,
+        include_untuned=not no_untuned,
         chat=chat,
-        again=again,
+        force_remeasure=again,
         json=json,
     )
 
@@ -173,7 +173,9 @@ def generate(
     *,
     prompt: Annotated[str | None, Parameter(help="Text to answer or to continue.")] = None,
     file: Annotated[str, Parameter(help="File with the prompt; - is standard input.", allow_leading_hyphen=True)] = "-",
-    tokens: Annotated[PositiveInt, Parameter(help="Maximum length of the answer in tokens.")] = 256,
+    max_new_tokens: Annotated[
+        PositiveInt, Parameter(name=["--max-new-tokens", "--tokens"], help="Maximum length of the answer in tokens.")
+    ] = 256,
     temperature: Annotated[NonNegativeFloat, Parameter(help="Temperature; 0 takes the most probable token.")] = 0.0,
     seed: Annotated[int, Parameter(help="Seed of the sampling.")] = 0,
     no_chat_template: Annotated[bool, Parameter(help="Continue the plain text.")] = False,
@@ -186,7 +188,7 @@ def generate(
         options.ref(model),
         text,
         chat_template=not no_chat_template,
-        tokens=tokens,
+        max_new_tokens=max_new_tokens,
         temperature=temperature,
         seed=seed,
         stream=True,

@@ -24,7 +24,6 @@ from pi_lora.cli.app import (
     read_length,
 )
 from pi_lora.terminal import out, working
-from pi_lora.types import Permissions
 
 GpuName = Annotated[str | None, Parameter(help="Name (4090, H100), memory size (48GB), or cpu.")]
 
@@ -64,7 +63,7 @@ def plan(
     json: JsonFile = None,
 ) -> None:
     """Estimate memory, tokens and hours of a training on --gpu, or on hardware.gpu of RECIPE."""
-    api.plan(recipe, *overrides, gpu=gpu, permissions=Permissions(trust_remote_code), json=json)
+    api.plan(recipe, *overrides, gpu=gpu, trust_remote_code=trust_remote_code, json=json)
 
 
 @app.command(group=RECIPES)
@@ -108,7 +107,7 @@ def theory(
     json: JsonFile = None,
 ) -> None:
     """Compute the bounds and draw the figures of the paper (section 2), by default for LLaMA-7B."""
-    api.theory(
+    api.write_theory(
         output,
         head_dim=head_dim,
         theta=theta,

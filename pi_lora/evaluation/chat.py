@@ -69,7 +69,7 @@ class Chats(Measurement[ChatOptions, ChatScores]):
         """Fill in the shortest window of the models and the base. Raise DataError if the base has other tokens."""
         windows = [model.window for model in models]
         if options.base:
-            base = resolve_model(ModelRef(options.base, permissions=models[0].permissions))
+            base = resolve_model(ModelRef(options.base, **vars(models[0].permissions)))
             windows.append(base.window)
             for model in models:
                 if vocabulary_of(model) != vocabulary_of(base):
@@ -99,7 +99,7 @@ class Chats(Measurement[ChatOptions, ChatScores]):
             raise DataError(f"--data: {options.data}: holds no chat to measure; name others, or a longer --window")
         base = None
         if options.base and (options.base != model.name or model.source.extension):  # else the model is the base
-            named = ModelRef(options.base, permissions=model.source.permissions)
+            named = ModelRef(options.base, **vars(model.source.permissions))
             base = load_model(resolve_model(named), model.dtype)
 
         def measure(name: str) -> Json:

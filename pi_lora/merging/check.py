@@ -164,7 +164,7 @@ def check_logits(source: ModelSource, run: Path, tensors: Sequence[OutputTensor]
             load_adapter(load_base(source, torch.float32), run),
             ids,
         )
-        merged_source = resolve_model(ModelRef(merged, permissions=source.permissions))
+        merged_source = resolve_model(ModelRef(merged, **vars(source.permissions)))
         merged_model = load_model(merged_source, "float32")
         merged_logits = _logits(merged_model.module, ids)
     centered = tuned_logits - tuned_logits.mean(dim=-1, keepdim=True)

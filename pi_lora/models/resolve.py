@@ -105,7 +105,7 @@ def resolve_for_training(
         recipe.model.name,
         revision=recipe.model.revision,
         extension=extension_of(recipe),
-        permissions=permissions,
+        **vars(permissions),
     )
     commit = Run(staging_path(resumed)).commit if resumed else None
     source = resolve_model(model, commit=commit, shipped=shipped)

@@ -61,17 +61,16 @@ class ResolvedRecipe(NamedTuple):
     origins: Mapping[str, str]
 
 
-def load_recipe(path: Path, overrides: Iterable[str] = ()) -> ResolvedRecipe:
-    """Read the recipe `path`, or the shipped recipe of that name, and apply `key=value` overrides. Raise RecipeError
-    with all mistakes.
+def load_recipe(given: Path | Mapping[str, Any], overrides: Iterable[str] = ()) -> ResolvedRecipe:
+    """Read a recipe file, the shipped recipe of that name, or the values of all sections, and apply `key=value`
+    overrides. Raise RecipeError with all mistakes.
     """
-    path = find_recipe(path)
-    tree, origins = _read_tree(path)
-    if parent := tree.pop(EXTENDS, None):
-        origins.pop((EXTENDS,))
-        base, base_origins = _read_tree(path.parent / str(parent))
-        tree = _merge(base, tree)
-        origins = _merge_origins(base_origins, origins)
+    tree: dict[str, Any]
+    origins: dict[KeyPath, str]
+    if isinstance(given, Path):
+        tree, origins = _read_with_parent(find_recipe(given))
+    else:
+        tree, origins = dict(given), {(): "recipe"}
     malformed: list[str] = []
     for override in overrides:
         try:
@@ -95,6 +94,17 @@ def load_recipe(path: Path, overrides: Iterable[str] = ()) -> ResolvedRecipe:
     if malformed:
         raise RecipeError(malformed)
     return ResolvedRecipe(recipe, _origins_by_key(recipe, origins))
+
+
+def _read_with_parent(path: Path) -> tuple[dict[str, Any], dict[KeyPath, str]]:
+    """Return the tree and the origins of a recipe file, merged with those of the file that it extends."""
+    tree, origins = _read_tree(path)
+    if parent := tree.pop(EXTENDS, None):
+        origins.pop((EXTENDS,))
+        base, base_origins = _read_tree(path.parent / str(parent))
+        tree = _merge(base, tree)
+        origins = _merge_origins(base_origins, origins)
+    return tree, origins
 
 
 def _origins_by_key(recipe: Recipe, origins: Mapping[KeyPath, str]) -> dict[str, str]:

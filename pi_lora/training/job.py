@@ -111,7 +111,7 @@ class TrainingJob:
             if self.recipe.evaluation.every:
                 # The run is whole by now: a signal loses no more than these scores.
                 if tuned is None:
-                    source = resolve_model(ModelRef(self.output, permissions=self.source.permissions))
+                    source = resolve_model(ModelRef(self.output, **vars(self.source.permissions)))
                     tuned = load_model(source)
                 measurements = ScheduledMeasurements(self.recipe.evaluation, tuned, finished, stop)
                 measurements.measure(self.recipe.training.steps)

@@ -38,19 +38,22 @@ def written(model: LoadedModel, text: str, **tokenized: Any) -> str:
 def test_generated_text_equals_transformers_and_is_printed(
     extended: LoadedModel, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    text = pi_lora.generate(extended, "The sea was", tokens=TOKENS, stream=True)
+    text = pi_lora.generate(extended, "The sea was", max_new_tokens=TOKENS, stream=True)
     assert text == written(extended, "The sea was")
     assert capsys.readouterr().out.strip() == text
-    drawn = [pi_lora.generate(extended, "The sea was", tokens=TOKENS, temperature=1.0, seed=seed) for seed in (3, 3, 4)]
+    drawn = [
+        pi_lora.generate(extended, "The sea was", max_new_tokens=TOKENS, temperature=1.0, seed=seed)
+        for seed in (3, 3, 4)
+    ]
     assert drawn[0] == drawn[1] != drawn[2]
     monkeypatch.setattr(extended.tokenizer, "chat_template", TEMPLATE, raising=False)
-    chat = pi_lora.generate(extended, "The sea was", tokens=TOKENS)
+    chat = pi_lora.generate(extended, "The sea was", max_new_tokens=TOKENS)
     assert chat == written(extended, "[user]The sea was[True]", add_special_tokens=False) != text
-    assert pi_lora.generate(extended, "The sea was", chat_template=False, tokens=TOKENS) == text
+    assert pi_lora.generate(extended, "The sea was", chat_template=False, max_new_tokens=TOKENS) == text
     # A template that takes a list of parts would leave a text out.
     of_parts = TEMPLATE.replace("each.content", "each.content[0].text")
     monkeypatch.setattr(extended.tokenizer, "chat_template", of_parts)
-    assert pi_lora.generate(extended, "The sea was", tokens=TOKENS) == chat
+    assert pi_lora.generate(extended, "The sea was", max_new_tokens=TOKENS) == chat
 
 
 @pytest.mark.parametrize("top_p", [1.0, 0.4])
@@ -67,17 +70,17 @@ def test_a_sample_equals_transformers_with_temperature_and_top_p_alone(extended:
 @pytest.mark.parametrize("own", [{"do_sample": True, "temperature": 9.0}, {"repetition_penalty": 9.0}])
 def test_the_models_generation_config_does_not_change_the_sampling(extended: LoadedModel, own: dict[str, Any]) -> None:
     """Most chat models come with a generation config that samples, which transformers fills in."""
-    plain = pi_lora.generate(extended, "The sea was", tokens=TOKENS)
+    plain = pi_lora.generate(extended, "The sea was", max_new_tokens=TOKENS)
     extended.module.generation_config.update(**own)
-    assert pi_lora.generate(extended, "The sea was", tokens=TOKENS) == plain
+    assert pi_lora.generate(extended, "The sea was", max_new_tokens=TOKENS) == plain
     assert extended.module.generation_config.to_diff_dict().items() >= own.items()
 
 
 def test_every_eos_of_the_model_ends_the_text(extended: LoadedModel) -> None:
     """Chat models name the end of a turn beside the end of a text in their generation config."""
-    first = extended.tokenizer(" " + pi_lora.generate(extended, "The sea was", tokens=TOKENS))["input_ids"]
+    first = extended.tokenizer(" " + pi_lora.generate(extended, "The sea was", max_new_tokens=TOKENS))["input_ids"]
     extended.module.generation_config.eos_token_id = [extended.tokenizer.eos_token_id, first[6]]
-    short = pi_lora.generate(extended, "The sea was", tokens=TOKENS)
+    short = pi_lora.generate(extended, "The sea was", max_new_tokens=TOKENS)
     assert 1 <= len(extended.tokenizer(" " + short)["input_ids"]) <= 8
 
 
@@ -103,7 +106,7 @@ def test_the_generate_command_reads_prompt_file_or_stdin(
 ) -> None:
     (tmp_path / "prompt.txt").write_text("The sea was")
     asked = ("generate", str(lora_run), "--tokens", "8")
-    expected = pi_lora.generate(str(lora_run), "The sea was", tokens=8)
+    expected = pi_lora.generate(str(lora_run), "The sea was", max_new_tokens=8)
     status, out, err = run_captured(capsys, monkeypatch, *asked, "--prompt", "The sea was")
     assert (status, out.strip(), err) == (0, expected, "")
     assert run_captured(capsys, monkeypatch, *asked, "--file", str(tmp_path / "prompt.txt"))[:2] == (0, out)
@@ -117,16 +120,16 @@ def test_the_generate_command_reads_prompt_file_or_stdin(
 
 def test_a_prompt_that_the_chat_template_refuses_is_a_line(extended: LoadedModel, monkeypatch: Any) -> None:
     monkeypatch.setattr(extended.tokenizer, "chat_template", "{{ raise_exception('a system turn is needed') }}")
-    with refused(DataError, "builtin:tiny: ", "a system turn is needed", "--no-chat-template"):
+    with refused(DataError, "builtin:tiny: ", "a system turn is needed", "chat_template=False"):
         pi_lora.generate(extended, "The sea was")
-    assert pi_lora.generate(extended, "The sea was", chat_template=False, tokens=1)
+    assert pi_lora.generate(extended, "The sea was", chat_template=False, max_new_tokens=1)
 
 
 def test_generation_continues_the_prompt_without_an_eos_between(extended: LoadedModel) -> None:
-    plain, ends = pi_lora.generate(extended, "The sea was", tokens=TOKENS), [("<s>", 0), ("</s>", 1)]
+    plain, ends = pi_lora.generate(extended, "The sea was", max_new_tokens=TOKENS), [("<s>", 0), ("</s>", 1)]
     extended.tokenizer.backend_tokenizer.post_processor = TemplateProcessing("<s> $A </s>", special_tokens=ends)
     assert extended.tokenizer("The sea was")["input_ids"][-1] == extended.tokenizer.eos_token_id
-    assert pi_lora.generate(extended, "The sea was", tokens=TOKENS) == plain
+    assert pi_lora.generate(extended, "The sea was", max_new_tokens=TOKENS) == plain
 
 
 def test_the_token_that_ends_a_turn_ends_the_text(extended: LoadedModel, monkeypatch: pytest.MonkeyPatch) -> None:

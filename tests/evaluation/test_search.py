@@ -380,14 +380,14 @@ def test_the_command_writes_a_file_for_recipes_probe_new_and_extend(
     )
     assert full_attention_rope(resolve_model(str(extended)).config)["long_factor"] == list(result.factors)
     other = Extension(target, scaling="factors", factors=(3.0,) * len(result.factors))
-    with refused(ModelError, "--factors: ", "--probe"):
+    with refused(ModelError, "factors: ", "probe"):
         pi_lora.extend(ModelRef(model, extension=other), tmp_path / "b", probe=probe_file)
     recipe = load_recipe(tmp_path / "new.yaml").recipe
     assert recipe.scaling == "factors"
     assert recipe.context.factors
     assert recipe.context.factors.factors == result.factors
     (tmp_path / "new.yaml").rename(file)
-    with refused(RunExistsError, f"{file}: ", "--output"):
+    with refused(RunExistsError, f"{file}: ", "output"):
         pi_lora.search(model, target, file)
 
 

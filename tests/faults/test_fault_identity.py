@@ -62,7 +62,7 @@ def test_a_base_with_other_weights_is_refused(place: Path, monkeypatch: pytest.M
     monkeypatch.chdir(place)
     load("run")
     other_weights(place / "base")
-    with refused(ModelError, f"run: base ({place / 'base'}) has other weights", "--allow-mismatch"):
+    with refused(ModelError, f"run: base ({place / 'base'}) has other weights", "allow_mismatch=True"):
         load("run")
     with refused(ModelError, "run: base"):
         merge(Path("run"), Path("merged"))
@@ -70,8 +70,8 @@ def test_a_base_with_other_weights_is_refused(place: Path, monkeypatch: pytest.M
     further = small_recipe("run", context={"target": 100}, scaling="keep", data={"source": "builtin:recall"})
     with refused(ModelError, "run: base"):
         train(further, Path("further"))
-    load(ModelRef("run", permissions=Permissions(allow_mismatch=True)))
-    merge(ModelRef(Path("run"), permissions=Permissions(allow_mismatch=True)), Path("merged"), check="none")
+    load(ModelRef("run", allow_mismatch=True))
+    merge(ModelRef(Path("run"), allow_mismatch=True), Path("merged"), check="none")
 
 
 def test_a_relative_base_is_found_from_another_folder(

@@ -173,7 +173,7 @@ def test_an_adapter_made_elsewhere_needs_a_config_and_a_base(small_model: Path, 
         merge(ModelRef(adapter, base=str(small_model)), tmp_path / "merged")
     extend(resolve_model(ModelRef(str(small_model), extension=Extension(128))), tmp_path / "extended")
     shutil.copyfile(tmp_path / "extended" / "config.json", adapter / "config.json")
-    with refused(ModelError, f"{adapter / 'adapter_config.json'}: base_model_name_or_path: ", "--base"):
+    with refused(ModelError, f"{adapter / 'adapter_config.json'}: base_model_name_or_path: ", "base"):
         merge(adapter, tmp_path / "merged")
     assert not (tmp_path / "merged").exists()
     merged = merge(ModelRef(adapter, base=str(small_model)), tmp_path / "merged").folder

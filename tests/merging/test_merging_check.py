@@ -20,7 +20,7 @@ from pi_lora.model_ref import ModelRef
 from pi_lora.models.device import dtype_named
 from pi_lora.models.files import save_config
 from pi_lora.models.resolve import resolve_model
-from pi_lora.types import Permissions, silent
+from pi_lora.types import silent
 from random_runs import put_on_hub, save_base, save_run, stored, tuned
 from small_configs import ALL, NEOX, NORMS, TIED, UNTIED, llama
 
@@ -253,9 +253,7 @@ def test_a_model_with_its_own_code_is_merged_with_permission(
         code = {"AutoConfig": f"{prefix}own.OwnConfig", "AutoModelForCausalLM": f"{prefix}own.OwnModel"}
         configured(model_type="own", auto_map=code)(folder, run)
     put_on_hub(base, "someone/own", tmp_path / "hub", monkeypatch)
-    merged = merge(
-        ModelRef(adapter, base="someone/own", permissions=Permissions(trust_remote_code=True)), tmp_path / "merged"
-    )
+    merged = merge(ModelRef(adapter, base="someone/own", trust_remote_code=True), tmp_path / "merged")
     assert merged.lines[0].startswith("checked: 21 tensors")
 
 

@@ -60,7 +60,7 @@ def test_the_card_of_an_extended_model_has_the_scores_of_the_probe(small_model: 
     assert ".partial" not in card
     kept = json.loads((tmp_path / "extended" / "scores" / "perplexity-step-0.json").read_text())
     assert kept["windows"][1]["perplexity"] == after.windows[1].value
-    with refused(ModelError, "--probe: ", "direct", "yarn", "theta"):
+    with refused(ModelError, "probe: ", "direct", "yarn", "theta"):
         extend(
             resolve_model(ModelRef(str(small_model), extension=Extension(256, scaling="theta"))),
             tmp_path / "other",

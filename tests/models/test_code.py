@@ -124,7 +124,7 @@ def check_self_contained(folder: Path, number: int) -> None:
 
 def test_code_is_that_of_the_pinned_revision(commits: list[str]) -> None:
     for revision, number in ((commits[0], 1), ("main", 2), (commits[0], 1)):
-        source = resolve_model(ModelRef("acme/lamp", permissions=TRUST, revision=revision))
+        source = resolve_model(ModelRef("acme/lamp", trust_remote_code=True, revision=revision))
         extended = source.extended(Extension(128, 64))
         assert number_of(source.base.meta_model) == number
         assert number_of(load(extended).module) == number
@@ -133,8 +133,8 @@ def test_code_is_that_of_the_pinned_revision(commits: list[str]) -> None:
 def test_a_run_of_a_hub_model_runs_and_writes_the_code_of_its_commit(commits: list[str], tmp_path: Path) -> None:
     recipe = small_recipe("", model={"name": "acme/lamp", "revision": commits[0]})
     run = train(recipe, tmp_path / "run", permissions=TRUST)
-    assert number_of(load(ModelRef(run, permissions=TRUST)).module.get_base_model()) == 1
-    merged = merge(ModelRef(run, permissions=TRUST), tmp_path / "merged", check="logits").folder
+    assert number_of(load(ModelRef(run, trust_remote_code=True)).module.get_base_model()) == 1
+    merged = merge(ModelRef(run, trust_remote_code=True), tmp_path / "merged", check="logits").folder
     check_self_contained(merged, 1)
     words = ("extend", "acme/lamp", "--target", "128", "--scaling", "yarn", "--output", str(tmp_path / "new"))
     assert run_command(*words) == 2
@@ -150,25 +150,27 @@ def test_what_a_folder_with_code_becomes_needs_neither_that_folder_nor_this_mach
 ) -> None:
     full = train(small_recipe(base, tuning={"method": "full"}), tmp_path / "full", permissions=TRUST)
     made = [full]
-    made.append(merge(ModelRef(run, permissions=TRUST), tmp_path / "merged").folder)
+    made.append(merge(ModelRef(run, trust_remote_code=True), tmp_path / "merged").folder)
     made.append(
-        extend(ModelRef(base, extension=Extension(128, scaling="yarn"), permissions=TRUST), tmp_path / "extended")
+        extend(ModelRef(base, extension=Extension(128, scaling="yarn"), trust_remote_code=True), tmp_path / "extended")
     )
     moved = base.rename(tmp_path / "moved")
     for folder in made:
         assert str(base) not in (folder / "config.json").read_text()
         check_self_contained(folder, 1)
-        assert number_of(load(ModelRef(folder, permissions=TRUST)).module) == 1
+        assert number_of(load(ModelRef(folder, trust_remote_code=True)).module) == 1
         assert "trust_remote_code=True" in (folder / "README.md").read_text()
     with refused(ModelError, str(run), base, "--base"):
-        resolve_model(ModelRef(str(run), permissions=TRUST))
-    assert number_of(load(ModelRef(run, base=str(moved), permissions=TRUST)).module.get_base_model()) == 1
-    check_self_contained(merge(ModelRef(run, base=str(moved), permissions=TRUST), tmp_path / "again").folder, 1)
+        resolve_model(ModelRef(str(run), trust_remote_code=True))
+    assert number_of(load(ModelRef(run, base=str(moved), trust_remote_code=True)).module.get_base_model()) == 1
+    check_self_contained(merge(ModelRef(run, base=str(moved), trust_remote_code=True), tmp_path / "again").folder, 1)
     (tmp_path / "llama.cpp").mkdir()
     (tmp_path / "llama.cpp" / CONVERTER).write_text("raise SystemExit('the converter ran')")
     with refused(ModelError, "", "the converter ran"):
         export_gguf(
-            ModelRef(run, base=str(moved), permissions=TRUST), tmp_path / "a.gguf", converter=tmp_path / "llama.cpp"
+            ModelRef(run, base=str(moved), trust_remote_code=True),
+            tmp_path / "a.gguf",
+            converter=tmp_path / "llama.cpp",
         )
 
 
@@ -179,9 +181,9 @@ def test_a_class_of_config_that_transformers_has_gets_the_models_code_for_this_m
     code = code.replace("from .configuration_lamp", "from transformers")
     (base / "modeling_lamp.py").write_text(code)
     configured(base, model_type="llama", auto_map={"AutoModelForCausalLM": CLASSES["AutoModelForCausalLM"]})
-    with_permission = load(ModelRef(base, permissions=TRUST, extension=Extension(128, 64))).module
+    with_permission = load(ModelRef(base, trust_remote_code=True, extension=Extension(128, 64))).module
     assert number_of(with_permission) == 1
-    assert type(load(ModelRef(small_model, permissions=TRUST)).module) is LlamaForCausalLM
+    assert type(load(ModelRef(small_model, trust_remote_code=True)).module) is LlamaForCausalLM
     # transformers has a class for such a model: without permission it is that.
     without = resolve_model(str(base))
     assert type(load(without).module) is LlamaForCausalLM
@@ -191,17 +193,17 @@ def test_a_class_of_config_that_transformers_has_gets_the_models_code_for_this_m
 def test_an_adapter_names_no_code(run: Path, base: Path) -> None:
     strange = {key: f"stranger/model--{name}" for key, name in CLASSES.items()}
     save_config({**read_config(run), "auto_map": strange}, run)
-    assert resolve_model(ModelRef(str(run), permissions=TRUST)).config["auto_map"] == CLASSES
+    assert resolve_model(ModelRef(str(run), trust_remote_code=True)).config["auto_map"] == CLASSES
     configured(base, model_type="llama", auto_map={})
     configured(run, model_type="llama")
-    assert "auto_map" not in resolve_model(ModelRef(str(run), permissions=TRUST)).config
+    assert "auto_map" not in resolve_model(ModelRef(str(run), trust_remote_code=True)).config
 
 
 def test_two_folders_of_one_name_run_their_own_code(small_model: Path, tmp_path: Path) -> None:
     sources = []
     for number in (1, 2):
         folder = with_code(small_model, tmp_path / str(number) / "model", number)
-        sources.append(resolve_model(ModelRef(str(folder), permissions=TRUST)))
+        sources.append(resolve_model(ModelRef(str(folder), trust_remote_code=True)))
     assert [number_of(load(source).module) for source in sources] == [1, 2]
 
 
@@ -209,6 +211,6 @@ def test_a_library_that_the_code_imports_is_named(base: Path) -> None:
     file = base / "modeling_lamp.py"
     file.write_text("import lampblack\n" + file.read_text())
     with refused(ModelError, str(base), "lampblack", "install") as raised:
-        resolve_model(ModelRef(str(base), permissions=TRUST))
+        resolve_model(ModelRef(str(base), trust_remote_code=True))
     assert "has no" not in str(raised.value)
     assert "lampblack" not in sys.modules

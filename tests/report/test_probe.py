@@ -140,12 +140,12 @@ def test_new_takes_a_probe_of_this_model_and_target_alone(tmp_path: Path) -> Non
         return pi_lora.new(BUILTIN, target, gpu="cpu", data="builtin:stdlib", probe=file, output=recipe)
 
     for changes in ({"original": 512}, {"weights": "another"}, {"model": "o"}):
-        with refused(ModelError, "--probe: ", changes.get("model", BUILTIN), BUILTIN):
+        with refused(ModelError, "probe: ", changes.get("model", BUILTIN), BUILTIN):
             new(**changes)
-    with refused(ModelError, "--probe: ", "--target 512"):
+    with refused(ModelError, "probe: ", "target 512"):
         new(target=512)
     direct = best.model_copy(update={"best": "direct"})
-    with refused(ModelError, "--probe: yarn keeps 8.30"):
+    with refused(ModelError, "probe: yarn keeps 8.30"):
         new(targets=[direct.model_copy(update={"enough": True})])
     lines: list[str] = []
     with showing(UI(say=lines.append)):
