@@ -27,7 +27,6 @@ from pi_lora.scaling.extension import Extension
 from pi_lora.scaling.rope import Method, Rope
 from pi_lora.scaling.verify import build_on_meta, rotary_frequencies
 from pi_lora.staging import resolve_run, staging_path
-from pi_lora.types import Permissions
 from random_runs import put_on_hub, save_run
 
 IDS = torch.randint(2, 1024, (1, 128), generator=torch.Generator().manual_seed(3))
@@ -368,7 +367,7 @@ def test_a_checkpoint_under_the_config_of_the_base_is_not_taken_for_unscaled(sma
         if name != "other":
             with refused(ModelError, f"{folder / 'config.json'}: ", "scaling", "--allow-mismatch"):
                 resolve_model(folder)
-        assert resolve_model(ModelRef(folder, permissions=Permissions(allow_mismatch=True))).scale == 1
+        assert resolve_model(ModelRef(folder, allow_mismatch=True)).scale == 1
 
 
 def test_what_does_not_fit_is_told_by_its_cause(lora_run: Path, small_model: Path, tmp_path: Path) -> None:
