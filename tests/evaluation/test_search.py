@@ -87,6 +87,10 @@ def test_the_descent_follows_the_gradient_in_shorter_and_shorter_steps() -> None
     torch.testing.assert_close(to_goal.points[-1], goal, atol=0.02, rtol=0)
     torch.testing.assert_close(to_goal.mean(), goal, atol=0.02, rtol=0)
     assert start.tolist() == pytest.approx([0.3, 0.3, 0.3])
+    # A divisor below 1, and one below that of a higher frequency, are not allowed.
+    bounded = Descent(torch.tensor([0.0, 0.1, 0.1]))
+    bounded.step(torch.tensor([1.0, -1.0, 1.0]))
+    assert bounded.points[0].tolist() == pytest.approx([0.0, 0.1, 0.1], abs=1e-6)
     for _ in range(searching.STEPS_TO_HALF + 1):
         away.step(-torch.ones(3))
     assert (away.points[-1] - away.points[-2]).tolist() == pytest.approx([rate / 2] * 3, abs=1e-4)
