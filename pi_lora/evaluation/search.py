@@ -21,12 +21,13 @@ import shlex
 import time
 from collections.abc import Callable, Sequence
 from functools import partial
+from operator import attrgetter
 from pathlib import Path
 from statistics import fmean
-from typing import Any, NamedTuple
+from typing import Annotated, Any
 
 import torch
-from pydantic import BaseModel
+from pydantic import BaseModel, Field
 from torch.utils.checkpoint import checkpoint
 from transformers.modeling_layers import GradientCheckpointingLayer
 
@@ -40,14 +41,11 @@ from pi_lora.models.loaded import load_model
 from pi_lora.models.source import ModelSource
 from pi_lora.models.weights import finite
 from pi_lora.recipe.evaluation import SearchOptions, TextOptions
-from pi_lora.scaling.config import Config
 from pi_lora.scaling.extension import Extension, extend_config
 from pi_lora.scaling.rope import Method, Rope
 from pi_lora.storage import check_can_write, write_json
 from pi_lora.types import Progress, ui
 
-# The search begins with the first of these scalings that suits the model; Phi-3 has no YaRN.
-STARTS: tuple[Method, ...] = ("yarn", "theta")
 # The most documents that a search reads, besides those that are left for the test, and the most tokens of a document.
 DOCUMENTS = 16
 DOCUMENT_TOKENS = 2**19
@@ -72,18 +70,14 @@ FREQUENCIES = ("inv_freq", "full_attention_inv_freq")
 
 
 class Scored(BaseModel):
-    """The losses of divisors in nats, of the needles and of the text. `value` is what the search minimizes."""
+    """The losses of divisors in nats, of the needles and of the text. `value` is what the search minimizes, `point` are
+    the logarithms of the divisors.
+    """
 
     needles: float
     text: float
     value: float
-
-
-class Mean(NamedTuple):
-    """The mean of steps as logarithms of divisors: (divisors), and the scores of it at the target window."""
-
-    point: torch.Tensor
-    scores: Scored
+    point: Annotated[tuple[float, ...], Field(exclude=True)] = ()
 
 
 class SearchResult(BaseModel):
@@ -107,7 +101,7 @@ class Searched:
 
     def __init__(self, base: ModelSource, options: SearchOptions) -> None:
         self.base = base
-        self.attention_factor = Rope(start_config(base, options.target)).attention_factor
+        self.attention_factor = start_rope(base, options.target).attention_factor
         self.loaded = load_model(base, base.dtype or ("bfloat16" if has_fast_bfloat16() else None))
         text_options = complete(TextOptions(data=options.data, column=options.column), [base])
         most = options.documents + DOCUMENTS
@@ -201,14 +195,17 @@ def probe_command(result: SearchResult, file: Path) -> str:
     """Return the command that compares the result in `file` with untuned scalings, on documents that the search did not
     read and with other passkeys.
     """
-    options = result.options
-    words = ["pi-lora", "probe", result.model, "--target", str(result.target), "--factors", str(file)]
-    if options.data:
-        words += ["--data", options.data]
-    if options.column != "text":
-        words += ["--column", options.column]
-    words += ["--documents", str(result.test_documents), "--seed", str(options.seed + 1)]
-    return shlex.join([*words, "--json", str(file.with_suffix(".probe.json"))])
+    options = {
+        "--target": result.target,
+        "--factors": file,
+        "--data": result.options.data,
+        "--column": result.options.column,
+        "--documents": result.test_documents,
+        "--seed": result.options.seed + 1,
+        "--json": file.with_suffix(".probe.json"),
+    }
+    given = [word for option, value in options.items() if value is not None for word in (option, str(value))]
+    return shlex.join(["pi-lora", "probe", result.model, *given])
 
 
 def start_of(base: ModelSource, target: int) -> torch.Tensor:
@@ -220,20 +217,15 @@ def start_of(base: ModelSource, target: int) -> torch.Tensor:
             f"model of type {base.config['model_type']}: has {len(ropes)} ropes for layers with full attention, and a "
             "search needs one; use another scaling"
         )
-    scaled = Rope(start_config(base, target)).scaled_frequencies
+    scaled = start_rope(base, target).scaled_frequencies
     divisors = torch.tensor(base.rope.frequencies) / torch.tensor(scaled)
     return divisors.log()
 
 
-def start_config(base: ModelSource, target: int) -> Config:
-    """Return the config of a base under the scaling that the search begins with."""
-    return extend_config(base.config, Extension(target, scaling=start_method(base)))
-
-
-def start_method(base: ModelSource) -> Method:
-    """Return the scaling that the search begins with."""
-    suitable = base.rope.scalings
-    return next(method for method in STARTS if method in suitable)
+def start_rope(base: ModelSource, target: int) -> Rope:
+    """Return the rope of a base under the scaling that the search begins with; Phi-3 has no YaRN."""
+    method: Method = "yarn" if "yarn" in base.rope.scalings else "theta"
+    return Rope(extend_config(base.config, Extension(target, scaling=method)))
 
 
 def allowed(logarithms: torch.Tensor) -> torch.Tensor:
@@ -294,18 +286,22 @@ class Results:
         return torch.tensor(numbers)
 
 
-def descend(searched: Searched, descent: Descent, results: Results, *, limit: float, progress: Progress) -> list[Mean]:
-    """Descend for `limit` seconds, or until the needles no longer move. Return the start and the means."""
+def descend(
+    searched: Searched, descent: Descent, results: Results, *, limit: float, progress: Progress
+) -> list[Scored]:
+    """Descend for `limit` seconds, or until the needles no longer move. Return the scores of the start and of the means
+    of steps at the target window.
+    """
 
-    def at_target(point: torch.Tensor) -> Mean:
+    def scored(point: torch.Tensor) -> Scored:
         with torch.no_grad():
             needles = results.next(searched.needle_loss, point, searched.long).item()
             text = results.next(searched.text_loss, point).item()
-        return Mean(point, Scored(needles=needles, text=text, value=needles + PENALTY * text))
+        return Scored(needles=needles, text=text, value=needles + PENALTY * text, point=point.tolist())
 
-    means = [at_target(descent.point.clone())]
-    while sum(results.seconds) < limit and moves(means):
-        best = min(means, key=score_of).scores
+    scores = [scored(descent.point)]
+    while sum(results.seconds) < limit and moves(scores):
+        best = min(scores, key=attrgetter("value"))
         least_seconds = SHORT_SHARE * sum(results.seconds[-2:])
         first = len(results.seconds)
         while len(results.seconds) - first < LEAST_STEPS or sum(results.seconds[first:]) < least_seconds:
@@ -314,18 +310,13 @@ def descend(searched: Searched, descent: Descent, results: Results, *, limit: fl
             descent.step(results.next(searched.gradient, descent.point, exam, text))
             note = f"{len(descent.points):,} steps, needles {best.needles:.3f} nats, text {best.text:.3f}"
             progress(round(min(sum(results.seconds), limit)), round(limit), note)
-        means.append(at_target(descent.mean()))
-    return means
+        scores.append(scored(descent.mean()))
+    return scores
 
 
-def score_of(mean: Mean) -> float:
-    """Return what the search minimizes."""
-    return mean.scores.value
-
-
-def moves(means: Sequence[Mean]) -> bool:
-    """Whether the loss of the needles differs in the last `PATIENCE` means."""
-    needles = [mean.scores.needles for mean in means[-PATIENCE:]]
+def moves(scores: Sequence[Scored]) -> bool:
+    """Whether the loss of the needles differs in the last `PATIENCE` scores."""
+    needles = [score.needles for score in scores[-PATIENCE:]]
     return len(needles) < PATIENCE or max(needles) > (1 + LEAST_MOVE) * min(needles)
 
 
@@ -347,10 +338,10 @@ def search(base: ModelSource, options: SearchOptions, file: Path) -> SearchResul
         folder = session.journal(searched.loaded, decided_by)
         assert folder
         with ui.progress(f"searching at {options.target:,}") as progress:
-            means = descend(searched, descent, Results(folder), limit=60 * options.minutes, progress=progress)
-        start = means[0].scores
-        point, best = min(means, key=score_of)
-        if not moves(means):
+            scores = descend(searched, descent, Results(folder), limit=60 * options.minutes, progress=progress)
+        start = scores[0]
+        best = min(scores, key=attrgetter("value"))
+        if not moves(scores):
             ui.say(
                 f"the loss of the needles does not move ({start.needles:.3f} nats at the start, {best.needles:.3f} at "
                 f"best): the search ends after {len(descent.points):,} steps"
@@ -358,7 +349,7 @@ def search(base: ModelSource, options: SearchOptions, file: Path) -> SearchResul
         result = SearchResult(
             model=base.name,
             original=base.window,
-            factors=tuple(float(f"{divisor:.8g}") for divisor in point.exp().tolist()),
+            factors=tuple(float(f"{math.exp(logarithm):.8g}") for logarithm in best.point),
             attention_factor=round(searched.attention_factor, 8),
             options=options,
             target=options.target,
