@@ -9,7 +9,6 @@ benchmarks/results/methods/, and the command goes on where it was interrupted. `
 tables in docs/results.md.
 """
 
-import logging
 import subprocess
 import sys
 from collections.abc import Callable
@@ -33,23 +32,21 @@ RUNS = Path("comparison")
 STEPS = 240
 TARGET = 1024
 WINDOWS = (256, 512, 768, 1024)
-STRIDE = 128
 DEPTHS = 32
 TRIALS = 20
 SEEDS = 3
 # The rates that are tried first for every method.
 RATES = (1.25e-3, 2.5e-3, 5e-3)
-# The documents by which rates are chosen, and those that are reported, with passkeys of this seed.
-SEED = 2
-TEXT: dict[str, Any] = {"windows": WINDOWS, "stride": STRIDE, "documents": 12, "truncate": 4096}
+# The documents by which rates are chosen, and those that are reported.
 VALIDATION = "validation"
 TEST = "test"
 
 ALL = "lora, embeddings and norms"
-# Labels, and how the built-in model is extended.
-UNTUNED: dict[str, tuple[str, Extension | None]] = {"not-tuned": ("not tuned", None)}
+# Labels, and models.
+UNTUNED = {"not-tuned": ("not tuned", ModelRef("builtin:tiny"))}
 for scaling in ("pi", "yarn", "theta", "dynamic"):
-    UNTUNED[f"not-tuned-scaling-{scaling}"] = (f"not tuned, scaling: {scaling}", Extension(TARGET, scaling=scaling))
+    extended = ModelRef("builtin:tiny", extension=Extension(TARGET, scaling=scaling))
+    UNTUNED[f"not-tuned-scaling-{scaling}"] = (f"not tuned, scaling: {scaling}", extended)
 # Label, and how a row differs from recipes/demo.yaml: LoRA on all linear layers with embeddings and norms, PI.
 METHODS: dict[str, tuple[str, list[str]]] = {
     "full": ("full", ["tuning.method=full"]),
@@ -63,14 +60,10 @@ METHODS: dict[str, tuple[str, list[str]]] = {
 }
 
 
-# The scores of a model, and the machine that measured them.
-Row = dict[str, Any]
-
-
-def tuned(name: str, rate: float, seed: int, split: str) -> Row:
+def tuned(name: str, rate: float, seed: int, split: str) -> dict[str, Any]:
     """The scores of a method with a rate and a seed, tuned first where no run did that."""
     run = RUNS / f"{name}-{rate:g}-{seed}"
-    if not read(file_of(run.name, split)) and not run.exists():
+    if not read(f"methods/{run.name}-{split}") and not run.exists():
         # The same arithmetic on every processor, so that rows of two of them compare.
         schedule = (
             f"training.steps={STEPS} training.precision=float32 training.learning_rate={rate:g} "
@@ -79,28 +72,23 @@ def tuned(name: str, rate: float, seed: int, split: str) -> Row:
         _, changes = METHODS[name]
         words = train_words(str(RECIPE), run, *changes, *schedule.split())
         subprocess.run([sys.executable, "-m", "pi_lora", *words], check=True)
-    return measured(run.name, str(run), split)
+    return measured(run.name, ModelRef(run), split)
 
 
-def file_of(row: str, split: str) -> str:
-    """The name of the file with the scores of a row on the documents of a split."""
-    return f"methods/{row}-{split}"
-
-
-def measured(row: str, model: str, split: str, stretch: Extension | None = None) -> Row:
-    """The scores of a model on the documents of a split, which are kept as those of a row."""
-    name = file_of(row, split)
-    kept: Row = read(name)
+def measured(row: str, model: ModelRef, split: str) -> dict[str, Any]:
+    """The scores of a model on the documents of a split, kept as those of a row with the machine."""
+    name = f"methods/{row}-{split}"
+    kept: dict[str, Any] = read(name)
     if kept:
         return kept
-    loaded = load(ModelRef(model, extension=stretch))
-    perplexity = evaluate(loaded, "perplexity", **TEXT, split=split)
-    scores: Row = {
+    loaded = load(model)
+    perplexity = evaluate(loaded, "perplexity", windows=WINDOWS, stride=128, documents=12, truncate=4096, split=split)
+    scores: dict[str, Any] = {
         "perplexity": {str(window.window): window.perplexity for window in perplexity.windows},
         "machine": machine(),
     }
     if split == TEST:
-        passkey = evaluate(loaded, "passkey", target=TARGET, depths=DEPTHS, trials=TRIALS, seed=SEED)
+        passkey = evaluate(loaded, "passkey", target=TARGET, depths=DEPTHS, trials=TRIALS, seed=2)
         scores["k_max"] = passkey.k_max
         scores["success_rate"] = fmean(depth.success_rate for depth in passkey.depths)
     write(name, scores)
@@ -113,13 +101,13 @@ def best_rate(score: Callable[[float], float]) -> float:
     >>> best_rate(lambda rate: abs(rate - 6e-4))
     0.000625
     """
-    rates = sorted(RATES)
+    rates = list(RATES)
     while True:
         best = min(rates, key=score)
         if best == rates[0]:
-            rates = [best / 2, *rates]
+            rates.insert(0, best / 2)
         elif best == rates[-1]:
-            rates = [*rates, 2 * best]
+            rates.append(2 * best)
         else:
             return best
 
@@ -132,9 +120,8 @@ def validation_perplexity(name: str, rate: float) -> float:
 
 def main() -> None:
     parser_of(__doc__).parse_args()
-    logging.getLogger("transformers").setLevel(logging.ERROR)
-    for row, (_, extension) in UNTUNED.items():
-        measured(row, "builtin:tiny", TEST, extension)
+    for row, (_, model) in UNTUNED.items():
+        measured(row, model, TEST)
     for name in METHODS:
         rate = best_rate(partial(validation_perplexity, name))
         for seed in range(SEEDS):

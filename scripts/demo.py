@@ -14,6 +14,7 @@ import sys
 import time
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 from rich.console import Console
 from rich.table import Table
@@ -22,10 +23,8 @@ from arguments import parser_of, train_words
 from machine import machine
 from pages import made_on, mean_and_range, write_block
 from pi_lora.cli import main as pi_lora
-from pi_lora.drawing import figure_of, save
-from pi_lora.evaluation.passkey import PasskeyScores
-from pi_lora.evaluation.perplexity import PerplexityScores
-from pi_lora.evaluation.suite import MEASUREMENTS
+from pi_lora.drawing import Panel, figure_of, save
+from pi_lora.evaluation.suite import MEASUREMENTS, read_scores
 from pi_lora.models.device import has_fast_bfloat16
 from pi_lora.recipe.files import load_recipe
 from pi_lora.report.scores import markdown_table
@@ -48,8 +47,6 @@ PASSKEYS = f"--depths {DEPTHS} --trials {TRIALS} --seed 2".split()
 TO_TARGET = ["--target", str(TARGET)]
 STEP_0 = ["--original", str(ORIGINAL), *TO_TARGET]
 MAP = ["--targets", "256,512,768,1024"]  # lengths of the heat map
-
-Measured = tuple[PerplexityScores, PasskeyScores]
 
 console = Console(highlight=False)
 
@@ -77,21 +74,19 @@ def tuned(name: str, *overrides: str) -> str:
     return str(output)
 
 
-def measured(name: str, model: str, lengths: list[str] = TO_TARGET, extension: Sequence[str] = ()) -> Measured:
-    """Measure perplexity and passkeys; return the scores, which stay in demo/scores."""
+def measured(name: str, model: str, lengths: list[str] = TO_TARGET, extension: Sequence[str] = ()) -> list[Any]:
+    """Measure perplexity and passkeys; return the scores of both, which stay in demo/scores."""
     folder = DEMO / "scores"
     folder.mkdir(parents=True, exist_ok=True)
-    perplexity = folder / f"{name}-perplexity.json"
-    run("eval", "perplexity", model, *extension, *SWEEP, "--json", str(perplexity))
-    passkey = folder / f"{name}-passkey.json"
-    run("eval", "passkey", model, *extension, *PASSKEYS, *lengths, "--json", str(passkey))
-    return (
-        PerplexityScores.model_validate_json(perplexity.read_text()),
-        PasskeyScores.model_validate_json(passkey.read_text()),
-    )
+    scores = []
+    for measurement, options in (("perplexity", SWEEP), ("passkey", [*PASSKEYS, *lengths])):
+        file = folder / f"{name}-{measurement}.json"
+        run("eval", measurement, model, *extension, *options, "--json", str(file))
+        scores.append(read_scores(file))
+    return scores
 
 
-def table_row(name: str, runs: list[Measured]) -> list[str]:
+def table_row(name: str, runs: list[list[Any]]) -> list[str]:
     """The cells of a model: the mean and the range of its runs."""
     sweeps = [[row.perplexity for row in perplexity.windows] for perplexity, _ in runs]
     perplexities = [mean_and_range(window, ".2f") for window in zip(*sweeps, strict=True)]
@@ -99,7 +94,7 @@ def table_row(name: str, runs: list[Measured]) -> list[str]:
     return [name, *perplexities, k_max]
 
 
-def show(models: dict[str, list[Measured]]) -> None:
+def show(models: dict[str, list[list[Any]]]) -> None:
     """Print and keep one table, and one picture of the first run of each model."""
     head = ["model", "perplexity at 256", "perplexity at 512", "perplexity at 1024", "k_max"]
     rows = [table_row(name, runs) for name, runs in models.items()]
@@ -108,11 +103,10 @@ def show(models: dict[str, list[Measured]]) -> None:
         table.add_row(*row)
     console.print(table)
     (DEMO / "table.md").write_text(markdown_table(head, rows), encoding="utf-8")
-    perplexities = {}
-    passkeys = {}
-    for name, runs in models.items():
-        perplexities[name], passkeys[name] = runs[0]
-    panels = [*MEASUREMENTS["perplexity"].panels(perplexities), *MEASUREMENTS["passkey"].panels(passkeys)]
+    panels: list[Panel] = []
+    for index, measurement in enumerate(("perplexity", "passkey")):
+        first_runs = {name: runs[0][index] for name, runs in models.items()}
+        panels += MEASUREMENTS[measurement].panels(first_runs)
     save(figure_of(*panels, window=ORIGINAL), DEMO / "demo.png")
 
 

@@ -3,6 +3,7 @@
 python scripts/family_plans.py
 """
 
+from contextlib import suppress
 from dataclasses import replace
 from itertools import product
 from pathlib import Path
@@ -40,7 +41,8 @@ GPUS = ("4090", "H100")
 TARGETS = (32768, 131072)
 # A task whose examples are as long as the window. A plan reads no data.
 EXAMPLES = Data.model_validate({"source": "tau/scrolls", "document": "input", "summary": "output"})
-HEAD = ("tokens", "GPU", "scaling", "method", "sequences", "checkpointing", "MLP", "GiB", "host", "trained", "hours")
+# Columns of the README.
+FIRST_COLUMNS = ("method", "GiB", "hours")
 
 
 def families() -> str:
@@ -50,12 +52,11 @@ def families() -> str:
         source = resolve_model(model, shipped=True)
         beyond = max(2 * source.window, TARGETS[-1])
         for target, gpu in product(sorted({*TARGETS, beyond}), GPUS):
-            try:
+            cells: dict[str, object] = {"": "does not fit"}
+            with suppress(PiLoraError):
                 cells = cells_of(chosen_plan(source, target, gpu))
-            except PiLoraError:
-                cells = ["does not fit"]
-            rows.append([model.partition("/")[2], short(target), gpu, *cells])
-    return "\n".join([*table(("model", *HEAD), rows), ""])
+            rows.append([model.partition("/")[2], short(target), gpu, *cells.values()])
+    return "\n".join([*table(("model", "tokens", "GPU", *cells), rows), ""])
 
 
 def first_plans() -> str:
@@ -65,11 +66,11 @@ def first_plans() -> str:
         source = resolve_model(model, shipped=True)
         cells = []
         for gpu in GPUS:
-            plan = chosen_plan(source, target, gpu)
-            cells += [plan.recipe.tuning.method, f"{plan.memory.peak / GIB:.1f}", f"{plan.hours or 0:.1f}"]
+            plan = cells_of(chosen_plan(source, target, gpu))
+            cells += [plan[column] for column in FIRST_COLUMNS]
         windows = f"{short(source.window)} to {short(target)}"
         rows.append([model, windows, *cells])
-    on_gpus = [f"{gpu}: {head}" for gpu in GPUS for head in ("method", "GiB", "hours")]
+    on_gpus = [f"{gpu}: {head}" for gpu in GPUS for head in FIRST_COLUMNS]
     return "\n".join([*table(("model", "window", *on_gpus), rows), ""])
 
 
@@ -86,21 +87,21 @@ def chosen_plan(source: ModelSource, target: int, gpu: str) -> TrainingPlan:
     return choose(replace(first, recipe=recipe))
 
 
-def cells_of(plan: TrainingPlan) -> list[object]:
+def cells_of(plan: TrainingPlan) -> dict[str, object]:
     """What a plan chooses and needs."""
     recipe = plan.recipe
     training = recipe.training
-    return [
-        recipe.scaling,
-        recipe.tuning.method,
-        f"{recipe.data.positions}, {short(plan.sequence_tokens)}",
-        training.activation_checkpointing,
-        training.mlp_chunk_tokens or "",
-        round(plan.memory.peak / GIB, 1),
-        round(plan.memory.host / GIB) or "",
-        f"{plan.tokens / 1e6:.0f} M",
-        f"{plan.hours or 0:.1f}",
-    ]
+    return {
+        "scaling": recipe.scaling,
+        "method": recipe.tuning.method,
+        "sequences": f"{recipe.data.positions}, {short(plan.sequence_tokens)}",
+        "checkpointing": training.activation_checkpointing,
+        "MLP": training.mlp_chunk_tokens or "",
+        "GiB": round(plan.memory.peak / GIB, 1),
+        "host": round(plan.memory.host / GIB) or "",
+        "trained": f"{plan.tokens / 1e6:.0f} M",
+        "hours": f"{plan.hours or 0:.1f}",
+    }
 
 
 # Page, name of the block in it, and what writes its table.

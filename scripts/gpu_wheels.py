@@ -52,7 +52,9 @@ def fill(folder: Path, machine: dict[str, str], python: str) -> dict[str, str]:
         name = canonicalize_name(requirement.name)
         if requirement.marker and not requirement.marker.evaluate(environment(python)):
             continue
-        if name == "torch" or has(machine, name, requirement):
+        # Empty: any version will do.
+        version = machine.get(name)
+        if name == "torch" or version == "" or (version and requirement.specifier.contains(version)):
             own[name] = machine[name]
         elif name not in seen:
             seen.add(name)
@@ -82,14 +84,6 @@ def environment(python: str) -> dict[str, str]:
         "python_version": python,
         "python_full_version": f"{python}.0",
     }
-
-
-def has(machine: dict[str, str], name: str, requirement: Requirement) -> bool:
-    """Whether the machine has a version that will do."""
-    if name not in machine:
-        return False
-    version = machine[name]
-    return not version or requirement.specifier.contains(version)
 
 
 def download(folder: Path, requirement: str, python: str) -> Path:

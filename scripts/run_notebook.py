@@ -4,6 +4,7 @@ python scripts/run_notebook.py docs/quickstart.ipynb
 """
 
 import tempfile
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -15,9 +16,14 @@ from arguments import parser_of
 PNG = "image/png"
 
 
-def is_kept(output: Any) -> bool:
-    """Whether an output is printed text or a picture; what libraries say on stderr is of this environment."""
-    return output.get("name") == "stdout" or PNG in output.get("data", {})
+def kept(outputs: Iterable[Any]) -> Iterator[Any]:
+    """Printed text and pictures; what libraries say on stderr is of this environment."""
+    for output in outputs:
+        if output.get("name") == "stdout":
+            yield output
+        if PNG in output.get("data", {}):
+            output.data = {PNG: output.data[PNG]}
+            yield output
 
 
 def main() -> None:
@@ -30,10 +36,7 @@ def main() -> None:
     for cell in notebook.cells:
         cell.metadata.pop("execution", None)  # the times, which differ each time
         if cell.cell_type == "code":
-            cell.outputs = [output for output in cell.outputs if is_kept(output)]
-        for output in cell.get("outputs", []):
-            if PNG in output.get("data", {}):
-                output.data = {PNG: output.data[PNG]}
+            cell.outputs = list(kept(cell.outputs))
     nbformat.write(notebook, path)
 
 

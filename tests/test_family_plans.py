@@ -49,4 +49,4 @@ def test_the_task_of_the_page_is_planned_as_its_row_says(tmp_path: Path) -> None
 def test_new_writes_the_recipe_of_a_row(gpu: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     plan = planned(api.new("Qwen/Qwen3-8B", 131072, gpu=gpu, output="my.yaml"))
-    assert row("Qwen/Qwen3-8B", "128k", gpu)[2:] == [str(cell) for cell in family_plans.cells_of(plan)]
+    assert row("Qwen/Qwen3-8B", "128k", gpu)[2:] == [str(cell) for cell in family_plans.cells_of(plan).values()]
