@@ -212,7 +212,7 @@ def test_a_mistake_is_named_before_a_model_is_loaded_to_be_compared_or_probed(
         (("compare", str(small_model), "run"), ["evaluation.perplexity.data: ", "evaluation.summarization.data: "]),
         (("probe", str(small_model), "--target", "256", "--data", "gone.txt"), ["--data: gone.txt: "]),
         (
-            ("eval", "perplexity", "run", str(small_model), "--data", "text.txt", "--windows", "9999"),
+            ("eval", "perplexity", "run", str(small_model), "--data", "text.txt", "--windows", "64,9999"),
             ["--data: text.txt: "],
         ),
         (("eval", "context", "run", "--data", "text.txt", "--min-tokens", "9999"), ["--data: text.txt: "]),
