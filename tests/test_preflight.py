@@ -348,7 +348,10 @@ def test_measurements_that_cannot_work_are_refused_before_the_training(
         ),
         tmp_path / "run",
     )
+    check(small_recipe(small_model, evaluation={"summarization": {}}), tmp_path / "run")
+    short = {"data": usable["name"], "column": "conversations", "window": 4}
     for model, evaluation, *names in (
+        (with_chat_template, {"chat": short}, "left out: 3"),
         (small_model, {"chat": {"data": usable["name"], "column": "conversations"}}, "chat template"),
         (with_chat_template, {"chat": {"data": bots["name"], "column": "conversations"}}, "turns of the bot"),
         (small_model, {"perplexity": {"data": "builtin:recall"}}, "builtin:recall"),
@@ -461,6 +464,10 @@ def test_weights_of_the_hub_are_asked_for_before_a_training_only(small_model: Pa
     assert hub.asked("safetensors") == []
     check(recipe, tmp_path / "run", ask_hub=True)
     assert hub.asked("safetensors")
+    measured = small_recipe("someone/model", evaluation={"perplexity": {"data": "someone/text"}})
+    check(measured, tmp_path / "run")
+    with refused(RecipeError, "evaluation.perplexity.data: someone/text: "):
+        check(measured, tmp_path / "run", ask_hub=True)
     files = hub.files("models/someone/model")
     hub.add("models/someone/model", {name: files[name] for name in files if name != "model.safetensors"})
     with refused(ModelError, "someone/model: ", "safetensors"):

@@ -100,6 +100,10 @@ NO_BASE = "the base was not measured in the same way"
             {"perplexity-base": perplexity(8.5, 60.0, "other"), "perplexity": perplexity(9.0, 7.125)},
             {"Reads": "128 tokens with a perplexity of 7.125", "Short inputs": NO_BASE},
         ),
+        (
+            {"perplexity-step-0": perplexity(9.5, 7.5)},
+            {"Reads": "128 tokens with a perplexity of 7.500", "Short inputs": NO_BASE},
+        ),
         ({"passkey": passkey(96)}, {"Finds": "passkeys up to 96 tokens in 128 tokens", "Short inputs": NO_BASE}),
     ],
 )
