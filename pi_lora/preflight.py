@@ -27,6 +27,7 @@ from pi_lora.models.shape import dense_mlps
 from pi_lora.models.source import Base, ModelSource
 from pi_lora.planning.advice import plan_lines
 from pi_lora.planning.training_plan import TrainingPlan
+from pi_lora.recipe.evaluation import number_of
 from pi_lora.recipe.schema import Recipe, Training
 from pi_lora.run import Run
 from pi_lora.staging import check_output, staging_path
@@ -170,7 +171,7 @@ def _evaluation_problems(recipe: Recipe, tokenizer: Any, ask_hub: bool) -> Itera
     target = recipe.context.target
     for options in (evaluation.perplexity, evaluation.in_short().perplexity):
         stride = (options and options.stride) or target
-        truncate = (options and options.truncate) or target
+        truncate = (options and number_of(options.truncate)) or target
         if options and options.windows is None and not stride <= target <= truncate:
             yield f"evaluation: the target window is {target}; lower stride to it, or raise truncate to it"
     if evaluation.perplexity and evaluation.perplexity.data is None and not recipe.model.name.startswith(BUILTIN):

@@ -438,7 +438,7 @@ def evaluation_documents(options: TextOptions) -> Iterator[Document]:
         return hub_file(source, file).documents()
     source = Source(name=name, **options.model_dump(include=HELD_OUT_KEYS))
     # The first documents of a large data set are measured without downloading all of it, and its other splits.
-    takes_first = options.documents is not None and options.seed is None
+    takes_first = isinstance(options.documents, int) and options.seed is None
     if takes_first or options.hold_out is not None:
         source = streamed(source)
     return find_table(source).documents(held_out=True)

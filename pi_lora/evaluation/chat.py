@@ -14,8 +14,10 @@ from pi_lora.data.checks import data_problems
 from pi_lora.data.sources import find_table, format_counts, streamed
 from pi_lora.data.tokens import Labelled
 from pi_lora.errors import DataError
+from pi_lora.evaluation.duration import Pass, budget_here
 from pi_lora.evaluation.forward import check_numbers, logits_in_parts, pad_rows, split_positions
 from pi_lora.evaluation.measurement import (
+    About,
     Measurement,
     Metric,
     Preview,
@@ -31,9 +33,13 @@ from pi_lora.model_ref import ModelRef
 from pi_lora.models.loaded import LoadedModel, load_model
 from pi_lora.models.resolve import resolve_model
 from pi_lora.models.source import ModelSource
+from pi_lora.recipe.budget import MAX_SAMPLES, affordable
 from pi_lora.recipe.data import Data, Source
-from pi_lora.recipe.evaluation import ChatOptions
+from pi_lora.recipe.evaluation import ChatOptions, number_of
 from pi_lora.types import Json
+
+# Chats are far shorter than the window that they fit.
+CHATS_OF_A_WINDOW = 10
 
 
 class ChatScore(Result):
@@ -74,7 +80,9 @@ class Chats(Measurement[ChatOptions, ChatScores]):
             for model in models:
                 if vocabulary_of(model) != vocabulary_of(base):
                     raise DataError(f"--base: {base.name}: has another vocabulary than {model.name}; name its own base")
-        return options.changed(window=options.window or min(windows))
+        window = options.window or min(windows)
+        limit = options.limit or CHATS_OF_A_WINDOW * affordable(budget_here(), window, MAX_SAMPLES)
+        return options.changed(window=window, limit=limit)
 
     def problems(self, options: ChatOptions, preview: Preview) -> list[str]:
         """Return the problems of the chats."""
@@ -89,10 +97,11 @@ class Chats(Measurement[ChatOptions, ChatScores]):
     def measure(self, model: LoadedModel, options: ChatOptions, session: Session) -> ChatScores:
         """Measure a model, with the base in memory too. Raise DataError if the data cannot be read, or no chat fits."""
         source = chats_of(options)
-        table = find_table(streamed(source) if options.limit else source)
+        limit = number_of(options.limit)
+        table = find_table(streamed(source) if limit else source)
         counts = Counter[str]()
         template = ChatTemplate(model.tokenizer, options.window or model.window)
-        chats = {chat.name: chat for chat in islice(template.rows(table, counts), options.limit)}
+        chats = {chat.name: chat for chat in islice(template.rows(table, counts), limit)}
         for line in format_counts(counts):
             session.say(f"{options.data}: {line}")
         if not chats:
@@ -105,8 +114,14 @@ class Chats(Measurement[ChatOptions, ChatScores]):
         def measure(name: str) -> Json:
             return chat_score(name, chats[name], model, base).model_dump()
 
+        def passes(name: str) -> list[Pass]:
+            return [(0, len(chats[name].ids))] * (2 if base else 1)
+
+        about = About("chat", f"{len(chats)} chats", ("limit", len(chats) // 4))
         decided_by = {"rows": table.identity, "base": base and identity_of(base)}
-        results = session.measure(model, options, decided_by, items=list(chats), measure=measure)
+        results = session.measure(
+            model, options, decided_by, items=list(chats), measure=measure, about=about, passes=passes
+        )
         per_chat = [ChatScore.model_validate(result) for result in results]
         tokens = [chat.tokens for chat in per_chat]
         loss = fmean([math.log(chat.perplexity) for chat in per_chat], tokens)

@@ -18,9 +18,11 @@ from pydantic import Field
 from pi_lora.data.tokens import added_prefix, token_spans
 from pi_lora.drawing import Panel, draw_curves, draw_marked_text
 from pi_lora.errors import DataError, ModelError
+from pi_lora.evaluation.duration import budget_here
 from pi_lora.evaluation.forward import check_numbers, pass_tokens
 from pi_lora.evaluation.intervals import of_means
 from pi_lora.evaluation.measurement import (
+    About,
     Measurement,
     Metric,
     Preview,
@@ -32,7 +34,7 @@ from pi_lora.evaluation.measurement import (
     header_of,
 )
 from pi_lora.evaluation.perplexity import Piece, Sweep, scored_losses
-from pi_lora.evaluation.texts import TokenizedDocument, choose_documents, complete, text_problems
+from pi_lora.evaluation.texts import TokenizedDocument, choose_documents, text_problems, with_text
 from pi_lora.models.loaded import LoadedModel
 from pi_lora.models.source import ModelSource
 from pi_lora.models.weights import finite
@@ -104,8 +106,11 @@ class Context(Measurement[ContextOptions, ContextScores]):
 
     def prepare(self, options: ContextOptions, models: Sequence[ModelSource]) -> ContextOptions:
         """Fill in text, documents, windows and stride, alike for all models."""
-        window, short_window, stride = options.sizes(max(model.window for model in models))
-        return complete(options, models, window=window, short_window=short_window, stride=stride)
+        options = with_text(options, models)
+        longest = max(model.window for model in models)
+        window, short_window, stride = options.sizes(longest)
+        amount = options.amount(longest, budget_here())
+        return options.changed(window=window, short_window=short_window, stride=stride, **amount)
 
     def problems(self, options: ContextOptions, preview: Preview) -> Iterator[str]:
         """Yield the problems of the text, and of the file of key tokens."""
@@ -129,7 +134,20 @@ class Context(Measurement[ContextOptions, ContextScores]):
             return [losses.tolist() for losses in context_losses(model, ids, short_window, stride)]
 
         decided_by = {"texts": [document.digest for document in documents]}
-        results = session.measure(model, options, decided_by, items=range(len(windows)), measure=measure)
+        near = [(0, short_window + stride)] * ((window - short_window) // stride)
+        results = session.measure(
+            model,
+            options,
+            decided_by,
+            items=range(len(windows)),
+            measure=measure,
+            about=About(
+                "context",
+                f"{len(windows)} windows of {len(documents)} documents",
+                ("documents", len(documents) // 4 or len(documents) - 1),
+            ),
+            passes=lambda _: [(0, window), *near],
+        )
         losses = torch.tensor(results, dtype=torch.double)  # (windows, 2, scored tokens)
         check_numbers(model, finite(losses))
         losses_by_document = torch.split(losses, [len(document.ids) // window for document in documents])

@@ -7,6 +7,7 @@ import json
 import math
 import os
 import shutil
+import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
@@ -20,6 +21,7 @@ from pi_lora.data.documents import fingerprint
 from pi_lora.distributed import all_gather_objects, is_main_process, rank, shard, wait_for_all_processes
 from pi_lora.drawing import Panel
 from pi_lora.errors import Interrupted
+from pi_lora.evaluation.duration import SHORT, Clock, Pass, clock_of, duration_in_words
 from pi_lora.evaluation.forward import is_sharded
 from pi_lora.evaluation.intervals import Interval, of_means, wilson
 from pi_lora.models.device import versions
@@ -197,12 +199,14 @@ class Session:
     Attributes:
         progress: Called after each result.
         say: Prints messages to the user.
+        remedy: How a measurement takes less time, with the `measurement`, a `key` of the options and a `value`.
         journalled: Whether the session keeps a journal. A model that trains has none: no file tells its steps apart.
         folders: The journals of this session.
     """
 
     progress: Progress = silent
     say: Callable[[str], object] = str
+    remedy: str = "--{key} {value} shortens it"
     journalled: bool = False
     folders: list[Path] = field(default_factory=list)
 
@@ -225,10 +229,12 @@ class Session:
         *,
         items: Sequence[Any],
         measure: Callable[[Any], Any],
+        about: "About",
+        passes: Callable[[Any], Iterable[Pass]] | None = None,
     ) -> list[Any]:
         """Return the results, JSON, of `items`, texts or numbers, which the model, the options and `decided_by`, JSON,
         determine. Each process measures its share without the results in the journal, and all processes return the
-        same.
+        same. The `passes` of the items, or else the first item, tell how long it takes.
 
         With a sharded model every process measures all items: a forward pass gathers the weights from all processes, so
         all must run the same passes.
@@ -237,15 +243,36 @@ class Session:
         results = dict(read_journal(folder)) if folder else {}
         is_divided = not is_sharded(loaded.module)
         items_of_rank = shard(items) if is_divided else items
+        clock = clock_of(loaded)
+        left = {item: clock.work(passes(item)) if passes else 1.0 for item in items_of_rank if item not in results}
+        is_known = passes is not None and self.announce(clock, about, sum(left.values()))
         for done, item in enumerate(items_of_rank, 1):
             if item not in results:
+                begin = time.monotonic()
                 results[item] = measure(item)
+                if not is_known and left[item]:
+                    speed = left[item] / (time.monotonic() - begin)
+                    is_known = self.announce(clock._replace(speed=speed), about, sum(left.values()))
                 if folder:
                     append_journal(item, results[item], folder)
                 self.progress(done, len(items_of_rank), "")
         if is_divided:
             results = dict(all_gather_objects(list(results.items())))
         return [results[item] for item in items]
+
+    def announce(self, clock: Clock, about: "About", work: float) -> bool:
+        """Say how long the `work` of a measurement takes, and what shortens it; return False if no speed is known."""
+        if not clock.speed:
+            return False
+        seconds = work / clock.speed
+        if seconds >= SHORT:
+            line = f"{about.measurement}: {about.amount}: {duration_in_words(seconds)}"
+            key, value = about.less
+            if value:
+                remedy = self.remedy.format(measurement=about.measurement, key=key, value=value)
+                line += f"; {remedy}"
+            self.say(line)
+        return True
 
     def __enter__(self) -> Self:
         return self
@@ -258,6 +285,20 @@ class Session:
                     shutil.rmtree(folder, ignore_errors=True)
         if isinstance(error, KeyboardInterrupt) and any(folder.exists() for folder in self.folders):
             raise Interrupted("interrupted; what was measured is kept, the same command goes on from there") from None
+
+
+class About(NamedTuple):
+    """What a measurement reads.
+
+    Attributes:
+        measurement: The name of the measurement.
+        amount: Such as `20 documents at 4 windows`.
+        less: An option, and a value with which the measurement takes less time; 0 if no option shortens it.
+    """
+
+    measurement: str
+    amount: str
+    less: tuple[str, int]
 
 
 def read_journal(folder: Path) -> Iterator[tuple[str | int, Any]]:

@@ -14,6 +14,7 @@ from pydantic import Field
 from pi_lora.data.tokens import prompt_ids
 from pi_lora.drawing import Panel, draw_curves
 from pi_lora.errors import DataError
+from pi_lora.evaluation.duration import Pass, budget_here
 from pi_lora.evaluation.forward import (
     SharedPrefix,
     check_numbers,
@@ -21,6 +22,7 @@ from pi_lora.evaluation.forward import (
     shared_prefix,
 )
 from pi_lora.evaluation.measurement import (
+    About,
     Measurement,
     Metric,
     Preview,
@@ -94,10 +96,10 @@ class Passkey(Measurement[PasskeyOptions, PasskeyScores]):
     scores = PasskeyScores
 
     def prepare(self, options: PasskeyOptions, models: Sequence[ModelSource]) -> PasskeyOptions:
-        """Fill in the target: the longest window."""
-        if options.longest:
-            return options
-        return options.changed(target=max(model.window for model in models))
+        """Fill in the target, the longest window, and the depths and trials."""
+        if not options.longest:
+            options = options.changed(target=max(model.window for model in models))
+        return options.changed(**options.amount(budget_here()))
 
     def problems(self, options: PasskeyOptions, preview: Preview) -> Iterator[str]:
         """Yield that the shortest context does not hold the prompt."""
@@ -135,7 +137,17 @@ class Passkey(Measurement[PasskeyOptions, PasskeyScores]):
         test = PasskeyTest(model, target, options)
         # The first trial shows how the tokenizer splits the prompt.
         decided_by = {"target": target, "first": test.first}
-        results = session.measure(model, options, decided_by, items=range(options.depths), measure=test.measure)
+        trials = test.trials_of_depth
+        less = ("trials", trials // 4 or 1) if trials > 1 else ("depths", test.depths // 4)
+        results = session.measure(
+            model,
+            options,
+            decided_by,
+            items=range(test.depths),
+            measure=test.measure,
+            about=About("passkey", f"{test.depths * trials} prompts of {target:,} tokens", less),
+            passes=test.passes,
+        )
         depths = [PasskeyDepth.model_validate(result) for result in results]
         return PasskeyLength(target=target, k_max=k_max(depths), depths=depths)
 
@@ -280,15 +292,26 @@ class PasskeyTest:
     def __init__(self, loaded: LoadedModel, target: int, options: PasskeyOptions) -> None:
         self.loaded = loaded
         self.target = target
-        self.ks = distances(target, options.depths)
+        amount = options.amount(budget_here())
+        self.depths: int = amount["depths"]
+        self.trials_of_depth: int = amount["trials"]
+        self.ks = distances(target, self.depths)
         rng = random.Random(options.seed)
-        self.keys = [["".join(rng.choices(string.digits, k=DIGITS)) for _ in range(options.trials)] for _ in self.ks]
+        self.keys = [
+            ["".join(rng.choices(string.digits, k=DIGITS)) for _ in range(self.trials_of_depth)] for _ in self.ks
+        ]
         self.first = self.trials(0)[0]
 
     def trials(self, depth: int) -> list[Trial]:
         """Return the trials at one depth; raise DataError if a prompt does not fit."""
         k = self.ks[depth]
         return [make_trial(self.loaded.tokenizer, self.target, k, key) for key in self.keys[depth]]
+
+    def passes(self, depth: int) -> list[Pass]:
+        """Return the tokens that are read at a depth: without those ahead of the key, if prompts can share them."""
+        source = self.loaded.source
+        is_shared = not source.rope.depends_on_length and not source.config.get("sliding_window")
+        return [(self.target - self.ks[depth] if is_shared else 0, self.target)] * self.trials_of_depth
 
     def measure(self, depth: int) -> Json:
         """Return the fields of PasskeyDepth for one depth."""

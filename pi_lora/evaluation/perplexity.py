@@ -19,9 +19,20 @@ from pydantic import Field
 
 from pi_lora.data.tokens import added_prefix
 from pi_lora.drawing import Panel, draw_curves, draw_perplexities
+from pi_lora.evaluation.duration import Pass, budget_here
 from pi_lora.evaluation.forward import check_numbers, pad_rows, pass_tokens, token_losses
-from pi_lora.evaluation.measurement import Measurement, Metric, Preview, Result, Scores, Session, Value, header_of
-from pi_lora.evaluation.texts import TokenizedDocument, choose_documents, complete, text_problems
+from pi_lora.evaluation.measurement import (
+    About,
+    Measurement,
+    Metric,
+    Preview,
+    Result,
+    Scores,
+    Session,
+    Value,
+    header_of,
+)
+from pi_lora.evaluation.texts import TokenizedDocument, choose_documents, text_problems, with_text
 from pi_lora.models.loaded import LoadedModel
 from pi_lora.models.source import ModelSource
 from pi_lora.recipe.evaluation import PerplexityOptions
@@ -99,8 +110,9 @@ class Perplexity(Measurement[PerplexityOptions, PerplexityScores]):
         recipe_options = next(filter(None, options_in_recipes), None)
         if options.data is None and recipe_options:
             options = recipe_options.changed(**options.model_dump(exclude_unset=True, exclude_none=True))
-        windows, stride = options.sweep(max(model.window for model in models))
-        return complete(options, models, windows=windows, stride=stride)
+        options = with_text(options, models)
+        originals = [model.original for model in models]
+        return options.changed(**options.sizes(max(model.window for model in models), originals, budget_here()))
 
     def problems(self, options: PerplexityOptions, preview: Preview) -> list[str]:
         """Return the problems of the text."""
@@ -314,8 +326,17 @@ def _measure_documents(
         scored = scored_losses(model.module, documents[number].ids, pieces, prefix)
         return [(name, losses.sum().item(), len(tokens)) for name, tokens, losses in scored]
 
+    def passes_of(index: int) -> list[Pass]:
+        _, pieces = passes[index]
+        return [(0, piece.stop - piece.start) for piece in pieces]
+
+    windows = f"{len(sweep.windows)} window{'s' * (len(sweep.windows) > 1)}"
+    less = ("documents", len(documents) // 4 or 1) if len(documents) > 1 else ("windows", max(sweep.windows))
+    about = About("perplexity", f"{len(documents)} documents at {windows}", less)
     decided_by = {"texts": [document.digest for document in documents]}
-    results = session.measure(model, options, decided_by, items=range(len(passes)), measure=measure)
+    results = session.measure(
+        model, options, decided_by, items=range(len(passes)), measure=measure, about=about, passes=passes_of
+    )
     sums_by_document: list[list[LossSum]] = [[] for _ in documents]
     for (number, _), sums in zip(passes, results, strict=True):
         sums_by_document[number] += sums

@@ -14,13 +14,15 @@ from rich.table import Table
 from pi_lora.distributed import is_main_process
 from pi_lora.errors import ModelError
 from pi_lora.evaluation.changes import change_of, in_words
+from pi_lora.evaluation.duration import budget_here
 from pi_lora.evaluation.measurement import Metric, Scores, Session
 from pi_lora.evaluation.passkey import PasskeyScores
 from pi_lora.evaluation.perplexity import PerplexityScores
 from pi_lora.evaluation.suite import MEASUREMENTS, marked, metrics_of, prepare, say_training_notes, setting_of
-from pi_lora.models.device import device, hardware, has_fast_bfloat16, versions
+from pi_lora.models.device import hardware, has_fast_bfloat16, versions
 from pi_lora.models.loaded import load_model
 from pi_lora.models.source import Base, ModelSource
+from pi_lora.recipe.budget import SHARE
 from pi_lora.recipe.evaluation import PasskeyOptions, PerplexityOptions, ProbeOptions
 from pi_lora.recipe.factors import Factors, read_factors
 from pi_lora.recipe.section import Section
@@ -34,14 +36,8 @@ from pi_lora.types import Json, ui
 FOR_COMPARISON = ("direct", "dynamic")
 # The number of scalings that are probed by default, of those that suit the model: pi, yarn and theta of a plain base.
 DEFAULT_SCALINGS = 3
-# Tokens of documents for each scaling, and of passkeys at each distance; at least one document and one passkey.
-SAMPLE_TOKENS = 2**15
-SAMPLE_TOKENS_ON_CPU = 2**14
-MAX_DOCUMENTS = 12
-MAX_TRIALS = 10
-# The number of distances of passkeys with several trials at each distance, and with one trial.
-DEPTHS = 8
-DEPTHS_OF_SINGLE_TRIALS = 4
+# The most distances of passkeys.
+MAX_DEPTHS = 8
 # A scaling gets passkeys if the perplexity at L' is at most this multiple of the lowest.
 PROMISING_RATIO = 1.25
 # No tuning is needed up to this multiple of the base's perplexity, and from this percentage of retrieved passkeys.
@@ -206,26 +202,22 @@ def _probe_target(base: ModelSource, target: int, options: ProbeOptions, session
     """Measure the base and the scalings at one target."""
     factors = read_factors(Path(options.factors)) if options.factors else None
     models = _models_to_probe(base, target, options, factors)
-    sample_tokens = SAMPLE_TOKENS_ON_CPU if device().type == "cpu" else SAMPLE_TOKENS
-    samples = max(1, sample_tokens // target)
+    budget = budget_here() // SHARE
     perplexity_options = PerplexityOptions(
         data=options.data,
         column=options.column,
         windows=(base.window, target),
         stride=base.window,
         truncate=target,
-        documents=options.documents or min(MAX_DOCUMENTS, samples),
+        documents=options.documents,
     )
+    perplexity_options = perplexity_options.changed(**perplexity_options.sizes(target, [], budget))
     # A missing text is reported before weights are read.
     prepared = prepare({"perplexity": perplexity_options}, [base])
     say_training_notes(prepared, [base])
-    trials = options.trials or min(MAX_TRIALS, samples)
-    passkey_options = PasskeyOptions(
-        target=target,
-        depths=DEPTHS if trials > 1 else DEPTHS_OF_SINGLE_TRIALS,
-        trials=trials,
-        seed=options.seed,
-    )
+    passkey_options = PasskeyOptions(target=target, trials=options.trials, seed=options.seed)
+    amount = passkey_options.amount(budget)
+    passkey_options = passkey_options.changed(**amount | {"depths": min(MAX_DEPTHS, amount["depths"])})
 
     def measure(name: str, scaling: Method, requested: Section) -> Any:
         with ui.progress(f"{scaling} at {target:,}, {name}") as session.progress:
@@ -236,7 +228,7 @@ def _probe_target(base: ModelSource, target: int, options: ProbeOptions, session
     for name in models:
         scalings[name] = Probed(perplexity=measure("perplexity", name, prepared["perplexity"]))
     lowest = min(probed.windows[1].value for probed in scalings.values())
-    promising_ratio = PROMISING_RATIO if trials > 1 else 1.0
+    promising_ratio = PROMISING_RATIO if passkey_options.trials != 1 else 1.0
     for name, probed in scalings.items():
         # Divisors that were searched are asked: they were chosen for retrieval.
         if name == "factors" or probed.windows[1].value <= promising_ratio * lowest:

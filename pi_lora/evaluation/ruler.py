@@ -10,8 +10,10 @@ from typing import Annotated
 from pydantic import Field
 
 from pi_lora.errors import DataError
+from pi_lora.evaluation.duration import budget_here, clock_of
 from pi_lora.evaluation.forward import prompts_at_once
 from pi_lora.evaluation.measurement import (
+    About,
     Measurement,
     Metric,
     Result,
@@ -24,6 +26,7 @@ from pi_lora.evaluation.measurement import (
 )
 from pi_lora.models.loaded import LoadedModel
 from pi_lora.models.source import ModelSource
+from pi_lora.recipe.budget import MAX_SAMPLES, affordable
 from pi_lora.recipe.evaluation import RulerOptions, default_windows
 
 ALL_TASKS = 13
@@ -71,7 +74,7 @@ class Ruler(Measurement[RulerOptions, RulerScores]):
     scores = RulerScores
 
     def prepare(self, options: RulerOptions, models: Sequence[ModelSource]) -> RulerOptions:
-        """Fill in the windows, by default L', L'/2, ... down to L, and the tasks."""
+        """Fill in the windows, by default L', L'/2, ... down to L, with L, the tasks, and the samples."""
         from pi_lora.evaluation.harness import RULER_TASKS
 
         unknown = set(options.tasks or ()).difference(RULER_TASKS)
@@ -79,9 +82,12 @@ class Ruler(Measurement[RulerOptions, RulerScores]):
             raise DataError(
                 f"--tasks: {', '.join(unknown)}: no such task of RULER; choose from {', '.join(RULER_TASKS)}"
             )
-        original = min(model.original for model in models)
-        windows = options.windows or default_windows(max(model.window for model in models), original)
-        return options.changed(windows=windows, tasks=options.tasks or RULER_TASKS)
+        originals = [model.original for model in models]
+        longest = max(model.window for model in models)
+        windows = options.windows or default_windows(longest, min(originals), originals)
+        # Each task has the budget of a measurement.
+        samples = options.samples or affordable(budget_here(), sum(windows), MAX_SAMPLES)
+        return options.changed(windows=windows, tasks=options.tasks or RULER_TASKS, samples=samples)
 
     def measure(self, model: LoadedModel, options: RulerOptions, session: Session) -> RulerScores:
         """Measure the tasks, the shortest window first. Raise DataError if a window does not hold a prompt of a task,
@@ -89,6 +95,11 @@ class Ruler(Measurement[RulerOptions, RulerScores]):
         """
         from pi_lora.evaluation.harness import VERSION, save_tokenizer
 
+        prompts = len(options.tasks or ()) * (options.samples or 1)
+        clock = clock_of(model)
+        amount = f"{prompts} prompts at each of {len(options.windows or ())} windows"
+        about = About("ruler", amount, ("samples", (options.samples or 1) // 4))
+        session.announce(clock, about, prompts * clock.work((0, window) for window in options.windows or ()))
         with TemporaryDirectory() as tokenizer_folder:
             save_tokenizer(model.tokenizer, tokenizer_folder)
             lengths = [

@@ -40,6 +40,8 @@ MEASUREMENTS: Mapping[str, Measurement[Any, Any]] = {
 SPEED_OPTIONS = {"batch_size"}
 # Options that name the text of a perplexity, or a part of it.
 OF_ONE_TEXT = {"data", "subset", "split", "column", "hold_out"}
+# How a measurement of a whole recipe takes less time: alone, with other options.
+OF_ONE = "pi-lora eval {measurement} with --{key} {value} takes less"
 # Options by measurement.
 Requested = Mapping[str, Section]
 
@@ -69,7 +71,7 @@ def evaluate(
     loaded: LoadedModel | None = None
     for name, options in prepared.items():
         results = []
-        with Session(say=ui.say, journalled=journalled) as session:
+        with Session(say=ui.say, journalled=journalled, remedy=OF_ONE if section else Session.remedy) as session:
             for model in models:
                 if isinstance(model, LoadedModel):
                     loaded = model
@@ -134,12 +136,17 @@ def scores_of(
     return {name: scores_by_name[name] for name in requested}
 
 
-def measure(loaded: LoadedModel, evaluation: Evaluation, progress: Progress = silent) -> dict[str, Scores]:
+def measure(
+    loaded: LoadedModel,
+    evaluation: Evaluation,
+    progress: Progress = silent,
+    say: Callable[[str], object] = str,
+) -> dict[str, Scores]:
     """Measure a model during training, with the smaller options of `evaluation`. `progress` is called after each
-    document or prompt, and may raise an exception to stop.
+    document or prompt, and may raise an exception to stop; `say` is told how long it takes.
     """
     requested = requested_measurements(evaluation.in_short())
-    with Session(progress) as session:
+    with Session(progress, say, remedy="evaluation.while_training.{key}={value} shortens it") as session:
         return {name: MEASUREMENTS[name].run(loaded, options, session) for name, options in requested.items()}
 
 
@@ -191,7 +198,9 @@ def requested_of_run(run: Run, data: str | None = None) -> dict[str, Any]:
     of_recipe = requested.pop("perplexity", PerplexityOptions())
     if of_recipe.data and Path(of_recipe.data) == Path(data):
         return {"perplexity": of_recipe, **requested}
-    of_all_texts = of_recipe.model_dump(exclude_unset=True, exclude=OF_ONE_TEXT)
+    of_recipe_text = of_recipe.model_dump(exclude_unset=True, exclude=OF_ONE_TEXT)
+    # All documents of one text are few, of another perhaps a million.
+    of_all_texts = {key: value for key, value in of_recipe_text.items() if value != "all"}
     options = PerplexityOptions(data=data, **of_all_texts)
     return {name_of_text_scores(data): options, **requested}
 

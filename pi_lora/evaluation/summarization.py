@@ -14,13 +14,25 @@ from pi_lora.data.documents import looks_local
 from pi_lora.data.examples import EMPTY, NO_EXAMPLE, TOO_LONG, Prompter, Task
 from pi_lora.data.sources import SCROLLS, find_table, format_counts, streamed, trains_on
 from pi_lora.errors import DataError
+from pi_lora.evaluation.duration import budget_here
 from pi_lora.evaluation.forward import prompts_at_once
 from pi_lora.evaluation.generation import generate
-from pi_lora.evaluation.measurement import Measurement, Metric, Preview, Scores, Session, Value, average, header_of
+from pi_lora.evaluation.measurement import (
+    About,
+    Measurement,
+    Metric,
+    Preview,
+    Scores,
+    Session,
+    Value,
+    average,
+    header_of,
+)
 from pi_lora.models.loaded import LoadedModel
 from pi_lora.models.source import ModelSource
+from pi_lora.recipe.budget import MAX_SAMPLES, affordable
 from pi_lora.recipe.data import Data
-from pi_lora.recipe.evaluation import Sampling, SummarizationOptions
+from pi_lora.recipe.evaluation import Sampling, SummarizationOptions, number_of
 from pi_lora.recipe.schema import Recipe
 from pi_lora.types import Json, ui
 
@@ -76,7 +88,8 @@ class Summarization(Measurement[SummarizationOptions, SummarizationScores]):
             differing = [key.replace("_", " ") for key, value in completed if getattr(own, key) != value]
             if differing:
                 ui.say(f"{model.name}: is measured as {chosen.name}, with its {', '.join(differing)}")
-        return completed
+        tokens = completed.document_tokens or max(model.window for model in models)
+        return completed.changed(limit=options.limit or affordable(budget_here(), tokens, MAX_SAMPLES))
 
     def problems(self, options: SummarizationOptions, preview: Preview) -> list[str]:
         """Return the problems of rows that the options name, and of their prompt."""
@@ -103,9 +116,10 @@ class Summarization(Measurement[SummarizationOptions, SummarizationScores]):
         data = rows_of(options)
         prompter = Prompter(data, model.tokenizer, model.window)
         [source] = data.source
-        table = find_table(streamed(source) if options.limit else source)
+        limit = number_of(options.limit)
+        table = find_table(streamed(source) if limit else source)
         counts = Counter[str]()
-        examples = list(prompter.examples(table, counts, options.limit, held_out=True))
+        examples = list(prompter.examples(table, counts, limit, held_out=True))
         if not examples:
             raise DataError(f"{source.name}: {NO_EXAMPLE}")
         for line in format_counts(counts):
@@ -122,9 +136,10 @@ class Summarization(Measurement[SummarizationOptions, SummarizationScores]):
             seed = (options.seed + start) % 2**32
             return generate(model, batch, options.changed(seed=seed))
 
+        about = About("summarization", f"{len(prompts)} summaries", ("limit", len(prompts) // 4))
         decided_by = {"rows": table.identity, "batch_size": batch_size}
         starts = range(0, len(prompts), batch_size)
-        batches = session.measure(model, options, decided_by, items=starts, measure=write_batch)
+        batches = session.measure(model, options, decided_by, items=starts, measure=write_batch, about=about)
         summaries = list(chain.from_iterable(batches))
         rouges = rouge(summaries, references)
         means: Json = {name: fmean(f1_scores) for name, f1_scores in rouges.items()}

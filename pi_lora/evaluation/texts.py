@@ -24,11 +24,10 @@ from pi_lora.models.files import BUILTIN
 from pi_lora.models.loaded import LoadedModel
 from pi_lora.models.source import ModelSource
 from pi_lora.recipe.data import RECALL, Data, Source
-from pi_lora.recipe.evaluation import ChatOptions, SummarizationOptions, TextOptions
+from pi_lora.recipe.evaluation import ChatOptions, SummarizationOptions, TextOptions, number_of
 from pi_lora.recipe.section import Section
 
-# The paper's choice: 128 documents of 32768 tokens and more; it is not known which. The 12 documents of the standard
-# library take the built-in model a minute or two on two cores.
+# The paper's choice: 128 documents of 32768 tokens and more; it is not known which. The standard library is small.
 DEFAULTS: dict[str, dict[str, int]] = {
     "proof-pile": {"documents": 128, "min_tokens": 32768, "truncate": 32768, "seed": 0},
     STDLIB: {"documents": 12},
@@ -47,15 +46,15 @@ class TokenizedDocument(NamedTuple):
     digest: str
 
 
-def complete(options: OptionsT, models: Sequence[ModelSource], **sizes: Any) -> OptionsT:
-    """Return the options with these `sizes`, a text, and the default choice of documents, where they are not set. The
-    default text of the built-in model is the standard library. Raise DataError without a text.
+def with_text(options: OptionsT, models: Sequence[ModelSource]) -> OptionsT:
+    """Return the options with a text and the default choice of documents, where they are not set. The default text of
+    the built-in model is the standard library. Raise DataError without a text.
     """
     bases = [model.recipe.model.name if model.recipe else model.base.name for model in models]
     if options.data is None and not all(base.startswith(BUILTIN) for base in bases):
         raise DataError(f"--data: name a text that {models[0].name} was not tuned on: a file, folder or hub data set")
     data = options.data or STDLIB
-    default = {"data": data, **sizes, **DEFAULTS.get(data, {})}
+    default = {"data": data, **DEFAULTS.get(data, {})}
     completed = options.changed(**default | options.model_dump(exclude_none=True))
     measured = Source(name=data, **completed.model_dump(include={"subset", "split", "column"}))
     shares = [held_out_share(model.texts, measured) for model in models]
@@ -126,7 +125,7 @@ def choose_documents(model: LoadedModel, options: TextOptions, longest: int) -> 
         ids = strip_eos(ids, model.tokenizer.eos_token_id)
         lengths.append(len(ids))
         if len(ids) >= needed:
-            measured = array("i", ids[: options.truncate])
+            measured = array("i", ids[: number_of(options.truncate)])
             chosen.append(TokenizedDocument(document.name, measured, document.text, document.digest))
         if len(chosen) == options.documents:
             break

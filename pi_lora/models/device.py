@@ -48,9 +48,11 @@ def bfloat16_speed() -> float:
     return rates[torch.bfloat16] / rates[torch.float32]
 
 
-def processor_peak() -> float:
-    """Return the FLOP/s of this processor in products of matrices, of all threads, in the dtype that trainings use."""
-    dtype = torch.bfloat16 if has_fast_bfloat16() else torch.float32
+def processor_peak(dtype: torch.dtype | None = None) -> float:
+    """Return the FLOP/s of this processor in products of matrices, of all threads, by default in the dtype that
+    trainings use.
+    """
+    dtype = dtype or (torch.bfloat16 if has_fast_bfloat16() else torch.float32)
     [rate] = _processor_rates(dtype).values()
     return rate * torch.get_num_threads()
 

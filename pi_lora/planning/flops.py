@@ -73,6 +73,12 @@ def blocks_of(tokens: int, window: int, on_cpu: bool) -> Blocks:
     return Blocks(size, tokens * size * (1 + before) - missing)
 
 
+def flops_of_forward(shape: Shape, tokens: int, *, on_cpu: bool) -> float:
+    """Return the operations of a forward pass over an input of `tokens` with the default kernel, without the head."""
+    layers = (shape.linear_weights + shape.active_experts) * 2.0 * tokens
+    return layers + _attention_products(shape, tokens, "auto", on_cpu)
+
+
 class Flops(NamedTuple):
     """Operations of each part of training."""
 
@@ -97,10 +103,7 @@ def flops_of_training(
     adapter = linear_adapter_parameters(shape, tuning) * 2.0 * tokens
     head = shape.embedding * 2.0 * tokens
     mlp_product = shape.hidden * shape.intermediate * shape.layers * 2.0 * tokens
-    width = shape.queries
-    if attention == "auto" and shape.in_blocks and not shape.soft_capped:
-        width += SINK_CHANNELS * shape.heads
-    products = 4.0 * _attention_pairs(shape, tokens, attention, on_cpu=loss_in_place) * width
+    products = _attention_products(shape, tokens, attention, on_cpu=loss_in_place)
     forward = layers + adapter + products
     weight_gradients = layers if tuning.method == "full" else adapter
     if trains_head(shape, tuning):
@@ -133,6 +136,14 @@ def flops_of_training(
         recomputation=recomputation * sequences,
         backward=backward * sequences,
     )
+
+
+def _attention_products(shape: Shape, tokens: int, attention: str, on_cpu: bool) -> float:
+    """Return the operations of both products of attention over an input, in all layers."""
+    width = shape.queries
+    if attention == "auto" and shape.in_blocks and not shape.soft_capped:
+        width += SINK_CHANNELS * shape.heads
+    return 4.0 * _attention_pairs(shape, tokens, attention, on_cpu) * width
 
 
 def _attention_pairs(shape: Shape, tokens: int, attention: str, on_cpu: bool) -> float:

@@ -24,27 +24,22 @@ from pi_lora.models.tokenizer import has_chat_template
 from pi_lora.planning.advice import Changes, memory_saving_changes, plan_lines, replanned
 from pi_lora.planning.gpus import CPU, Gpu, device_here, find_gpu
 from pi_lora.planning.training_plan import TrainingPlan, plan_training
+from pi_lora.recipe.budget import budget_of
 from pi_lora.recipe.data import RECALL, Data, Source
-from pi_lora.recipe.evaluation import default_windows
+from pi_lora.recipe.evaluation import PasskeyOptions, PerplexityOptions, default_windows
 from pi_lora.recipe.schema import Recipe
 from pi_lora.types import Json
 
 # The training text and the perplexity text of most shipped recipes.
 CORPUS = "monology/pile-uncopyrighted"
-PERPLEXITY_TEXT: Json = {"data": "pg19", "documents": 2}
+PERPLEXITY_TEXT: Json = {"data": "pg19"}
 # The training text of the demo, for the built-in model, which knows Python alone.
 BUILTIN_CORPUS = ({"name": "builtin:stdlib", "weight": 0.4}, {"name": "builtin:recall", "weight": 0.6})
-# The most held-out documents that are measured: a data set of the hub has any number of them.
-MAX_HELD_OUT_DOCUMENTS = 20
-MAX_STRIDE = 1024
 # The weight of a text beside 1 of synthetic documents that ask for distant facts. These are a quarter, as in the
 # tunings of SmolLM2-135M (docs/results.md).
 TEXT_WEIGHT = 3
 # Why the scaling is the first of those that suit a plain base.
 DEFAULT_REASON = "the best of our measurements before and after tuning; pi-lora probe compares others"
-# A CPU measures these in minutes.
-CPU_DOCUMENTS = 5
-CPU_PASSKEYS: Json = {"depths": 8, "trials": 4}
 # The shortest PoSE sequences that have been tried (adapters/smollm2_135m_16k), and a limit on their cost. The PoSE
 # paper (arXiv 2309.10400) tunes on 2,048 tokens.
 MIN_SEQUENCE_TOKENS = 1024
@@ -154,8 +149,7 @@ def sections_of_texts(names: Sequence[str], target: int, column: str) -> Json:
         sources = [source.changed(hold_out=share_to_hold_out(source, target)) for source in sources]
     sections: Json = {"data": {"source": _with_recall(sources)}}
     if sources[0].hold_out:
-        perplexity = held_out_text(sources[0]) | {"documents": MAX_HELD_OUT_DOCUMENTS}
-        sections["evaluation"] = {"perplexity": perplexity}
+        sections["evaluation"] = {"perplexity": held_out_text(sources[0])}
     return sections
 
 
@@ -188,12 +182,10 @@ def first_plan(source: ModelSource, target: int, gpu: Gpu, sections: Json) -> Tr
         "evaluation": {"perplexity": {} if is_builtin else PERPLEXITY_TEXT},
     }
     tree |= sections
-    perplexity = tree["evaluation"]["perplexity"] | {"stride": min(MAX_STRIDE, target // 8), "truncate": target}
-    passkey: Json = {}
-    if gpu.name == CPU:
-        perplexity["documents"] = CPU_DOCUMENTS
-        passkey = CPU_PASSKEYS
-    tree["evaluation"] = {"perplexity": perplexity, "passkey": passkey}
+    budget = budget_of(on_cpu=gpu.name == CPU)
+    perplexity = tree["evaluation"]["perplexity"] | PerplexityOptions().sizes(target, [source.original], budget)
+    del perplexity["windows"]  # L', L and those between follow from the target
+    tree["evaluation"] = {"perplexity": perplexity, "passkey": PasskeyOptions(target=target).amount(budget)}
     recipe = Recipe.model_validate(tree)
     extension = extension_of(recipe)
     assert extension, "a new recipe extends its model"

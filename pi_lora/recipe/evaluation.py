@@ -1,18 +1,18 @@
 """Options of every measurement. They are a section of a recipe, options of a command, and a part of the scores."""
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from typing import Annotated, Literal
 
 from pydantic import AfterValidator, Field, PositiveFloat, PositiveInt
 
+from pi_lora.recipe.budget import MAX_DOCUMENTS, affordable, passes_of, passkeys_within, truncation_within
 from pi_lora.recipe.data import CHAT_COLUMNS
 from pi_lora.recipe.section import LIST, Section, Seed, Texts, Tokens, Windows, sections_in
+from pi_lora.types import Json
 
-# The paper's stride in tokens.
-STRIDE = 256
 # The near context of LongPPL in tokens.
 SHORT_WINDOW = 4096
-# The shortest window of the default windows, in tokens.
+# The shortest of the default windows in tokens, or a quarter of the longest if that is more; L is always one of them.
 SHORTEST_WINDOW = 256
 
 
@@ -23,19 +23,27 @@ def _no_chats(column: str) -> str:
 
 
 TextColumn = Annotated[str, AfterValidator(_no_chats)]
+# A number of documents, examples or tokens, or all of them.
+Amount = PositiveInt | Literal["all"]
+Length = Tokens | Literal["all"]
 
 
-def default_windows(window: int, shortest: int | None = None) -> tuple[int, ...]:
-    """Return `window` and its halves in tokens, down to the `shortest`, or to 256.
+def number_of(amount: Amount | None) -> int | None:
+    """Return an amount as a number; None for all."""
+    return amount if isinstance(amount, int) else None
 
-    >>> default_windows(1024), default_windows(1024, 512)
-    ((256, 512, 1024), (512, 1024))
+
+def default_windows(window: int, shortest: int, originals: Iterable[int] = ()) -> tuple[int, ...]:
+    """Return `window` and its halves in tokens, down to the `shortest`, and the `originals` between them.
+
+    >>> default_windows(1024, 512), default_windows(131072, 40960, [40960])
+    ((512, 1024), (40960, 65536, 131072))
     """
-    limit = max(SHORTEST_WINDOW, shortest or 0)
-    windows = [window]
-    while windows[0] // 2 >= limit:
-        windows.insert(0, windows[0] // 2)
-    return tuple(windows)
+    windows = {window, *(original for original in originals if shortest <= original < window)}
+    while window // 2 >= shortest:
+        window //= 2
+        windows.add(window)
+    return tuple(sorted(windows))
 
 
 class TextOptions(Section):
@@ -43,10 +51,10 @@ class TextOptions(Section):
 
     data: str | None = None
     """File, folder, glob or hub id, `pg19` or `proof-pile`. By default builtin:stdlib for the built-in model."""
-    documents: PositiveInt | None = None
-    """Number of documents. By default all; 12 of builtin:stdlib."""
-    truncate: Tokens | None = None
-    """Tokens of each document that are measured. By default all."""
+    documents: Amount | None = None
+    """Number of documents, or `all`. By default 1 to 20, fewer for longer windows."""
+    truncate: Length | None = None
+    """Tokens of each document that are measured, or `all`. By default some of the longest windows, or one."""
     min_tokens: Tokens | None = None
     """Leave out documents with fewer tokens."""
     seed: Seed | None = None
@@ -65,9 +73,9 @@ class PerplexityOptions(TextOptions):
     """Sliding-window perplexity (paper, section 3.2)."""
 
     windows: Windows = None
-    """Windows to measure, in tokens. By default L', L'/2, ... down to 256, or to a longer stride."""
+    """Windows to measure, in tokens. By default L', L'/2, L'/4, and down to L, but none below 256 or the stride."""
     stride: Tokens | None = None
-    """Tokens by which the window slides. By default 256, or half the shortest window if that is less."""
+    """Tokens by which the window slides; the paper's is 256. By default half the shortest window."""
     bos: Literal["window", "document"] = "window"
     """Place of BOS, if the tokenizer adds one: the start of each window, or of each document alone."""
 
@@ -75,14 +83,27 @@ class PerplexityOptions(TextOptions):
         """Yield a stride or truncation that does not fit the windows."""
         if self.windows and self.stride and self.stride > min(self.windows):
             yield f"stride: {self.stride} is longer than the shortest window, {min(self.windows)}; lower it"
-        if self.windows and self.truncate and self.truncate < max(self.windows):
+        if self.windows and isinstance(self.truncate, int) and self.truncate < max(self.windows):
             yield f"truncate: {self.truncate} tokens do not hold a window of {max(self.windows)}; raise it"
 
-    def sweep(self, window: int) -> tuple[tuple[int, ...], int]:
-        """Return the windows, the shortest first, and the stride in tokens, for a model with this `window`."""
-        windows = tuple(sorted(self.windows or default_windows(window, self.stride)))
-        default_stride = min(STRIDE, max(1, windows[0] // 2))
-        return windows, self.stride or default_stride
+    def sweep(self, window: int, originals: Iterable[int] = ()) -> tuple[tuple[int, ...], int]:
+        """Return the windows, the shortest first, and the stride in tokens, for models whose longest window is
+        `window`, and whose original ones are `originals`.
+        """
+        shortest = max(min([max(SHORTEST_WINDOW, window // 4), *originals]), self.stride or 1)
+        windows = tuple(sorted(self.windows or default_windows(window, shortest, originals)))
+        return windows, self.stride or max(1, windows[0] // 2)
+
+    def sizes(self, window: int, originals: Iterable[int], budget: int) -> Json:
+        """Return windows, stride, truncation and number of documents, where they are not set within a budget of tokens,
+        for models as `sweep` takes them.
+        """
+        windows, stride = self.sweep(window, originals)
+        truncate = self.truncate or truncation_within(budget, windows[-1], stride)
+        measured = truncate if isinstance(truncate, int) else windows[-1]
+        tokens = windows[-1] * passes_of(windows[-1], stride, measured)
+        documents = self.documents or affordable(budget, tokens, MAX_DOCUMENTS)
+        return {"windows": windows, "stride": stride, "truncate": truncate, "documents": documents}
 
 
 class ContextOptions(TextOptions):
@@ -101,7 +122,7 @@ class ContextOptions(TextOptions):
         """Yield a short window or a truncation that does not fit the window."""
         if self.window and self.short_window and self.short_window >= self.window:
             yield f"short_window: {self.short_window} is no shorter than the window, {self.window}; lower it"
-        if self.window and self.truncate and self.truncate < self.window:
+        if self.window and isinstance(self.truncate, int) and self.truncate < self.window:
             yield f"truncate: {self.truncate} tokens do not hold a window of {self.window}; raise it"
 
     def sizes(self, window: int) -> tuple[int, int, int]:
@@ -109,6 +130,16 @@ class ContextOptions(TextOptions):
         window = self.window or window
         short_window = self.short_window or min(SHORT_WINDOW, window // 2)
         return window, short_window, self.stride or max(1, short_window // 4)
+
+    def amount(self, window: int, budget: int) -> Json:
+        """Return truncation and number of documents, where they are not set within a budget of tokens."""
+        window, short_window, stride = self.sizes(window)
+        # A token is read in the whole window, and in the near contexts that overlap.
+        tokens = window * (2 + short_window / stride)
+        truncate = self.truncate or window * affordable(budget // MAX_DOCUMENTS, tokens, MAX_DOCUMENTS)
+        windows = truncate // window if isinstance(truncate, int) else 1
+        documents = self.documents or affordable(budget, windows * tokens, MAX_DOCUMENTS)
+        return {"truncate": truncate, "documents": documents}
 
 
 class PasskeyOptions(Section):
@@ -118,10 +149,10 @@ class PasskeyOptions(Section):
     """Tokens of context. By default L'."""
     targets: Windows = None
     """Several context lengths in tokens, instead of `target`."""
-    depths: PositiveInt = 32
-    """Number of distances, uniformly spaced up to the target."""
-    trials: PositiveInt = 10
-    """Random keys at each distance."""
+    depths: PositiveInt | None = None
+    """Number of distances, uniformly spaced up to the target. By default 4 to 32, fewer for longer targets."""
+    trials: PositiveInt | None = None
+    """Random keys at each distance. By default 1 to 10, fewer for longer targets."""
     seed: Seed = 0
     """Seed of the random keys."""
 
@@ -129,6 +160,11 @@ class PasskeyOptions(Section):
     def longest(self) -> int | None:
         """The longest context in tokens."""
         return max(self.targets) if self.targets else self.target
+
+    def amount(self, budget: int) -> Json:
+        """Return depths and trials, where they are not set within a budget of tokens."""
+        depths, trials = passkeys_within(budget, sum(self.targets or [self.target or 1]))
+        return {"depths": self.depths or depths, "trials": self.trials or trials}
 
 
 class ProbeOptions(Section):
@@ -145,9 +181,9 @@ class ProbeOptions(Section):
     column: TextColumn = "text"
     """Column that holds the text, if documents are rows."""
     documents: PositiveInt | None = None
-    """Number of documents. By default 1 to 12, depending on the target."""
+    """Number of documents. By default 1 to 20, fewer for longer targets."""
     trials: PositiveInt | None = None
-    """Random passkeys at each distance. By default 1 to 10, depending on the target."""
+    """Random passkeys at each distance. By default 1 to 10, fewer for longer targets."""
     seed: Seed = 0
     """Seed of the random passkeys."""
 
@@ -191,8 +227,8 @@ class RulerOptions(Section):
     """Windows to measure, in tokens. By default L', L'/2, ... down to L."""
     tasks: Texts | None = None
     """RULER tasks of lm-eval. By default all 13."""
-    samples: Annotated[int, Field(gt=0, le=500)] = 100
-    """Prompts of each task and window."""
+    samples: Annotated[int | None, Field(gt=0, le=500)] = None
+    """Prompts of each task and window. By default 1 to 100, fewer for longer windows."""
     seed: Seed = 0
     """Seed of the prompts."""
     batch_size: PositiveInt | None = None
@@ -237,8 +273,8 @@ class SummarizationOptions(Sampling):
     """Truncate documents to this number of tokens. By default as in tuning, or 15000."""
     special_tokens: bool = False
     """Read `</s>` and other special tokens in texts as special tokens, not as plain text."""
-    limit: PositiveInt | None = None
-    """Use only this number of examples, from the first. By default all."""
+    limit: Amount | None = None
+    """Number of examples, from the first, or `all`. By default 1 to 100, fewer for longer documents."""
     batch_size: PositiveInt | None = None
     """Summaries per batch. By default as many as fit into 16,384 tokens."""
 
@@ -256,8 +292,8 @@ class ChatOptions(Section):
     """Model to compare with, for example the model that was tuned. By default none."""
     window: Annotated[int | None, Field(gt=1)] = None
     """Window in tokens; longer chats are left out. By default the shortest window of the models."""
-    limit: PositiveInt | None = None
-    """Use only this number of chats, from the first. By default all."""
+    limit: Amount | None = None
+    """Number of chats, from the first, or `all`. By default 10 to 1,000, fewer for a longer window."""
 
 
 # The keys of `while_training` that concern passkeys.
@@ -267,9 +303,9 @@ PASSKEY_KEYS = {"depths", "trials"}
 class ShortEvaluation(Section):
     """Smaller values for the measurements during training. Other values are those of the finished run."""
 
-    documents: PositiveInt | None = None
+    documents: Amount | None = None
     """Number of documents for perplexity. Processes share them, as they share the depths."""
-    truncate: Tokens | None = None
+    truncate: Length | None = None
     """Tokens of each document that are measured for perplexity."""
     stride: Tokens | None = None
     """Tokens by which the window of perplexity slides."""

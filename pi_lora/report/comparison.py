@@ -101,7 +101,7 @@ def compare_run(
             untuned_scores = measure(STEP_0, used_options, partial(base.extended, extension))
     else:
         base_name += " (another model)"
-        measured = evaluate([base], used_options, {})
+        measured = evaluate([base], used_options, {}, section="evaluation")
         base_scores = {name: scores[0] for name, scores in measured.items()}
     original = folder.metadata.original
     verdict = verdict_of(base_scores, untuned_scores, run_scores, original)

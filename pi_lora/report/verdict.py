@@ -24,13 +24,14 @@ def verdict_of(
         base: The scores of the base by measurement. Those with other options than the run's do not count.
         untuned: The scores of the base under the scaling of the run, without tuning, likewise.
         run: The scores of the run by measurement. What was not measured, or only on texts that the run is tuned on, has
-            no line.
+            no line, except for short inputs.
         original: The original window (L) in tokens.
     """
     lines = {}
     finds = []
     tuning: list[Row] = []
     costs: list[Row] = []
+    is_measured = False
     for name, scores in run.items():
         if scores.tuned_on:
             continue
@@ -43,12 +44,14 @@ def verdict_of(
             tuning += changes_between(without_tuning, [_farthest(after)])
             in_original = [metric for metric in after if metric.at == original]
             costs = [*changes_between(before, in_original), *costs]
+            is_measured |= bool(in_original)
         if scores.measurement in RETRIEVAL:
             found = _farthest([metric for metric in after if metric.label in (PASSKEYS, "RULER")] or after)
             finds.append(_finds(before, found))
             tuning += changes_between(without_tuning, [found])
         if scores.measurement in SHORT:
             costs += changes_between(before, after)
+            is_measured = True
     if finds:
         lines["Finds"] = "; ".join(finds)
     if tuning:
@@ -58,7 +61,7 @@ def verdict_of(
         if any(GAIN in row.verdict for row in costs):
             lines["Short inputs"] += "; tuning alone, without a longer window, may gain as much"
     elif run:
-        lines["Short inputs"] = "the base was not measured in the same way"
+        lines["Short inputs"] = "the base was not measured in the same way" if is_measured else "not measured"
     return lines
 
 

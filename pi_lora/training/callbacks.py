@@ -33,7 +33,7 @@ from pi_lora.models.quiet import quiet_loading
 from pi_lora.models.weights import finite
 from pi_lora.recipe.evaluation import Evaluation
 from pi_lora.run import TRAINING_LOG, Run
-from pi_lora.types import Json, Progress
+from pi_lora.types import Json, Progress, ui
 
 LIBRARY_LOG = "libraries.log"
 
@@ -119,7 +119,7 @@ class ScheduledMeasurements(TrainerCallback):
                 raise Interrupted(f"{self.model.name}: interrupted while step {step} was measured; {self._remedy()}")
 
         with _as_when_loaded(self.model):
-            scores = measure(self.model, self.evaluation, stop_if_signalled)
+            scores = measure(self.model, self.evaluation, stop_if_signalled, say=ui.say if step == 0 else str)
         if is_main_process():
             for name, result in scores.items():
                 of_step = result.model_copy(update={"step": step})

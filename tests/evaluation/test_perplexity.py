@@ -174,7 +174,7 @@ def test_a_run_is_measured_on_the_held_out_text_of_its_recipe(lora_run: Path, tm
     assert options.bos == "document"
     # A value that is given counts, also if it is the default.
     assert Perplexity().prepare(PerplexityOptions(bos="window"), [resolve_model(str(run))]).bos == "window"
-    assert Perplexity().prepare(PerplexityOptions(data="mine"), [resolve_model(str(run))]).documents is None
+    assert Perplexity().prepare(PerplexityOptions(data="mine"), [resolve_model(str(run))]).documents == 20
 
 
 @pytest.fixture
@@ -255,7 +255,7 @@ def test_several_models_are_printed_side_by_side(
     both = json.loads(Path("both.json").read_text())
     assert [(each["model"], each["scale"]) for each in both] == [(models[0], 1.0), (models[1], 2.0)]
     # Without --windows, all are measured up to the longest that one of them reads.
-    assert [[row["window"] for row in each["windows"]] for each in both] == [[128], [128]]
+    assert [[row["window"] for row in each["windows"]] for each in both] == [[64, 128], [64, 128]]
     assert err == ""
     for each in both:
         assert f"{each['windows'][0]['perplexity']:,.3f}" in out

@@ -221,7 +221,8 @@ def test_compare_measures_missing_scores_on_a_named_text(
     assert status == 0, err
     assert "pi-lora report run" in err
     assert "k_max at" in out
-    assert "data novel.txt, split test, column text, windows 128, " in " ".join(out.split())
+    assert "data novel.txt, documents 20, " in " ".join(out.split())
+    assert "split test, column text, windows 64/128, " in " ".join(out.split())
     of_text = name_of_text_scores("novel.txt")
     assert "novel.txt" in json.loads(Path("compared.json").read_text())["settings"][of_text]
     kept = {file.stem: json.loads(file.read_text()) for file in Path("run/scores").iterdir()}
@@ -231,7 +232,12 @@ def test_compare_measures_missing_scores_on_a_named_text(
     assert [kept[name]["scaling"] for name in ("passkey-base", "passkey-step-0", "passkey")] == [None, "pi", "pi"]
     assert "Compared with no tuning: " in out
     untuned = json.loads(Path("compared.json").read_text())["untuned"]
-    assert {row["measurement"] for row in untuned} == {"perplexity at 128", "k_max at 256", "passkeys retrieved at 256"}
+    assert {row["measurement"] for row in untuned} == {
+        "perplexity at 64",
+        "perplexity at 128",
+        "k_max at 256",
+        "passkeys retrieved at 256",
+    }
     assert kept[of_text]["options"] == kept[f"{of_text}-base"]["options"]
     assert run_captured(capsys, monkeypatch, "compare", str(small_model), "run", *words) == (0, out, "")
     status, without, _ = run_captured(capsys, monkeypatch, "compare", str(small_model), "run", *words, "--no-untuned")

@@ -184,7 +184,7 @@ def test_a_long_target_has_one_document_and_passkeys_of_the_lowest_perplexity(
     small_model: Path, texts: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Without a file of the probe, the user is told to name one for `new`."""
-    monkeypatch.setattr("pi_lora.evaluation.probe.SAMPLE_TOKENS_ON_CPU", TARGET)
+    monkeypatch.setattr("pi_lora.recipe.budget.CPU_TOKENS", TARGET)
     lines: list[str] = []
     with showing(UI(show=lines.append)):
         [reach] = pi_lora.probe(str(small_model), TARGET, data=str(texts)).targets

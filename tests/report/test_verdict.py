@@ -5,10 +5,14 @@ from typing import Any
 
 import pytest
 
+from conftest import small_recipe
 from pi_lora.evaluation.changes import Row
+from pi_lora.evaluation.perplexity import Perplexity
+from pi_lora.evaluation.ruler import Ruler
 from pi_lora.model_ref import ModelRef
 from pi_lora.models.files import save_config
 from pi_lora.models.resolve import resolve_model
+from pi_lora.recipe.evaluation import PerplexityOptions, RulerOptions
 from pi_lora.report.card import card_of
 from pi_lora.report.scores import MeasuredRun
 from pi_lora.report.verdict import verdict_of
@@ -104,13 +108,29 @@ NO_BASE = "the base was not measured in the same way"
             {"perplexity-step-0": perplexity(9.5, 7.5)},
             {"Reads": "128 tokens with a perplexity of 7.500", "Short inputs": NO_BASE},
         ),
-        ({"passkey": passkey(96)}, {"Finds": "passkeys up to 96 tokens in 128 tokens", "Short inputs": NO_BASE}),
+        ({"passkey": passkey(96)}, {"Finds": "passkeys up to 96 tokens in 128 tokens", "Short inputs": "not measured"}),
+        ({"benchmarks": benchmarks(0.75, 0.04)}, {"Short inputs": NO_BASE}),
+        ({"perplexity": {**perplexity(9.0, 7.125), "tuned_on": True}}, {"Short inputs": "not measured"}),
     ],
 )
 def test_the_verdict_claims_nothing_that_was_not_measured(
     small_model: Path, tmp_path: Path, scores: dict[str, Any], expected: dict[str, str]
 ) -> None:
     assert verdict(small_model, tmp_path, scores) == expected
+
+
+def test_the_original_window_is_measured_by_default_or_named_as_not_measured(small_model: Path, tmp_path: Path) -> None:
+    """Where L'/L is no power of two, no window was L, and the card said that the base was measured in another way."""
+    run = make_run(small_model, tmp_path / "run", {}, small_recipe(small_model, context={"target": 160}))
+    models = [resolve_model(str(run)), resolve_model(str(small_model))]
+    for options in (PerplexityOptions(data="x"), PerplexityOptions(data="x", stride=40)):
+        assert Perplexity().prepare(options, models).windows == (64, 80, 160)
+        assert Perplexity().prepare(options, models[:1]).windows == (64, 80, 160)
+    assert Ruler().prepare(RulerOptions(tasks=("ruler_vt",)), models).windows == (64, 80, 160)
+    scores = {**perplexity(8.5, 9.0), "windows": [{"window": 160, "perplexity": 9.0, "tokens": 9}]}
+    without = {"perplexity-base": scores, "perplexity": scores}
+    lines = verdict(small_model, tmp_path / "other", without)
+    assert lines["Short inputs"] == "not measured"
 
 
 def test_a_base_alone_has_no_verdict(small_model: Path, tmp_path: Path) -> None:
