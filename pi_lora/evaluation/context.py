@@ -34,7 +34,7 @@ from pi_lora.evaluation.measurement import (
     header_of,
 )
 from pi_lora.evaluation.perplexity import Piece, Sweep, scored_losses
-from pi_lora.evaluation.texts import TokenizedDocument, choose_documents, text_problems, with_text
+from pi_lora.evaluation.texts import TokenizedDocument, choose_documents, complete, text_problems
 from pi_lora.models.loaded import LoadedModel
 from pi_lora.models.source import ModelSource
 from pi_lora.models.weights import finite
@@ -106,7 +106,7 @@ class Context(Measurement[ContextOptions, ContextScores]):
 
     def prepare(self, options: ContextOptions, models: Sequence[ModelSource]) -> ContextOptions:
         """Fill in text, documents, windows and stride, alike for all models."""
-        options = with_text(options, models)
+        options = complete(options, models)
         longest = max(model.window for model in models)
         window, short_window, stride = options.sizes(longest)
         amount = options.amount(longest, budget_here())

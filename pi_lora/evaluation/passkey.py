@@ -9,7 +9,7 @@ from functools import cached_property, partial
 from statistics import fmean
 from typing import Annotated, Any, NamedTuple
 
-from pydantic import Field
+from pydantic import Field, field_validator
 
 from pi_lora.data.tokens import prompt_ids
 from pi_lora.drawing import Panel, draw_curves
@@ -82,6 +82,12 @@ class PasskeyScores(Scores):
     k_max: int
     depths: list[PasskeyDepth]
     lengths: Annotated[list[PasskeyLength] | None, Field(min_length=1)] = None
+
+    @field_validator("options", mode="before")
+    @classmethod
+    def _with_amount(cls, options: Any) -> Any:
+        """Return options with depths and trials: files before November 2026 leave these defaults out."""
+        return {"depths": 32, "trials": 10, **options} if isinstance(options, dict) else options
 
     @property
     def by_length(self) -> Sequence["PasskeyLength | PasskeyScores"]:

@@ -32,7 +32,7 @@ from pi_lora.evaluation.measurement import (
     Value,
     header_of,
 )
-from pi_lora.evaluation.texts import TokenizedDocument, choose_documents, text_problems, with_text
+from pi_lora.evaluation.texts import TokenizedDocument, choose_documents, complete, text_problems
 from pi_lora.models.loaded import LoadedModel
 from pi_lora.models.source import ModelSource
 from pi_lora.recipe.evaluation import PerplexityOptions
@@ -110,7 +110,7 @@ class Perplexity(Measurement[PerplexityOptions, PerplexityScores]):
         recipe_options = next(filter(None, options_in_recipes), None)
         if options.data is None and recipe_options:
             options = recipe_options.changed(**options.model_dump(exclude_unset=True, exclude_none=True))
-        options = with_text(options, models)
+        options = complete(options, models)
         originals = [model.original for model in models]
         return options.changed(**options.sizes(max(model.window for model in models), originals, budget_here()))
 

@@ -35,7 +35,7 @@ from pi_lora.errors import DataError, ModelError, ScalingError
 from pi_lora.evaluation.exams import Exam, Exams
 from pi_lora.evaluation.forward import check_numbers, token_losses
 from pi_lora.evaluation.measurement import Session, append_journal, read_journal
-from pi_lora.evaluation.texts import choose_documents, with_text
+from pi_lora.evaluation.texts import choose_documents, complete
 from pi_lora.models.device import hardware, has_fast_bfloat16, versions
 from pi_lora.models.loaded import load_model
 from pi_lora.models.source import ModelSource
@@ -103,7 +103,7 @@ class Searched:
         self.base = base
         self.attention_factor = start_rope(base, options.target).attention_factor
         self.loaded = load_model(base, base.dtype or ("bfloat16" if has_fast_bfloat16() else None))
-        text_options = with_text(TextOptions(data=options.data, column=options.column), [base])
+        text_options = complete(TextOptions(data=options.data, column=options.column), [base])
         most = options.documents + DOCUMENTS
         # Some default choices cut documents, perhaps below the target window.
         text_options = text_options.changed(

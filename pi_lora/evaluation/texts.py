@@ -46,7 +46,7 @@ class TokenizedDocument(NamedTuple):
     digest: str
 
 
-def with_text(options: OptionsT, models: Sequence[ModelSource]) -> OptionsT:
+def complete(options: OptionsT, models: Sequence[ModelSource]) -> OptionsT:
     """Return the options with a text and the default choice of documents, where they are not set. The default text of
     the built-in model is the standard library. Raise DataError without a text.
     """

@@ -260,7 +260,7 @@ def test_new_reads_text_from_any_column_and_holds_out_ten_rows(command: Command,
     measured, source = recipe.evaluation.perplexity, recipe.data.source[0]
     assert measured
     assert (measured.column, measured.hold_out) == (source.column, source.hold_out) == ("body", 0.1)
-    assert (measured.documents, measured.truncate) == (20, 512)
+    assert (measured.documents, measured.truncate) == (20, 3 * 512)
     check(recipe, tmp_path / "run")
 
 
