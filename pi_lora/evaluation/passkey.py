@@ -87,7 +87,8 @@ class PasskeyScores(Scores):
     @classmethod
     def _with_amount(cls, options: Any) -> Any:
         """Return options with depths and trials: files before November 2026 leave these defaults out."""
-        return {"depths": 32, "trials": 10, **options} if isinstance(options, dict) else options
+        given = options.model_dump(exclude_unset=True) if isinstance(options, PasskeyOptions) else options
+        return {"depths": 32, "trials": 10, **given}
 
     @property
     def by_length(self) -> Sequence["PasskeyLength | PasskeyScores"]:
