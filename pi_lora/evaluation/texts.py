@@ -112,7 +112,7 @@ def choose_documents(model: LoadedModel, options: TextOptions, longest: int) -> 
     short. Raise DataError if none is long enough for windows of up to `longest` tokens.
     """
     needed = max(longest, options.min_tokens or 0)
-    enough = max(needed, options.truncate or math.inf)
+    enough = max(needed, number_of(options.truncate) or math.inf)
     documents: Iterable[Document] = evaluation_documents(options)
     if options.seed is not None:
         documents = list(documents)
