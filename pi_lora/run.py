@@ -88,6 +88,7 @@ class RunMetadata(BaseModel, extra="allow", strict=True, frozen=True):
     precision: Dtype | None = None
     base_dtype: Dtype | None = None
     original: int | None = None
+    base_window: int | None = None
     directory: str | None = None
     texts_before: list[Source] = []
 

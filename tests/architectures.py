@@ -1,9 +1,10 @@
 """Every causal LM of transformers, built small and asked whether Position Interpolation does what it says.
 
-`python tests/architectures.py` writes docs/models.md.
+`python tests/architectures.py` writes docs/models.md; with --published only what `tests/models/published.yaml` says.
 """
 
 import re
+import sys
 import tempfile
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping
@@ -15,6 +16,7 @@ from typing import Any
 
 import torch
 import transformers
+import yaml
 from transformers import CONFIG_MAPPING, AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
 from transformers.models.auto.modeling_auto import (
     MODEL_FOR_CAUSAL_LM_MAPPING_NAMES,
@@ -37,6 +39,7 @@ from pi_lora.scaling.model_types import facts_of
 from pi_lora.scaling.rope import Method, Rope
 from pi_lora.scaling.verify import config_of
 
+PUBLISHED = Path(__file__).parent / "models" / "published.yaml"
 PAGE = Path(__file__).parent.parent / "docs" / "models.md"
 IMAGE_AND_TEXT = {**MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES, **MODEL_FOR_MULTIMODAL_LM_MAPPING_NAMES}
 MODEL_TYPES = tuple(name for name in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES if name not in IMAGE_AND_TEXT)
@@ -444,6 +447,7 @@ def page(verdict_on: Callable[[str], Verdict], verdict_on_composite: Callable[[s
     taken, refused = (rows_by_note(composites, outcome) for outcome in ("verified", "refused"))
     return TEXT.format(
         version=transformers.__version__,
+        published=published_rows(),
         count=sum(each.outcome == "verified" for each in verdicts),
         verified=layouts,
         refused=reasons,
@@ -453,6 +457,55 @@ def page(verdict_on: Callable[[str], Verdict], verdict_on_composite: Callable[[s
         composites_refused=refused,
         composites_not_small=", ".join(f"`{name}`" for name in COMPOSITES_NOT_SMALL),
     )
+
+
+# What a refusal of a published model leads to.
+WAYS = {
+    "keep": "none; `scaling: keep` within its window",
+    "other checkpoint": "none; take another checkpoint",
+    "its own code": "not tried; needs `--trust-remote-code`",
+    None: "none",
+}
+
+
+def published_rows() -> str:
+    """The rows of the table of published models."""
+    models = yaml.safe_load(PUBLISHED.read_text(encoding="utf-8"))["models"]
+    return "\n".join(f"| {' | '.join(published_cells(model))} |" for model in models)
+
+
+def published_cells(model: Mapping[str, Any]) -> Iterator[str]:
+    """Name, declared window, trained window, scaling in the config, scalings that extend it, the makers' extension."""
+    entries = model["entries"]
+    text = entries.get("text_config", entries)
+    yield f"`{model['model']}`"
+    yield f"{model.get('window', text['max_position_embeddings']):,}"
+    yield f"{model['trained']['tokens']:,}" if "trained" in model else ""
+    yield scaling_in_words(text.get("rope_scaling") or text.get("rope_parameters") or {})
+    if "extends" in model:
+        yield ", ".join(f"`{method}`" for method in model["extends"])
+    else:
+        yield WAYS[model["refused"]["way"]]
+    makers = model.get("recommended")
+    if makers is None:
+        yield ""
+    elif "factor" in makers:
+        yield f"{makers['window']:,} by `{makers['scaling']}` of {makers['factor']:g}"
+    elif makers["scaling"] == "none":
+        yield f"{makers['window']:,} without a scaling"
+    else:
+        yield f"{makers['window']:,} by `{makers['scaling']}`"
+
+
+def scaling_in_words(rope: Mapping[str, Any]) -> str:
+    """The scaling of a published rope, with its factor or `alpha`; nothing of a plain one."""
+    rope = rope.get(FULL_ATTENTION, rope)
+    kind = rope.get("rope_type") or rope.get("type") or "default"
+    if kind in ("default", "mrope"):
+        return ""
+    if "alpha" in rope:
+        return f"`{kind}`, alpha {rope['alpha']:,g}"
+    return f"`{kind}` of {rope['factor']:g}" if "factor" in rope else f"`{kind}`"
 
 
 def rows_by_note(verdicts: list[Verdict], outcome: str) -> str:
@@ -516,6 +569,24 @@ transformers with the papers' formulas, and the window with vLLM's rule.
 weights**, and extends it by the first suitable scaling. Under `pi` it compares the extended model with the plain model at positions `m / s`: rotary
 angles, and logits to float32 precision. `pi-lora eval` measures how well a real model uses the new window.
 
+## Published models
+
+The numbers of published `config.json` files, each read and extended on a small body; the frequencies of the extended model are those of the
+formula. *Trained* is the longest sequence of the training, where the makers say so. It is L by default: `pi-lora new`, `plan`, `probe` and
+`extend` use it, and name it where the config declares another window. `context.original` and `--original` change it. *By its makers* is how far,
+and by which scaling, the makers extend the model. `python tests/architectures.py --published` writes this table from
+`tests/models/published.yaml`, which names the sources.
+
+| model | window | trained | scaling in the config | extended by | by its makers |
+|---|---|---|---|---|---|
+{published}
+
+- The factor of a base that is scaled already grows from its declared window (DeepSeek-V2-Lite: 163,840), also where it was trained on less.
+- A `dynamic` base is extended from the window in which its frequencies are constant (InternLM3: 32,768 of 196,608). Hunyuan's `alpha` is a
+  constant theta.
+- Qwen2.5-1M computes `dual_chunk_attention_config` in vLLM alone. L is its 262,144; an extension leaves the entry out, and says so.
+- Command R declares its window as `model_max_length`. An extension writes it there too, as all names under which engines read a window.
+
 ## {count} architectures verified
 
 | rope | `model_type` |
@@ -549,8 +620,7 @@ angles, and logits to float32 precision. `pi-lora eval` measures how well a real
 
 Refused for every architecture:
 
-- a scaling that does not suit the rope of the model; the message names suitable ones. A `dynamic` base has
-  none, and is tuned within its window by `scaling: keep`;
+- a scaling that does not suit the rope of the model; the message names suitable ones;
 - a model that transformers builds without rotary embeddings, or without the scaling of its config. The frequencies of the built model are
   compared, so a model's own code is checked too;
 - a model that does not predict the next token of a text: encoders, and PaliGemma and DiffusionGemma, whose tokens see later ones.
@@ -583,4 +653,9 @@ Refused:
 
 
 if __name__ == "__main__":
-    PAGE.write_text(page(examine, examine_composite), encoding="utf-8")
+    if "--published" in sys.argv:
+        architectures, composites = verdicts_on_page()
+        text = page(architectures.__getitem__, composites.__getitem__)
+    else:
+        text = page(examine, examine_composite)
+    PAGE.write_text(text, encoding="utf-8")

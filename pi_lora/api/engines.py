@@ -163,6 +163,8 @@ def extend(
                 write_scores([each], run.scores_file(each.measurement, stage))
         write_whole(staging / CARD, card_of(run, serving=serving_lines(source.typed_config)))
         link_weights(files, staging, linked)
+    for note in source.notes:
+        ui.say(note)
     ui.show(f"{folder}: written; it loads like any model, its scaling is in config.json")
     _show_commands(serving_lines(source.typed_config, folder))
     return folder

@@ -59,7 +59,7 @@ def read_length(_: object, tokens: Sequence[Token]) -> int:
 
 NewWindow = Annotated[int, Parameter(converter=read_length, help="L', the window to extend to, as 16384 or 16k.")]
 Original = Annotated[
-    int | None, Parameter(converter=read_length, help="Original window of a plain base; by default from the config.")
+    int | None, Parameter(converter=read_length, help="Original window of a base; by default that of its training.")
 ]
 Target = Annotated[
     int | None, Parameter(converter=read_length, help="Extend a plain base to this window, without tuning.")

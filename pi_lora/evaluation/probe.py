@@ -128,7 +128,7 @@ class Probe(BaseModel):
         if self.weights and base.commit is None:
             with suppress(ModelError):  # a shipped config has no weights
                 is_same = self.weights == base.weights_digest
-        if self.original != base.rope.window or not is_same:
+        if self.original != base.rope.trained or not is_same:
             raise ModelError(
                 f"--probe: is of {self.model}, with other weights or another window than {base.name}; "
                 "probe that, or leave the option out"
@@ -168,11 +168,13 @@ def probe(
         raise ModelError(f"{base.name}: is extended already; probe the base, {base.base.name}")
     check_can_write(json)
     base = replace(base, dtype=base.dtype or ("bfloat16" if has_fast_bfloat16() else None))
+    for note in base.notes:
+        ui.say(note)
     with Session(say=ui.say, journalled=True) as session:
         results = [_probe_target(base, target, options, session) for target in sorted(options.target)]
         probed = Probe(
             model=base.name,
-            original=base.window,
+            original=base.rope.trained,
             weights=base.base.weights_digest,
             hardware=hardware(),
             versions=versions(),
@@ -206,8 +208,8 @@ def _probe_target(base: ModelSource, target: int, options: ProbeOptions, session
     perplexity_options = PerplexityOptions(
         data=options.data,
         column=options.column,
-        windows=(base.window, target),
-        stride=base.window,
+        windows=(base.rope.trained, target),
+        stride=base.rope.trained,
         truncate=target,
         documents=options.documents,
     )

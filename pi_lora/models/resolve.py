@@ -195,9 +195,12 @@ def _check_theta(folder: Path, config: Json) -> None:
     """Raise ScalingError if transformers 5 does not take the theta of a config to which a `rope_scaling` was added: it
     looks for theta there and at the top level.
     """
-    theta = (read_config(folder).get("rope_parameters") or {}).get("rope_theta")
+    stored = read_config(folder)
     computed = Rope(config).parameters["rope_theta"]
-    if theta not in (None, computed):
+    if not (stored.get("rope_parameters") or {}).get("rope_theta"):
+        return
+    theta = Rope(stored).parameters["rope_theta"]
+    if theta != computed:
         raise ScalingError(
             f"{folder / CONFIG_FILE}: transformers takes rope_theta {computed:g}, not the {theta:g} in "
             "rope_parameters, beside rope_scaling; write rope_theta into rope_scaling too"

@@ -26,7 +26,7 @@ from pi_lora.recipe.data import Source
 from pi_lora.recipe.schema import Recipe
 from pi_lora.run import Fingerprint, Run
 from pi_lora.scaling.config import COMPOSITE, Config, read_rope
-from pi_lora.scaling.extension import Extension, extend_config
+from pi_lora.scaling.extension import Extension, extend_config, original_notes
 from pi_lora.scaling.rope import Method, Rope
 from pi_lora.types import Permissions
 
@@ -186,6 +186,12 @@ class ModelSource:
             return self.extension.original_of(self.base.rope)
         # A config does not say by how much `direct` extended it.
         return self.run.metadata.original or self.rope.original
+
+    @property
+    def notes(self) -> list[str]:
+        """What a user should know of the extension, or of the window of a model that is not extended."""
+        rope = self.base.rope
+        return list(self.extension.notes(rope) if self.extension else original_notes(rope, rope.trained))
 
     @property
     def permissions(self) -> Permissions:

@@ -11,7 +11,6 @@ from pi_lora.planning.flops import Flops, flops_of_training, trained_parameters
 from pi_lora.planning.gpus import CPU, GIB, Gpu
 from pi_lora.planning.memory import MARGIN, DeviceMemory, bytes_of_linear_weights, memory
 from pi_lora.recipe.schema import Recipe
-from pi_lora.scaling.rope import Rope
 from pi_lora.types import Json
 
 # The share of the peak of a device that a run is assumed to reach, with recomputation counted as work: measured on an
@@ -30,14 +29,14 @@ class Target:
     Attributes:
         shape: The shape of the model.
         original: The window before the extension (L), in tokens.
-        declared: The window that the config declares, in tokens.
+        notes: What a user should know of the extension.
         methods: The values of `tuning.method` to choose from: QLoRA of weights that are stored quantized is LoRA.
         linear_bytes: Bytes of a linear weight that stays quantized as it is stored; None if none does.
     """
 
     shape: Shape
     original: int
-    declared: int
+    notes: tuple[str, ...] = ()
     methods: tuple[str, ...] = ("lora", "qlora", "full")
     linear_bytes: float | None = None
 
@@ -130,7 +129,6 @@ class TrainingPlan:
         """Return the plan in words: the extension, the memory and the time."""
         name = self.recipe.model.name
         original = self.target.original
-        declared = self.target.declared
         parts = ", ".join(f"{part} {_gib(size)}" for part, size in self.memory.components.items())
         lines = [
             f"{name}: {original} to {self.recipe.context.target} tokens, {self._tuning_in_words()}",
@@ -140,12 +138,7 @@ class TrainingPlan:
         ]
         if self.recipe.paper:
             lines.append(f"the paper has: {self.recipe.paper}")
-        if original != declared:
-            lines.append(
-                f"context.original: {original} tokens, and the config of {name} says {declared}; "
-                "leave it out if that is right"
-            )
-        return lines
+        return [*lines, *self.target.notes]
 
     def _tuning_in_words(self) -> str:
         method = self.recipe.tuning.method
@@ -193,13 +186,13 @@ class TrainingPlan:
 
 def plan_training(recipe: Recipe, source: ModelSource, gpu: Gpu) -> TrainingPlan:
     """Plan the training of `recipe` on `gpu`, from the shape of its model; raise PiLoraError as `plan_recipe` does."""
-    unextended = source.base.config if source.extension else source.config
-    declared = Rope(unextended).window
+    rope = source.base.rope if source.extension else source.rope
+    original = recipe.context.original or rope.trained
     linear_bytes = bytes_of_linear_weights(source.base.config)
     target = Target(
         source.shape,
-        recipe.context.original or declared,
-        declared,
+        original,
+        notes=tuple(source.notes),
         methods=("lora",) if linear_bytes else methods_on(source.base.config),
         linear_bytes=linear_bytes,
     )

@@ -36,7 +36,7 @@ class Context(Section):
     target: Tokens
     """Window after tuning, as 16384 or 16k. With `scaling: keep`, the length of the longest example."""
     original: Tokens | None = None
-    """Original window of the model. By default read from its config."""
+    """Original window of the model. By default the longest sequences of its training, or the window in its config."""
     theta: Annotated[float | None, Field(gt=1)] = None
     """New rope_theta of `scaling: theta`. By default computed by the NTK-aware rule."""
     factors: FactorsOrFile | None = None

@@ -90,8 +90,9 @@ def card_of(run: MeasuredRun, serving: Sequence[str] = ()) -> str:
     kept = recipe is not None and recipe.scaling == "keep" and of_base
     # That of a base with a scaling, as Gemma 3 has.
     own_scale = 1.0
-    if run.metadata.original and scale > 1:
-        own_scale = round(scale * run.metadata.original / window, 6)
+    window_before = run.metadata.base_window or run.metadata.original
+    if window_before and scale > 1:
+        own_scale = round(scale * window_before / window, 6)
     card = ModelCard.from_template(
         _metadata(run, recipe),
         template_path=str(Path(__file__).with_name("card.md")),

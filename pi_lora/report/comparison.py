@@ -125,7 +125,7 @@ def _is_extended(base: ModelSource, run: MeasuredRun) -> bool:
     if recipe.scaling == "keep":
         return False
     if run.metadata.original and not recipe.context.original:
-        return base.window > run.metadata.original
+        return base.rope.trained > run.metadata.original
     return base.window >= recipe.context.target
 
 

@@ -24,6 +24,8 @@ OUTER_ENTRIES = ("architectures", *STORED_ENTRIES)
 FULL_ATTENTION = "full_attention"
 SLIDING_ATTENTION = "sliding_attention"
 LOCAL_ATTENTION = {SLIDING_ATTENTION, "chunked_attention"}
+# The numbers of a `dynamic` rope that a plain one does not have.
+DYNAMIC_ENTRIES = ("alpha", "factor", "beta_fast", "beta_slow", "mscale", "mscale_all_dim")
 # Types of ropes that have a factor.
 WITH_FACTOR = ("linear", "dynamic", "yarn", "llama3", "proportional")
 
@@ -73,7 +75,7 @@ def read_rope(config: Config) -> dict[str, Any]:
             # The name in transformers 4, which stays as it was when the `rope_type` changes, and which 4 prefers.
             if isinstance(parameters, dict) and "type" in parameters:
                 parameters.setdefault("rope_type", parameters.pop("type"))
-        return rope
+        return _with_constant_theta(config, rope)
     if config.get("rope_theta") is None:
         problem = "has no rotary position embeddings that its config describes"
         raise refused(config, f"{problem}; choose a model with rotary embeddings")
@@ -86,12 +88,27 @@ def read_rope(config: Config) -> dict[str, Any]:
         "rope_theta": config["rope_theta"],
     }
     if config.get("rope_local_base_freq") is None:
-        return full
+        return _with_constant_theta(config, full)
     sliding = {
         "rope_type": "default",
         "rope_theta": config["rope_local_base_freq"],
     }
     return {FULL_ATTENTION: full, SLIDING_ATTENTION: sliding}
+
+
+def _with_constant_theta(config: Config, rope: dict[str, Any]) -> dict[str, Any]:
+    """Return the plain rope that a `dynamic` one with an `alpha` is in Hunyuan's models, any other rope as it is."""
+    is_constant = facts_of(config.get("model_type")).constant_alpha
+    if not (is_constant and rope.get("rope_type") == "dynamic" and rope.get("alpha")):
+        return rope
+    head = config.get("head_dim") or config["hidden_size"] // config["num_attention_heads"]
+    return {**without_dynamic(rope), "rope_theta": rope["rope_theta"] * rope["alpha"] ** (head / (head - 2))}
+
+
+def without_dynamic(rope: Config) -> dict[str, Any]:
+    """Return the plain rope of a `dynamic` one."""
+    plain = {key: value for key, value in rope.items() if key not in DYNAMIC_ENTRIES}
+    return {**plain, "rope_type": "default"}
 
 
 def refused(config: Config, why: str) -> ScalingError:

@@ -1,29 +1,32 @@
 """The extension of a model config to a longer window, or why it is refused. No torch is needed."""
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
 from pi_lora.errors import ScalingError
 from pi_lora.scaling.config import Config, local_window, with_full_rope, with_legacy_rope_keys
+from pi_lora.scaling.model_types import POSITION_ENTRIES
 from pi_lora.scaling.rope import ORIGINAL_WINDOW, Method, Rope
 
 # vLLM's names of the factor of the attention in a `longrope`.
 VLLM_ATTENTION_KEYS = ("short_mscale", "long_mscale")
 # The wavelengths that `llama3` keeps and divides, in parts of the original window, as in Llama 3.1.
 LLAMA3_BANDS = {"low_freq_factor": 1.0, "high_freq_factor": 4.0}
+# A config entry beside the rope that transformers prefers to the one in the rope.
+ORIGINAL_BESIDE = "original_max_position_embeddings"
 # What is possible with a model that no scaling extends.
 WITHIN_WINDOW = "tune it by scaling: keep within its window"
 
 
 @dataclass(frozen=True)
 class Extension:
-    """The extension of an unextended base to `target` tokens. `original` is the window L, by default read from the
-    config. `theta` is the new base of the frequencies for the scaling `theta`, by default NTK-aware. `factors`,
-    `attention_factor` and `searched` are those of the scaling `factors`: a divisor of each frequency, a factor of
-    cosines and sines, and the windows L and L' that the divisors were searched for.
+    """The extension of an unextended base to `target` tokens. `original` is the window L, by default the longest
+    sequences of the training. `theta` is the new base of the frequencies for the scaling `theta`, by default NTK-aware.
+    `factors`, `attention_factor` and `searched` are those of the scaling `factors`: a divisor of each frequency, a
+    factor of cosines and sines, and the windows L and L' that the divisors were searched for.
     """
 
     target: int
@@ -36,11 +39,21 @@ class Extension:
 
     def original_of(self, rope: Rope) -> int:
         """Return the original window L of the model in tokens."""
-        return self.original or rope.window
+        return self.original or rope.trained
 
     def scale_of(self, rope: Rope) -> float:
-        """Return L'/L, the `factor` of configs."""
-        return self.target / self.original_of(rope)
+        """Return the number by which an extension multiplies the `factor` of configs: L'/L. A base whose frequencies
+        are scaled already is extended from the window that it was scaled for.
+        """
+        before = rope.window if rope.is_scaled else self.original_of(rope)
+        return self.target / before
+
+    def notes(self, rope: Rope) -> Iterator[str]:
+        """Yield what a user should know of L, and of the entries of the config that are left out."""
+        yield from original_notes(rope, self.original_of(rope))
+        for key, treatment in POSITION_ENTRIES.items():
+            if treatment == "dropped" and rope.config.get(key):
+                yield f"{key}: is left out; engines would compute it instead of the scaling, and transformers does not"
 
 
 def extend_config(config: Config, extension: Extension) -> dict[str, Any]:
@@ -55,8 +68,8 @@ def extend_config(config: Config, extension: Extension) -> dict[str, Any]:
     - L' under `yarn`: transformers 4 computes the factor from it, and SGLang takes it as the window;
     - L' under every other rope.
     """
-    rope = Rope(config)
-    check_extendable(rope, extension)
+    check_extendable(Rope(config), extension)
+    rope = Rope(config).plain
     after = Rope(with_full_rope(config, SCALINGS[extension.scaling](rope, extension)))
     divisor = 1.0 if after.rope_type == "yarn" else after.window_factor
     declared = round(extension.target / divisor)
@@ -67,13 +80,34 @@ def extend_config(config: Config, extension: Extension) -> dict[str, Any]:
     if extended.get("head_dim", 0) is None:
         # transformers (5.23) computes the frequencies of yarn with the entry as it is, as in Mixtral's config.
         extended["head_dim"], _ = after.dimensions
+    if ORIGINAL_BESIDE in extended and ORIGINAL_BESIDE in after.parameters:
+        extended[ORIGINAL_BESIDE] = after.parameters[ORIGINAL_BESIDE]
     is_constant = after.constant_divisor is not None
     has_lists = after.rope_type == "longrope" and not is_constant
     if has_lists or extension.scaling in ("theta", "factors"):
         extended[ORIGINAL_WINDOW] = extension.original_of(rope)
     if is_constant or extension.scaling == "factors":
-        extended["original_max_position_embeddings"] = declared
+        extended[ORIGINAL_BESIDE] = declared
+    for key, treatment in POSITION_ENTRIES.items():
+        if treatment == "scaled" and extended.get(key):
+            extended[key] = declared
+        elif treatment == "dropped":
+            extended.pop(key, None)
     return with_legacy_rope_keys(extended)
+
+
+def original_notes(rope: Rope, original: int) -> Iterator[str]:
+    """Yield where L is from, if it is not the window that the config of a model declares."""
+    window = rope.window
+    if original == window:
+        return
+    where = f"context.original: {original} tokens, and its config declares {window}"
+    if original != rope.trained:
+        yield f"{where}; leave it out if that is right"
+    elif rope.training:
+        yield f"{where}: it was trained on {original} ({rope.training.said})"
+    else:
+        yield f"{where}: beyond {original} its frequencies depend on the length of the input"
 
 
 def check_extendable(rope: Rope, extension: Extension) -> None:
@@ -86,8 +120,13 @@ def check_extendable(rope: Rope, extension: Extension) -> None:
     target = extension.target
     suitable = rope.scalings
     problem = None
-    if target <= original:
-        problem = f"context.target: {target} is not longer than the model's own window of {original}; nothing to extend"
+    longest = max(original, rope.window) if rope.is_scaled else original
+    refused = [key for key, treatment in POSITION_ENTRIES.items() if treatment == "refused" and rope.config.get(key)]
+    if target <= longest:
+        problem = f"context.target: {target} is not longer than the model's own window of {longest}; nothing to extend"
+    elif refused:
+        why = "its own code changes positions by the length of the input"
+        problem = f"model of type {model_type}: {refused[0]}: {why}; set it to false in config.json"
     elif rope.facts.only_local_rope:
         why = "only its local-attention layers are rotary; nothing to interpolate"
         problem = f"model of type {model_type}: {why}; {WITHIN_WINDOW}"
@@ -101,8 +140,8 @@ def check_extendable(rope: Rope, extension: Extension) -> None:
     elif _is_beyond_layers(rope, target):
         limit = f"every layer of this model attends to at most {local_window(rope.config)} tokens"
         problem = f"context.target: {target}: {limit}; choose a model with full attention"
-    elif extension.original and original != rope.window and rope.scale != 1:
-        own = f"this base is scaled already, and has a window of {rope.window} tokens"
+    elif original > rope.plain.window and (rope.is_scaled or rope.rope_type == "dynamic"):
+        own = f"this base is scaled already, and has a window of {rope.plain.window} tokens"
         problem = f"context.original: {extension.original}: {own}; leave it out"
     elif method == "factors" or extension.factors:
         problem = _factors_problem(rope, extension)

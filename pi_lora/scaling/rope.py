@@ -18,8 +18,8 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import Any, Literal, NamedTuple, get_args
 
-from pi_lora.scaling.config import Config, full_attention_rope, refused
-from pi_lora.scaling.model_types import ModelType, facts_of
+from pi_lora.scaling.config import Config, full_attention_rope, refused, with_full_rope, without_dynamic
+from pi_lora.scaling.model_types import ModelType, Training, facts_of, training_of
 
 Method = Literal["pi", "yarn", "theta", "llama3", "dynamic", "direct", "factors"]
 # The config key of the original window in tokens, if the model was extended by `theta`, or by `pi` under a `longrope`.
@@ -175,7 +175,7 @@ class Rope:
         """
         if self.rope_type == "llama3":
             return int(self.parameters["original_max_position_embeddings"])
-        return round(self.window / self.scale)
+        return round(self.window / self.scale) if self.method else self.trained
 
     @property
     def window(self) -> int:
@@ -189,10 +189,40 @@ class Rope:
         if not declared:
             why = "its config has no max_position_embeddings, the context window; add it to config.json"
             raise refused(self.config, why)
+        # Command R declares less in the other key; vLLM prefers this one.
+        declared = self.config.get("model_max_length") or declared
+        if dual_chunks := self.config.get("dual_chunk_attention_config"):
+            # transformers computes no dual chunks, which Qwen2.5-1M needs beyond.
+            declared = min(declared, dual_chunks.get("original_max_position_embeddings", declared))
         if self.rope_type == "yarn":
             # Some configs have the key without a number.
             declared = self.parameters.get("original_max_position_embeddings") or declared
         return round(int(declared) * self.window_factor)
+
+    @property
+    def training(self) -> Training | None:
+        """The longest sequences of the training, if the makers of the model say so and declare another window."""
+        return training_of(self.config, self.window, self.parameters["rope_theta"])
+
+    @property
+    def trained(self) -> int:
+        """The tokens of the longest sequences that the model was trained on, by default its window."""
+        if self.rope_type == "dynamic":
+            # The frequencies of longer inputs are those of inference.
+            return round(self.window / self.window_factor)
+        return self.training.tokens if self.training else self.window
+
+    @property
+    def is_scaled(self) -> bool:
+        """Whether the frequencies are those of a longer window than the one before a scaling."""
+        return self.rope_type == "longrope" or self.method not in (None, "dynamic")
+
+    @property
+    def plain(self) -> "Rope":
+        """The rope without `dynamic`, which scales inputs that are longer than those of the training."""
+        if self.rope_type != "dynamic":
+            return self
+        return Rope(with_full_rope(self.config, without_dynamic(self.parameters)))
 
     @property
     def window_factor(self) -> float:
@@ -215,7 +245,9 @@ class Rope:
 
     def extends(self, base: "Rope") -> bool:
         """Return whether this can be an extension of `base`. If `base` is extended already, the types are equal."""
-        return base.rope_type == "default" or (self.rope_type == base.rope_type and self.window >= base.window)
+        if base.rope_type in ("default", "dynamic"):
+            return True
+        return self.rope_type == base.rope_type and self.window >= base.window
 
 
 def normalize_max_positions(config: dict[str, Any], longest_input: float | None) -> dict[str, Any]:
@@ -273,7 +305,8 @@ def _llama3(rope: Rope) -> list[float]:
     high = rope.parameters["high_freq_factor"]
     original = rope.parameters["original_max_position_embeddings"]
     turns = [original * frequency / (2 * math.pi) for frequency in rope.frequencies]
-    return [_between(rope.factor, (high - turn) / (high - low)) for turn in turns]
+    ramp = (high - low) or 1e-9  # Llama 4 Scout has none
+    return [_between(rope.factor, (high - turn) / ramp) for turn in turns]
 
 
 def _between(factor: float, share: float) -> float:
@@ -301,7 +334,7 @@ class RopeType(NamedTuple):
 
 ROPE_TYPES: Mapping[str, RopeType] = {
     "default": RopeType(_none, None, get_args(Method)),
-    "dynamic": RopeType(_none, "dynamic", (), multiplies_window=True),
+    "dynamic": RopeType(_none, "dynamic", get_args(Method), multiplies_window=True),
     "linear": RopeType(_equal, "pi", ("pi", "theta", "direct"), multiplies_window=True),
     "llama3": RopeType(_llama3, "llama3", ("llama3", "theta", "direct")),
     "longrope": RopeType(_listed, None, ("pi",)),

@@ -150,10 +150,12 @@ class TrainingJob:
             callbacks=callbacks,
             record_loss=divergence.record_loss,
         )
+        base = self.source.base.rope
         if is_main_process():
             run.record(
                 {
                     "original": self.source.original,
+                    "base_window": base.window if base.is_scaled else None,
                     "trainable_parameters": tuned.module.num_parameters(only_trainable=True),
                     "attention": tuned.kernel,
                     "versions": devices.versions(),

@@ -19,7 +19,7 @@ from pi_lora.planning.gpus import find_gpu
 from pi_lora.planning.training_plan import plan_training
 from pi_lora.recipe.schema import Recipe
 from pi_lora.scaling.config import full_attention_rope
-from pi_lora.scaling.extension import Extension
+from pi_lora.scaling.extension import Extension, extend_config
 from pi_lora.scaling.rope import Rope
 from pi_lora.scaling.verify import rotary_frequencies
 
@@ -28,6 +28,7 @@ Row = dict[str, Any]
 ROWS: dict[str, Row] = {row["model"]: row for row in yaml.safe_load(FILE.read_text(encoding="utf-8"))["models"]}
 EXTENDED = [name for name, row in ROWS.items() if "extends" in row]
 REFUSED = [name for name, row in ROWS.items() if "refused" in row]
+TRAINED = [name for name, row in ROWS.items() if "trained" in row and "window" in row]
 BY_MAKERS = [name for name, row in ROWS.items() if row.get("recommended", {}).get("scaling") == "yarn"]
 LISTS = ("layer_types", "hybrid_layer_pattern", "no_rope_layers", "compress_ratios", "attn_type_list")
 WAYS = {"original", "keep", "other checkpoint", "its own code", None}
@@ -116,9 +117,23 @@ def test_the_extension_of_the_makers_is_that_from_the_trained_window(name: str) 
     target = round(makers["factor"] * trained)
     # Some declare a round number of tokens.
     assert makers["window"] == pytest.approx(target, rel=0.05)
-    rope = full_attention_rope(source.extended(Extension(target, trained, "yarn")).config)
+    rope = full_attention_rope(source.extended(Extension(target, scaling="yarn")).config)
     assert rope["factor"] == makers["factor"]
     assert rope["original_max_position_embeddings"] == trained
+
+
+@pytest.mark.parametrize("name", TRAINED)
+def test_l_is_the_trained_window_by_default(name: str) -> None:
+    row, source = ROWS[name], published(name)
+    trained = row["trained"]["tokens"]
+    assert source.base.rope.trained == trained
+    if "extends" not in row:
+        return
+    extended = source.extended(Extension(2 * row["window"], scaling=row["extends"][0]))
+    assert extended.original == trained
+    quoted = [note for note in extended.notes if f"context.original: {trained} " in note]
+    assert bool(quoted) == (trained != row["window"])
+    assert all(str(row["window"]) in note for note in quoted)
 
 
 @pytest.mark.parametrize("name", REFUSED)
@@ -151,8 +166,10 @@ def test_a_kept_scaling_reaches_no_farther_than_the_layers(name: str, tmp_path: 
 
 
 def test_a_model_that_nothing_extends_is_not_to_be_extended_first(tmp_path: Path) -> None:
-    row = ROWS["internlm/internlm3-8b-instruct"]
-    write(row, tmp_path)
-    with refused(ScalingError, "context.target", row["window"], "lower the target") as raised:
-        resolve_for_training(kept(tmp_path, 2 * row["window"]))
+    row = ROWS["meta-llama/Llama-3.1-8B"]
+    divided = Extension(2 * row["window"], scaling="factors", factors=(1.0,) * 63 + (2.0,))
+    plain = {**row["entries"], "rope_scaling": None}
+    write({"entries": extend_config(few_layers(plain), divided)}, tmp_path)
+    with refused(ScalingError, "context.target", 2 * row["window"], "lower the target") as raised:
+        resolve_for_training(kept(tmp_path, 4 * row["window"]))
     assert "extend" not in str(raised.value)

@@ -78,7 +78,7 @@ def of_plan(plan: TrainingPlan) -> Figures:
 
 
 def of_small(kind: str, recipe: Recipe, gpu: str) -> Figures:
-    return of_plan(plan_recipe(recipe, Target(small_shape(kind), 2048, 2048), find_gpu(gpu)))
+    return of_plan(plan_recipe(recipe, Target(small_shape(kind), 2048), find_gpu(gpu)))
 
 
 def of_new(model: str, target: int, gpu: str) -> Figures:

@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 
+import pi_lora
 from conftest import plan_of, refused, run_captured, train
 from pi_lora.data.chats import NO_CHATS_WARNING
 from pi_lora.data.sources import evaluation_documents, find_table
@@ -340,6 +341,19 @@ def test_new_does_not_overwrite_a_file(command: Command, tmp_path: Path) -> None
     assert errors.startswith("llama-7b_8k.yaml: ")
     assert "--output" in errors
     assert (tmp_path / "llama-7b_8k.yaml").read_text() == "mine"
+
+
+def test_the_window_that_a_model_was_trained_on_is_its_original(tmp_path: Path) -> None:
+    """Qwen3-8B declares 40,960 tokens, was trained on 32,768, and its makers recommend YaRN with a factor of 4."""
+    file = pi_lora.new("Qwen/Qwen3-8B", 131072, gpu="H200", output=tmp_path / "new.yaml")
+    recipe = load_recipe(file).recipe
+    assert (recipe.scaling, recipe.context.original, recipe.context.target) == ("yarn", 32768, 131072)
+    planned = pi_lora.plan(file)
+    assert planned.target.original == 32768
+    [quoted] = [line for line in planned.lines() if line.startswith("context.original: 32768")]
+    assert "40960" in quoted
+    without = pi_lora.plan(file, "context.original=null")
+    assert (without.target.original, quoted in without.lines()) == (32768, True)
 
 
 @pytest.mark.parametrize(

@@ -122,7 +122,7 @@ def test_flops_equal_those_that_torch_counts(kind: str) -> None:
 @pytest.mark.parametrize("method", ["lora", "qlora", "full"])
 @pytest.mark.parametrize("kind", OTHERS)
 def test_any_architecture_has_a_plan(kind: str, method: str) -> None:
-    plan = plan_recipe(recipe(target=512, tuning={"method": method}), Target(small_shape(kind), 128, 128), GPUS[CPU])
+    plan = plan_recipe(recipe(target=512, tuning={"method": method}), Target(small_shape(kind), 128), GPUS[CPU])
     assert 0 < plan.trained <= plan.target.shape.parameters
     assert all(size > 0 for size in plan.memory.components.values())
     assert plan.hours > 0

@@ -164,6 +164,10 @@ def test_a_card_tells_the_scaling_of_the_base_from_that_of_the_run(lora_run: Pat
     assert "positions are divided by 16, of the base alone 8 |" in text
     assert "Positions are divided by 2 in short inputs too" in text
     assert "of the base alone" not in card_of(MeasuredRun(lora_run))
+    # As of DeepSeek-V2-Lite, which was trained on shorter sequences than those that it was scaled for.
+    metadata = json.loads((run / "run.json").read_text())
+    (run / "run.json").write_text(json.dumps(metadata | {"original": 16, "base_window": metadata["original"]}))
+    assert ", of the base alone 8 |" in card_of(MeasuredRun(run))
 
 
 def test_the_card_of_a_run_that_keeps_the_scaling_claims_no_extension(lora_run: Path, tmp_path: Path) -> None:

@@ -259,10 +259,86 @@ def test_a_config_without_a_window_is_refused() -> None:
         assert Rope({"model_type": "llama", "rope_theta": 1e4}).window
 
 
-def test_a_dynamic_base_is_refused() -> None:
-    dynamic = {**LLAMA_5, "rope_parameters": {"rope_type": "dynamic", "rope_theta": 1e4, "factor": 2.0}}
-    with refused(ScalingError, "scaling: pi", "dynamic", "unextended base"):
-        extend_config(dynamic, Extension(8192, 2048))
+@pytest.mark.parametrize("method", ["pi", "yarn", "theta", "llama3", "dynamic", "direct"])
+@pytest.mark.parametrize("dynamic", [{"factor": 6.0}, {"factor": 1.0}, {"factor": 2.0, "mscale": 1.0}])
+def test_a_dynamic_base_is_extended_from_the_window_of_constant_frequencies(
+    method: Method, dynamic: dict[str, Any]
+) -> None:
+    """Of InternLM3: transformers computes the frequencies of a plain rope in inputs of up to the declared length."""
+    plain = {**LLAMA_5, "head_dim": 64}
+    base = {**plain, "rope_parameters": {"rope_type": "dynamic", "rope_theta": 1e4, **dynamic}}
+    assert Rope(base).trained == 2048
+    expected = extend_config(plain, Extension(16384, 2048, method))
+    assert extend_config(base, Extension(16384, None, method)) == expected
+    assert Rope(expected).extends(Rope(base))
+    with refused(ScalingError, "context.original: 4096", 2048):
+        extend_config(base, Extension(16384, 4096, method))
+
+
+HUNYUAN = {"rope_type": "dynamic", "rope_theta": 1e4, "alpha": 1000.0, "factor": 1.0, "mscale": 1.0}
+
+
+@pytest.mark.parametrize("dialect", ["rope_parameters", "rope_scaling"])
+def test_an_alpha_is_a_constant_theta(dialect: str) -> None:
+    """theta x alpha^(d/(d-2)): of 64 dimensions, 1e4 x 1000^(64/62)."""
+    config = {**LLAMA_4, "model_type": "hunyuan_v1_dense", "head_dim": 64, dialect: HUNYUAN}
+    plain = {"rope_type": "default", "rope_theta": pytest.approx(12496091.41, rel=1e-9)}
+    rope = Rope(config)
+    assert rope.parameters == plain
+    assert (rope.window, rope.method, rope.depends_on_length) == (2048, None, False)
+    assert extend_config(config, Extension(8192, None, "yarn"))["rope_parameters"] == {
+        **plain,
+        "rope_type": "yarn",
+        "factor": 4.0,
+        "original_max_position_embeddings": 2048,
+    }
+    assert Rope({**config, "model_type": "llama"}).depends_on_length  # transformers computes no alpha there
+
+
+@pytest.mark.parametrize("method", ["pi", "yarn", "theta"])
+@pytest.mark.parametrize("key", ["model_max_length", "max_sequence_length", "seq_length", "n_positions"])
+def test_windows_under_other_names_follow_the_extension(method: Method, key: str) -> None:
+    """vLLM takes `model_max_length`, or the smallest of the others."""
+    base = {**LLAMA_5, "head_dim": 64, key: 2048}
+    extended = extend_config(base, Extension(8192, None, method))
+    assert extended[key] == extended["max_position_embeddings"]
+    assert Rope(extended).window == 8192
+    assert key not in extend_config({**base, key: None}, Extension(8192, None, method)) or extended[key]
+
+
+def test_a_window_beside_a_shorter_one_is_that_of_command_r() -> None:
+    config = {**LLAMA_5, "model_max_length": 8192}
+    assert Rope(config).window == 8192
+    extended = extend_config(config, Extension(32768))
+    assert Rope(extended).window == 32768
+    assert extended["rope_parameters"]["factor"] == 4.0
+
+
+def test_dual_chunks_are_left_out_with_a_line_and_their_window_is_l() -> None:
+    chunks = {"chunk_size": 1024, "local_size": 64, "original_max_position_embeddings": 1024}
+    config = {**LLAMA_5, "dual_chunk_attention_config": chunks}
+    extension = Extension(4096, None, "yarn")
+    extended = extend_config(config, extension)
+    assert "dual_chunk_attention_config" not in extended
+    assert extended["rope_parameters"]["factor"] == 4.0
+    [note] = extension.notes(Rope(config))
+    assert "dual_chunk_attention_config" in note
+    assert not list(extension.notes(Rope(LLAMA_5)))[1:]
+
+
+@pytest.mark.parametrize("key", ["use_dynamic_ntk", "use_logn_attn"])
+def test_positions_that_code_changes_by_the_length_are_refused(key: str) -> None:
+    with refused(ScalingError, "model of type llama", key, "false"):
+        extend_config({**LLAMA_5, key: True}, Extension(4096))
+    assert extend_config({**LLAMA_5, key: False}, Extension(4096))
+
+
+def test_an_original_window_beside_the_rope_is_that_of_the_rope() -> None:
+    """transformers prefers it to the one in the rope."""
+    base = {**LLAMA_5, "original_max_position_embeddings": 512}
+    extended = extend_config(base, Extension(8192, 2048, "yarn"))
+    rope = extended["rope_parameters"]
+    assert extended["original_max_position_embeddings"] == rope["original_max_position_embeddings"] == 2048
 
 
 @pytest.mark.parametrize("target", [2048, 1000])
@@ -287,14 +363,27 @@ def test_a_yarn_without_its_original_window_multiplies_the_declared_one() -> Non
     assert Rope({"model_type": "llama", "max_position_embeddings": 2048, "rope_parameters": rope}).window == 8192
 
 
-def test_the_window_of_a_scaled_base_is_in_its_config() -> None:
-    """With `original` as the window before that scaling, the new factor would be multiplied by the old one."""
+@pytest.mark.parametrize("original", [None, 8192, 16384, 32768])
+def test_a_scaled_base_is_extended_from_the_window_of_its_config(original: int | None) -> None:
+    """`original` says how long the model was trained (DeepSeek-V2-Lite: 32,768 of 163,840); the factor follows from the
+    window that the frequencies were scaled for.
+    """
     rope = {"rope_type": "yarn", "rope_theta": 1e6, "factor": 4.0, "original_max_position_embeddings": 8192}
     config = {**LLAMA_5, "max_position_embeddings": 32768, "rope_parameters": rope}
-    with refused(ScalingError, "context.original: 8192", 32768):
-        extend_config(config, Extension(65536, 8192, "yarn"))
-    same = extend_config(config, Extension(65536, 32768, "yarn"))
-    assert same == extend_config(config, Extension(65536, None, "yarn"))
+    extension = Extension(65536, original, "yarn")
+    extended = extend_config(config, extension)
+    assert (extended["rope_parameters"]["factor"], Rope(extended).window) == (8.0, 65536)
+    assert extension.original_of(Rope(config)) == (original or 32768)
+    for target in (16385, 32768):
+        with refused(ScalingError, f"context.target: {target}", 32768):
+            extend_config(config, Extension(target, original, "yarn"))
+
+
+def test_a_scaled_base_was_not_trained_beyond_its_window() -> None:
+    rope = {"rope_type": "yarn", "rope_theta": 1e6, "factor": 4.0, "original_max_position_embeddings": 8192}
+    config = {**LLAMA_5, "max_position_embeddings": 32768, "rope_parameters": rope}
+    with refused(ScalingError, "context.original: 40000", 32768):
+        extend_config(config, Extension(65536, 40000, "yarn"))
 
 
 @pytest.mark.parametrize("target", [50_000, 65_536, 100_000])
