@@ -155,11 +155,14 @@ class Run:
 
     @cached_property
     def metadata(self) -> RunMetadata:
-        """The content of `run.json`; empty if there is none, as in adapters made by other tools."""
+        """The content of `run.json`; empty if there is none, or one of another tool, as in models made by these."""
         file = self.path / RUN_FILE
+        remedy = "correct it or remove it"
         if not file.is_file():
             return RunMetadata(python="unknown")
-        return read_json(file, RunMetadata, "correct it or remove it")
+        if not self.has_recipe and "python" not in read_json(file, Json, remedy):
+            return RunMetadata(python="unknown")
+        return read_json(file, RunMetadata, remedy)
 
     def with_dtypes(self, recipe: Recipe) -> Recipe:
         """Return a recipe with the dtypes that the run started with: another machine may choose others."""

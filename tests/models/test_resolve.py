@@ -237,9 +237,12 @@ def test_pickled_weights_are_refused(small_model: Path, tmp_path: Path) -> None:
 
 
 def test_a_recipe_file_of_another_tool_is_ignored(small_model: Path, tmp_path: Path) -> None:
-    """llm-compressor writes such a file."""
+    """llm-compressor writes such a file; trackers write a run.json."""
     folder = tmp_path / "model"
     shutil.copytree(small_model, folder)
+    (folder / "run.json").write_text('{"id": 3, "state": "finished"}')
+    assert (resolve_model(folder).texts, resolve_model(folder).original) == ([], 64)
+    (folder / "run.json").unlink()
     (folder / "recipe.yaml").write_text("default_stage:\n  default_modifiers: {}\n")
     assert load(str(folder)).source.recipe is None
 
