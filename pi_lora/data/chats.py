@@ -30,7 +30,7 @@ REASONING = ("reasoning_content", "reasoning", "thinking")
 # What a template raises for a chat that it does not take.
 REFUSALS = (TemplateError, TypeError, ValueError, LookupError, AttributeError)
 MASKED = "turns marked as not to be learned"
-UNENDED = "answers without a special token that ends them"
+UNENDED = "answers that end without a special token: generation does not stop there"
 MEDIA = ("image", "images", "videos", "audios")
 NO_CHATS_WARNING = (
     "the model has a chat template and the data no chats: a model tuned on raw text alone chats worse; "

@@ -358,8 +358,8 @@ def _attend(
 
 
 def isolates_sequences(model: Any) -> bool:
-    """Whether a model keeps the sequences of a row apart by their bounds, under the blockwise kernel or FlashAttention.
-    Layers with states, and models with code of their own or without a choice of the kernel, do not.
+    """Whether a model keeps the sequences of a row apart by their bounds, under the blockwise kernel, which is set, or
+    FlashAttention. Layers with states, and models with code of their own or without a choice of the kernel, do not.
     """
     use_blockwise(model)
     config = model.config.get_text_config()

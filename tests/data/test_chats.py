@@ -538,7 +538,7 @@ TURNS = "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}{% endf
     [
         (TURNS.replace("}}{%", "}}<|im_end|>\n{%") + THINKS_FIRST, {"think": 2}),
         # As GLM: the next turn ends a turn, and the last one has no end.
-        (TURNS, {"ends": 1}),
+        (TURNS, {"special": 1}),
         (TURNS.replace("}}{%", "}}<|im_end|>\n{%"), {}),
     ],
 )
@@ -549,7 +549,8 @@ def test_answers_unlike_those_at_inference_are_counted(template: str, counted: d
     rows = [("", {"messages": QUESTIONS})]
     table = Table(Source(name="x", column="messages"), read=lambda columns, seed: iter(rows), identity={})
     assert len(list(ChatTemplate(tokenizer, 1000).rows(table, counts))) == 1
-    assert {word: number for word in ("think", "ends") for label, number in counts.items() if word in label} == counted
+    words = ("think", "special")
+    assert {word: number for word in words for label, number in counts.items() if word in label} == counted
 
 
 def test_sharegpt_turns_become_messages() -> None:
