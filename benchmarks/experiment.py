@@ -110,11 +110,11 @@ def training(run: Path, keys: str, sources: str = MIXTURE) -> Command:
     return run / "run.json", train_words("smollm2_135m_16k_cpu", run, *keys.split(), f"data.source=[{sources}]")
 
 
-def extension(scaling: str, original: int = ORIGINAL, target: int = TARGET) -> str:
+def extension(scaling: str) -> str:
     """Return the keys of an extension; the control reads no further than the base."""
     if scaling == CONTROL:
-        return f"context.target={original} context.original=null scaling=keep"
-    return f"context.target={target} context.original={original} scaling={scaling}"
+        return f"context.target={ORIGINAL} context.original=null scaling=keep"
+    return f"context.target={TARGET} context.original={ORIGINAL} scaling={scaling}"
 
 
 def tuning(name: str, scaling: str, rate: str, steps: int) -> Command:
