@@ -130,7 +130,7 @@ class Searched:
         self.long = self.exams.long()
         self.text = self.exams.row(self.texts[-1].ids[: options.target].tolist())
         # Half of the original window or more before a token.
-        self.scored = range(base.window // 2, options.target)
+        self.scored = range(base.rope.trained // 2, options.target)
         self.rotary = [
             (part, name, plain.clone())
             for part in self.loaded.module.modules()
@@ -348,7 +348,7 @@ def search(base: ModelSource, options: SearchOptions, file: Path) -> SearchResul
             )
         result = SearchResult(
             model=base.name,
-            original=base.window,
+            original=base.rope.trained,
             factors=tuple(float(f"{math.exp(logarithm):.8g}") for logarithm in best.point),
             attention_factor=round(searched.attention_factor, 8),
             options=options,

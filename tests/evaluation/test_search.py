@@ -5,6 +5,7 @@ import itertools
 import json
 import math
 import shlex
+import shutil
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -273,6 +274,22 @@ def test_the_mean_of_the_later_steps_with_the_best_score_is_the_result(
     start, best = found.scores["start"], found.scores["factors"]
     assert (start.needles, best.needles, best.text, best.value) == (2.0, 1.0, 3.0, 1.0 + 3 * PENALTY)
     assert read_json(tmp_path / "found.json", SearchResult, "").model_dump() == found.model_dump()
+
+
+def test_a_result_is_for_the_window_that_the_base_was_trained_on(
+    needles: list[tuple[torch.Tensor, float]], texts_of_words: Path, tmp_path: Path
+) -> None:
+    """Extensions begin there by default: here at 256 tokens of a `dynamic` base that declares 1,024."""
+    folder = Path(shutil.copytree(resolve_model("builtin:tiny").base.path, tmp_path / "dynamic"))
+    config = json.loads((folder / "config.json").read_text())
+    config["rope_parameters"] |= {"rope_type": "dynamic", "factor": 4.0}
+    (folder / "config.json").write_text(json.dumps(config))
+    base = resolve_model(str(folder))
+    assert (base.window, base.rope.trained) == (1024, 256)
+    found = search(base, SearchOptions(target=512, minutes=12 / 60, data=str(texts_of_words)), tmp_path / "found.json")
+    assert found.original == 256
+    factors = read_factors(tmp_path / "found.json").model_dump()
+    assert base.extended(Extension(512, scaling="factors", **factors)).window == 512
 
 
 def test_a_search_ends_when_the_needles_no_longer_move(

@@ -379,6 +379,17 @@ def test_a_scaled_base_is_extended_from_the_window_of_its_config(original: int |
             extend_config(config, Extension(target, original, "yarn"))
 
 
+@pytest.mark.parametrize("original", [None, 2048, 4096])
+def test_searched_factors_are_multiplied_from_the_window_that_they_are_for(original: int | None) -> None:
+    """As of Phi-4-mini, whose long factors are for 131,072 tokens."""
+    rope = {"rope_type": "longrope", "rope_theta": 1e4, "short_factor": [1.0] * 32, "long_factor": [1.0, 8.0] * 16}
+    config = {**LLAMA_5, "max_position_embeddings": 4096, "head_dim": 64, "rope_parameters": rope}
+    extended = extend_config(config, Extension(8192, original))
+    assert extended["rope_parameters"]["long_factor"] == [2.0, 16.0] * 16
+    with refused(ScalingError, "context.target: 3000", 4096):
+        extend_config(config, Extension(3000, original))
+
+
 def test_a_scaled_base_was_not_trained_beyond_its_window() -> None:
     rope = {"rope_type": "yarn", "rope_theta": 1e6, "factor": 4.0, "original_max_position_embeddings": 8192}
     config = {**LLAMA_5, "max_position_embeddings": 32768, "rope_parameters": rope}
@@ -399,3 +410,30 @@ def test_frequencies_divided_by_one_number_are_divided_further() -> None:
     assert Rope(once).scalings == ("pi", "direct")
     twice = full_attention_rope(extend_config(once, Extension(10_000, None, "pi")))
     assert set(twice["long_factor"]) == {10_000 / 2048}
+
+
+@pytest.mark.parametrize(
+    ("model_type", "declared", "theta", "width", "trained"),
+    [
+        ("qwen3", 40960, 1e6, 4096, 32768),
+        ("qwen3", 32768, 1e6, 4096, 32768),
+        ("qwen3", 40960, 5e6, 4096, 40960),
+        ("qwen2", 131072, 1e6, 3584, 32768),
+        ("qwen2", 131072, 1e4, 3584, 131072),  # Qwen2.5-Math, and what is distilled into it
+        ("deepseek_v2", 163840, 1e4, 2048, 32768),
+        ("deepseek_v2", 163840, 1e4, 5120, 131072),
+        ("deepseek_v2", 163840, 1e4, 1024, 163840),
+        ("llama", 40960, 1e6, 4096, 40960),
+    ],
+)
+def test_the_trained_window_is_known_by_what_a_config_says(
+    model_type: str, declared: int, theta: float, width: int, trained: int
+) -> None:
+    config = {"model_type": model_type, "max_position_embeddings": declared, "rope_theta": theta, "hidden_size": width}
+    rope = Rope(config)
+    assert (rope.trained, rope.original, rope.window) == (trained, trained, declared)
+    assert Extension(4 * declared).original_of(rope) == trained
+    assert Extension(4 * declared, declared).original_of(rope) == declared
+    # An extended model of the same type is another.
+    extended = extend_config({**config, "head_dim": 64}, Extension(2 * declared, scaling="yarn"))
+    assert Rope(extended).trained == 2 * declared
