@@ -114,11 +114,22 @@ class Context(Measurement[ContextOptions, ContextScores]):
 
     def problems(self, options: ContextOptions, preview: Preview) -> Iterator[str]:
         """Yield the problems of the text, and of the file of key tokens."""
-        yield from text_problems(options, preview, window=options.window or preview.window)
+        window = options.window or preview.window
+        of_text = text_problems(options, preview, window=window)
+        yield from of_text
         try:
-            read_key_tokens(options)
+            given = read_key_tokens(options)
         except ModelError as problem:
             yield f"{preview.key('key_tokens')}: {problem}"
+            return
+        if given and preview.tokenizer and not of_text:
+            measured = options.changed(**options.amount(preview.window, budget_here()))
+            documents, _ = choose_documents(preview, measured, window)
+            try:
+                for document in documents:
+                    _spans_for(document, given)
+            except DataError as problem:
+                yield str(problem).replace("--key-tokens", preview.key("key_tokens"))
 
     def measure(self, model: LoadedModel, options: ContextOptions, session: Session) -> ContextScores:
         """Measure the consecutive windows of the documents. The processes divide the windows."""

@@ -107,7 +107,9 @@ def text_problems(options: TextOptions, preview: Preview, **windows: int) -> lis
     return [f"{key}: {too_short}; name longer texts, or lower {preview.key(option)}"] if too_short else []
 
 
-def choose_documents(model: LoadedModel, options: TextOptions, longest: int) -> tuple[list[TokenizedDocument], int]:
+def choose_documents(
+    model: LoadedModel | Preview, options: TextOptions, longest: int
+) -> tuple[list[TokenizedDocument], int]:
     """Return the documents that the options choose, the first or with a seed random ones, and how many others were too
     short. Raise DataError if none is long enough for windows of up to `longest` tokens.
     """

@@ -190,6 +190,13 @@ def test_key_tokens_of_other_documents_are_refused(
     write_scores([own.model_copy(update={"per_document": own.per_document[1:]})], file)
     with refused(DataError, "--key-tokens: builtin:tiny ", folder / "a.txt"):
         measured(loaded, folder, key_tokens=str(file), documents=1)
+    # Before weights are read, also of a recipe, and for the documents that are measured alone.
+    preview = Preview(WINDOW, loaded.tokenizer, section="evaluation.context")
+    [problem] = Context().problems(options(folder, key_tokens=str(file)), preview)
+    assert problem.startswith("evaluation.context.key_tokens: ")
+    assert str(folder / "a.txt") in problem
+    write_scores([own], file)
+    assert not [*Context().problems(options(folder, key_tokens=str(file)), preview)]
     file.write_text("{}")
     [problem] = Context().problems(options(folder, key_tokens=str(file)), Preview(64))
     assert problem.startswith(f"--key-tokens: {file}: model: ")
