@@ -348,7 +348,10 @@ def test_measurements_that_cannot_work_are_refused_before_the_training(
         ),
         tmp_path / "run",
     )
-    check(small_recipe(small_model, evaluation={"summarization": {}}), tmp_path / "run")
+    of_training = {"source": "./gone.jsonl", "document": "d", "summary": "s"}
+    with refused(RecipeError, "data.source: ./gone.jsonl: ") as raised:
+        check(small_recipe(small_model, data=of_training, evaluation={"summarization": {}}), tmp_path / "run")
+    assert len(raised.value.problems) == 1
     short = {"data": usable["name"], "column": "conversations", "window": 4}
     for model, evaluation, *names in (
         (with_chat_template, {"chat": short}, "left out: 3"),

@@ -111,7 +111,7 @@ class Chats(Measurement[ChatOptions, ChatScores]):
             named = ModelRef(options.base, **vars(model.source.permissions))
             base = load_model(resolve_model(named), model.dtype)
 
-        def measure(name: str) -> Json:
+        def score(name: str) -> Json:
             return chat_score(name, chats[name], model, base).model_dump()
 
         def passes(name: str) -> list[Pass]:
@@ -119,8 +119,8 @@ class Chats(Measurement[ChatOptions, ChatScores]):
 
         about = About("chat", f"{len(chats)} chats", ("limit", len(chats) // 4))
         decided_by = {"rows": table.identity, "base": base and identity_of(base)}
-        results = session.measure(
-            model, options, decided_by, items=list(chats), measure=measure, about=about, passes=passes
+        results = session.map_items(
+            model, options, decided_by, items=list(chats), function=score, about=about, passes=passes
         )
         per_chat = [ChatScore.model_validate(result) for result in results]
         tokens = [chat.tokens for chat in per_chat]

@@ -139,19 +139,19 @@ class Context(Measurement[ContextOptions, ContextScores]):
             (document, start) for document in documents for start in range(0, len(document.ids) - window + 1, window)
         ]
 
-        def measure(index: int) -> list[list[float]]:
+        def losses_of_window(index: int) -> list[list[float]]:
             document, start = windows[index]
             ids = document.ids[start : start + window]
             return [losses.tolist() for losses in context_losses(model, ids, short_window, stride)]
 
         decided_by = {"texts": [document.digest for document in documents]}
         near = [(0, short_window + stride)] * ((window - short_window) // stride)
-        results = session.measure(
+        results = session.map_items(
             model,
             options,
             decided_by,
             items=range(len(windows)),
-            measure=measure,
+            function=losses_of_window,
             about=About(
                 "context",
                 f"{len(windows)} windows of {len(documents)} documents",

@@ -221,14 +221,14 @@ class Session:
         self.folders.append(folder)
         return folder
 
-    def measure(
+    def map_items(
         self,
         loaded: LoadedModel,
         options: Section,
         decided_by: Mapping[str, Any],
         *,
         items: Sequence[Any],
-        measure: Callable[[Any], Any],
+        function: Callable[[Any], Any],
         about: "About",
         passes: Callable[[Any], Iterable[Pass]] | None = None,
     ) -> list[Any]:
@@ -249,7 +249,7 @@ class Session:
         for done, item in enumerate(items_of_rank, 1):
             if item not in results:
                 begin = time.monotonic()
-                results[item] = measure(item)
+                results[item] = function(item)
                 if not is_known and left[item]:
                     speed = left[item] / (time.monotonic() - begin)
                     is_known = self.announce(clock._replace(speed=speed), about, sum(left.values()))

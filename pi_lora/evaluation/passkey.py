@@ -146,12 +146,12 @@ class Passkey(Measurement[PasskeyOptions, PasskeyScores]):
         decided_by = {"target": target, "first": test.first}
         trials = test.trials_of_depth
         less = ("trials", trials // 4 or 1) if trials > 1 else ("depths", test.depths // 4)
-        results = session.measure(
+        results = session.map_items(
             model,
             options,
             decided_by,
             items=range(test.depths),
-            measure=test.measure,
+            function=test.measure,
             about=About("passkey", f"{test.depths * trials} prompts of {target:,} tokens", less),
             passes=test.passes,
         )

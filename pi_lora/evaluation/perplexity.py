@@ -321,7 +321,7 @@ def _measure_documents(
         for pieces in part.passes(len(document.ids), tokens)
     ]
 
-    def measure(index: int) -> list[LossSum]:
+    def sums_of_pass(index: int) -> list[LossSum]:
         number, pieces = passes[index]
         scored = scored_losses(model.module, documents[number].ids, pieces, prefix)
         return [(name, losses.sum().item(), len(tokens)) for name, tokens, losses in scored]
@@ -334,8 +334,8 @@ def _measure_documents(
     less = ("documents", len(documents) // 4 or 1) if len(documents) > 1 else ("windows", max(sweep.windows))
     about = About("perplexity", f"{len(documents)} documents at {windows}", less)
     decided_by = {"texts": [document.digest for document in documents]}
-    results = session.measure(
-        model, options, decided_by, items=range(len(passes)), measure=measure, about=about, passes=passes_of
+    results = session.map_items(
+        model, options, decided_by, items=range(len(passes)), function=sums_of_pass, about=about, passes=passes_of
     )
     sums_by_document: list[list[LossSum]] = [[] for _ in documents]
     for (number, _), sums in zip(passes, results, strict=True):

@@ -3,6 +3,7 @@ passkeys.
 """
 
 import shlex
+from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
@@ -18,14 +19,21 @@ from pi_lora.evaluation.duration import budget_here
 from pi_lora.evaluation.measurement import Metric, Scores, Session
 from pi_lora.evaluation.passkey import PasskeyScores
 from pi_lora.evaluation.perplexity import PerplexityScores
-from pi_lora.evaluation.suite import MEASUREMENTS, marked, metrics_of, prepare, say_training_notes, setting_of
+from pi_lora.evaluation.suite import (
+    MEASUREMENTS,
+    Requested,
+    marked,
+    metrics_of,
+    prepare,
+    say_training_notes,
+    setting_of,
+)
 from pi_lora.models.device import hardware, has_fast_bfloat16, versions
 from pi_lora.models.loaded import load_model
 from pi_lora.models.source import Base, ModelSource
 from pi_lora.recipe.budget import SHARE
 from pi_lora.recipe.evaluation import PasskeyOptions, PerplexityOptions, ProbeOptions
 from pi_lora.recipe.factors import Factors, read_factors
-from pi_lora.recipe.section import Section
 from pi_lora.run import BASE, STEP_0
 from pi_lora.scaling.extension import Extension
 from pi_lora.scaling.rope import Method
@@ -170,15 +178,21 @@ def probe(
     base = replace(base, dtype=base.dtype or ("bfloat16" if has_fast_bfloat16() else None))
     for note in base.notes:
         ui.say(note)
+    factors = read_factors(Path(options.factors)) if options.factors else None
+    # Mistakes of all targets are reported before weights are read.
+    models = {target: _models_to_probe(base, target, options, factors) for target in sorted(options.target)}
+    requested = {target: prepare(_requested(base, target, options), [base]) for target in models}
+    say_training_notes(requested[min(models)], [base])
     with Session(say=ui.say, journalled=True) as session:
-        results = [_probe_target(base, target, options, session) for target in sorted(options.target)]
+        results = [_probe_target(target, models[target], requested[target], session) for target in models]
+        searched = {"factors": options.factors, "divisors": factors}
         probed = Probe(
             model=base.name,
             original=base.rope.trained,
             weights=base.base.weights_digest,
             hardware=hardware(),
             versions=versions(),
-            targets=results,
+            targets=[result.model_copy(update=searched) for result in results],
         )
         if json and is_main_process():
             write_json(json, probed.as_json())
@@ -200,12 +214,10 @@ def _models_to_probe(
     return models
 
 
-def _probe_target(base: ModelSource, target: int, options: ProbeOptions, session: Session) -> TargetResult:
-    """Measure the base and the scalings at one target."""
-    factors = read_factors(Path(options.factors)) if options.factors else None
-    models = _models_to_probe(base, target, options, factors)
+def _requested(base: ModelSource, target: int, options: ProbeOptions) -> Requested:
+    """Return the options of both measurements at a target."""
     budget = budget_here() // SHARE
-    perplexity_options = PerplexityOptions(
+    perplexity = PerplexityOptions(
         data=options.data,
         column=options.column,
         windows=(base.rope.trained, target),
@@ -213,29 +225,33 @@ def _probe_target(base: ModelSource, target: int, options: ProbeOptions, session
         truncate=target,
         documents=options.documents,
     )
-    perplexity_options = perplexity_options.changed(**perplexity_options.sizes(target, [], budget))
-    # A missing text is reported before weights are read.
-    prepared = prepare({"perplexity": perplexity_options}, [base])
-    say_training_notes(prepared, [base])
-    passkey_options = PasskeyOptions(target=target, trials=options.trials, seed=options.seed)
-    amount = passkey_options.amount(budget)
-    passkey_options = passkey_options.changed(**amount | {"depths": min(MAX_DEPTHS, amount["depths"])})
+    passkey = PasskeyOptions(target=target, trials=options.trials, seed=options.seed)
+    amount = passkey.amount(budget)
+    return {
+        "perplexity": perplexity.changed(**perplexity.sizes(target, [], budget)),
+        "passkey": passkey.changed(**amount | {"depths": min(MAX_DEPTHS, amount["depths"])}),
+    }
 
-    def measure(name: str, scaling: Method, requested: Section) -> Any:
+
+def _probe_target(
+    target: int, models: Mapping[Method, ModelSource], requested: Mapping[str, Any], session: Session
+) -> TargetResult:
+    """Measure the base and the scalings at one target with prepared options."""
+
+    def scores_of(scaling: Method, name: str) -> Any:
+        model = models[scaling]
         with ui.progress(f"{scaling} at {target:,}, {name}") as session.progress:
-            model = load_model(models[scaling])
-            return marked(MEASUREMENTS[name].run(model, requested, session), base.texts)
+            scores = MEASUREMENTS[name].run(load_model(model), requested[name], session)
+            return marked(scores, model.texts)
 
-    scalings: dict[Method, Probed] = {}
-    for name in models:
-        scalings[name] = Probed(perplexity=measure("perplexity", name, prepared["perplexity"]))
+    scalings = {scaling: Probed(perplexity=scores_of(scaling, "perplexity")) for scaling in models}
     lowest = min(probed.windows[1].value for probed in scalings.values())
-    promising_ratio = PROMISING_RATIO if passkey_options.trials != 1 else 1.0
-    for name, probed in scalings.items():
+    promising_ratio = PROMISING_RATIO if requested["passkey"].trials != 1 else 1.0
+    for scaling, probed in scalings.items():
         # Divisors that were searched are asked: they were chosen for retrieval.
-        if name == "factors" or probed.windows[1].value <= promising_ratio * lowest:
-            probed.passkey = measure("passkey", name, passkey_options)
-    return choose_best(target, scalings).model_copy(update={"factors": options.factors, "divisors": factors})
+        if scaling == "factors" or probed.windows[1].value <= promising_ratio * lowest:
+            probed.passkey = scores_of(scaling, "passkey")
+    return choose_best(target, scalings)
 
 
 def choose_best(target: int, scalings: dict[Method, Probed]) -> TargetResult:

@@ -139,7 +139,7 @@ class Summarization(Measurement[SummarizationOptions, SummarizationScores]):
         about = About("summarization", f"{len(prompts)} summaries", ("limit", len(prompts) // 4))
         decided_by = {"rows": table.identity, "batch_size": batch_size}
         starts = range(0, len(prompts), batch_size)
-        batches = session.measure(model, options, decided_by, items=starts, measure=write_batch, about=about)
+        batches = session.map_items(model, options, decided_by, items=starts, function=write_batch, about=about)
         summaries = list(chain.from_iterable(batches))
         rouges = rouge(summaries, references)
         means: Json = {name: fmean(f1_scores) for name, f1_scores in rouges.items()}

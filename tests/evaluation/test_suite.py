@@ -211,6 +211,8 @@ def test_a_mistake_is_named_before_a_model_is_loaded_to_be_compared_or_probed(
     for words, wheres in (
         (("compare", str(small_model), "run"), ["evaluation.perplexity.data: ", "evaluation.summarization.data: "]),
         (("probe", str(small_model), "--target", "256", "--data", "gone.txt"), ["--data: gone.txt: "]),
+        (("probe", str(small_model), "--target", "256,9999", "--data", "text.txt"), ["--data: text.txt: "]),
+        (("probe", str(small_model), "--target", "96", "--data", "text.txt"), ["--target: 96 "]),
         (
             ("eval", "perplexity", "run", str(small_model), "--data", "text.txt", "--windows", "64,9999"),
             ["--data: text.txt: "],
@@ -221,7 +223,7 @@ def test_a_mistake_is_named_before_a_model_is_loaded_to_be_compared_or_probed(
         lines = err.splitlines()
         assert (status, out) == (2, ""), err
         assert [line.startswith(where) for line, where in zip(lines, wheres, strict=True)] == [True] * len(wheres)
-        assert wheres[0] != "--data: text.txt: " or f"lower {words[-2]}" in err
+        assert words[0] != "eval" or f"lower {words[-2]}" in err
 
 
 def test_a_run_on_the_hub_is_measured_and_compared_by_its_id(
