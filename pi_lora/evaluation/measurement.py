@@ -355,7 +355,7 @@ class Preview:
     Attributes:
         window: The context window in tokens.
         tokenizer: The tokenizer; None if it cannot be read.
-        recipe: The recipe that the model is tuned by.
+        recipe: The recipe that the model is tuned by, for options that are not prepared yet.
         ask_hub: Whether texts on the hub are read.
         section: The section of a recipe that holds the options; empty if they are options of a command.
     """

@@ -159,7 +159,7 @@ def prepare(requested: Requested, models: Sequence[ModelSource], section: str = 
         measurement_of(name).check(options)
     problems: list[str] = []
     for model in models:
-        preview = Preview(model.window, model.tokenizer, model.recipe, section=section)
+        preview = Preview(model.window, model.tokenizer, section=section)
         problems += problems_of(prepared, preview)
     if problems:
         raise DataError(*dict.fromkeys(problems))

@@ -194,7 +194,7 @@ def test_all_models_are_asked_the_same(
     alone = {run: evaluate(run, "summarization", **sizes).options for run in (tuned, other)}
     asked = dict(zip(alone, prompts, strict=True))
     assert asked[tuned] != asked[other]
-    for models, chosen in (([base, tuned], tuned), ([other, tuned], other)):
+    for models, chosen in (([base, tuned], tuned), ([tuned, other], tuned)):
         prompts.clear()
         with showing(TERMINAL):
             measured = evaluate(models, "summarization", **sizes)
