@@ -83,7 +83,7 @@ clean:
 
 .venv/installed: pyproject.toml constraints.txt
 	$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "pi-lora needs Python 3.11 or newer: make PYTHON=python3.11")'
-	@echo "Installing into .venv; this takes minutes, without output."
+	@echo "Installing into .venv: about two minutes of two cores and a download of 0.6 GB (with CUDA 3 GB), without output."
 	$(PYTHON) -m venv .venv
 	$(BIN)/pip install --quiet --disable-pip-version-check --upgrade '$(PIP)'
 	$(BIN)/pip install --quiet --disable-pip-version-check --no-compile --constraint constraints.txt --group dev --editable '.[all]'

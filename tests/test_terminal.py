@@ -115,7 +115,7 @@ def test_the_demo_prints_no_line_of_a_library(python: str, folder: Path, run: Pa
     code = f"import sys; sys.path.insert(0, {str(ROOT / 'scripts')!r}); import demo; {less}; {shorter}; demo.main()"
     assert errors_of(folder, python, "-c", code) == ""
     names = [line.split(" | ")[0] for line in (folder / "demo" / "table.md").read_text().splitlines()[2:]]
-    assert names == ["| base, extrapolating", "| PI, step 0", "| PI, 180 steps", "| PI, released, 2 steps"]
+    assert names == ["| base, extrapolating", "| PI, untuned", "| PI, 100 steps", "| PI, released, 2 steps"]
 
 
 def test_slow_work_is_announced(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
