@@ -112,9 +112,9 @@ class ContextOptions(TextOptions):
     window: Tokens | None = None
     """Length of the whole context in tokens. Windows are consecutive. By default L'."""
     short_window: Tokens | None = None
-    """Fewest tokens of the near context; it grows by at most `stride`. By default 4096, or half the window if less."""
+    """Fewest last tokens as context; up to `stride` more. By default 4096, or half the window if less."""
     stride: Tokens | None = None
-    """Tokens that are predicted from the same near context. By default a quarter of `short_window`."""
+    """Tokens that are predicted from the same last tokens. By default a quarter of `short_window`."""
     key_tokens: str | None = None
     """File with the scores of another model on the same documents, for its key tokens. By default the model's own."""
 
