@@ -38,8 +38,7 @@ RELEASED = ROOT / "adapters" / "demo"
 STEPS = 100
 DOCUMENTS = 3
 TRIALS = 3
-# As multiples of the planned time of the steps: training, for a small model is slower than planned; and all the rest, in
-# float32.
+# As multiples of the planned time of the steps: training, which is slower for a small model, and all the rest.
 TRAINING = 1.4
 REST = 0.9
 SEEDS = 3  # of the table in docs/experiments.md
