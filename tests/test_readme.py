@@ -115,3 +115,31 @@ def test_the_readmes_recipe_resolves(tmp_path: Path) -> None:
     path = tmp_path / "mine.yaml"
     path.write_text(yaml.group(1))
     load_recipe(path)
+
+
+BLOCK = re.compile(r"<!-- (\w+) -->\n(.*?)<!-- end of \1 -->", re.DOTALL)
+FIGURE = re.compile(r"(?<![\w.])\d+\.\d+(?![\w.])")
+
+
+def figures_of_tables() -> set[float]:
+    """The figures of all tables that a command writes into the README, docs/ and benchmarks/."""
+    pages = [*PAGES, *(ROOT / "benchmarks").rglob("*.md")]
+    tables = [table for page in pages for _, table in BLOCK.findall(page.read_text())]
+    return {float(figure) for table in tables for figure in re.findall(r"\d+\.\d+", table)}
+
+
+def missing_figures(text: str, figures: set[float]) -> list[str]:
+    """Figures with a point in a text that no table has, rounded as the text rounds."""
+    found = FIGURE.findall(text)
+    return [each for each in found if all(f"{figure:.{len(each.partition('.')[2])}f}" != each for figure in figures)]
+
+
+def test_figures_of_the_findings_stand_in_tables_that_a_command_writes() -> None:
+    figures = figures_of_tables()
+    results = (ROOT / "docs" / "results.md").read_text()
+    findings = results.partition("## Findings")[2].partition("\n## ")[0]
+    readme = BLOCK.sub("", (ROOT / "README.md").read_text()).partition("## Results")[2]
+    for text in (findings, readme):
+        assert FIGURE.search(text)
+        assert missing_figures(text, figures) == []
+    assert missing_figures("12345.678 passkeys", figures) == ["12345.678"]
