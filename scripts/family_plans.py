@@ -64,11 +64,9 @@ def first_plans() -> str:
     rows = []
     for model, target in FIRST.items():
         source = resolve_model(model, shipped=True)
-        cells = []
-        for gpu in GPUS:
-            plan = cells_of(chosen_plan(source, target, gpu))
-            cells += [plan[column] for column in FIRST_COLUMNS]
-        windows = f"{short(source.window)} to {short(target)}"
+        plans = [chosen_plan(source, target, gpu) for gpu in GPUS]
+        cells = [cells_of(plan)[column] for plan in plans for column in FIRST_COLUMNS]
+        windows = f"{short(plans[0].target.original)} to {short(target)}"
         rows.append([model, windows, *cells])
     on_gpus = [f"{gpu}: {head}" for gpu in GPUS for head in FIRST_COLUMNS]
     return "\n".join([*table(("model", "window", *on_gpus), rows), ""])
