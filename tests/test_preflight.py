@@ -348,7 +348,7 @@ def test_measurements_that_cannot_work_are_refused_before_the_training(
         ),
         tmp_path / "run",
     )
-    of_training = {"source": "./gone.jsonl", "document": "d", "summary": "s"}
+    of_training = {"source": "./gone.jsonl", "document": "d", "summary": "s", "completion_tokens": 9}
     with refused(RecipeError, "data.source: ./gone.jsonl: ") as raised:
         check(small_recipe(small_model, data=of_training, evaluation={"summarization": {}}), tmp_path / "run")
     assert len(raised.value.problems) == 1
