@@ -126,7 +126,7 @@ def _is_extended(base: ModelSource, run: MeasuredRun) -> bool:
         return False
     if run.metadata.original and not recipe.context.original:
         return base.rope.trained > run.metadata.original
-    return base.window >= recipe.context.target
+    return base.rope.trained >= recipe.context.target
 
 
 def _all_requested(run: MeasuredRun, requested: Requested, data: str | None) -> Requested:

@@ -281,3 +281,19 @@ def test_the_extended_base_is_another_model(
     assert status == 0, err
     assert "(another model)" in out
     assert json.loads((run / "scores" / "passkey-base.json").read_text())["k_max"] == 32
+
+
+def test_a_dynamic_base_reads_no_further_than_its_constant_frequencies(
+    small_model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As InternLM3, whose window is longer than many targets."""
+    base = shutil.copytree(small_model, tmp_path / "base")
+    config = json.loads((base / "config.json").read_text())
+    config["rope_parameters"] |= {"rope_type": "dynamic", "factor": 16.0}
+    (base / "config.json").write_text(json.dumps(config))
+    recipe = small_recipe(base, evaluation={"passkey": {}})
+    scores = {"passkey": passkey(96), "passkey-base": {**passkey(32), "model": str(base)}}
+    run = make_run(base, tmp_path / "run", scores, recipe)
+    status, out, err = run_captured(capsys, monkeypatch, "compare", str(base), str(run), "--no-untuned")
+    assert status == 0, err
+    assert "(another model)" not in out
