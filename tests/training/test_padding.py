@@ -126,6 +126,8 @@ def test_isolated_chats_train_alike_in_every_batch(positions: str, small_model: 
         )
         run = train(recipe, tmp_path / f"run {len(losses)}")
         losses.append([line["loss"] for line in Run(run).log])
+        # `sdpa` would pad the chats of a sequence to the longest.
+        assert json.loads((run / "run.json").read_text())["attention"] == "blockwise"
     assert losses[0] == pytest.approx(losses[1], rel=1e-5)
     assert losses[0] == pytest.approx(losses[2], rel=1e-5)
     assert losses[0] != pytest.approx(losses[3], rel=1e-3)
