@@ -437,3 +437,11 @@ def test_the_trained_window_is_known_by_what_a_config_says(
     # An extended model of the same type is another.
     extended = extend_config({**config, "head_dim": 64}, Extension(2 * declared, scaling="yarn"))
     assert Rope(extended).trained == 2 * declared
+
+
+def test_bands_may_touch() -> None:
+    """As of Llama 4 Scout: a frequency is kept or divided, with nothing between."""
+    bands = {"rope_type": "llama3", "factor": 16.0, "low_freq_factor": 1.0, "high_freq_factor": 1.0}
+    rope = {**bands, "rope_theta": 5e5, "original_max_position_embeddings": 8192}
+    divisors = Rope({**LLAMA_5, "head_dim": 128, "rope_parameters": rope}).divisors
+    assert {round(divisor, 6) for divisor in divisors} == {1.0, 16.0}
