@@ -109,6 +109,10 @@ def test_make_targets_and_scripts_in_the_docs_exist(page: Path) -> None:
         assert (ROOT / script).is_file(), script
 
 
+def test_the_readme_is_short() -> None:
+    assert (ROOT / "README.md").read_text().count("\n") <= 110
+
+
 def test_the_readmes_recipe_resolves(tmp_path: Path) -> None:
     yaml = re.search(r"```yaml\n(.*?)```", (ROOT / "README.md").read_text(), re.DOTALL)
     assert yaml
