@@ -160,6 +160,8 @@ def test_an_interpolated_base_is_refused_with_the_scalings_that_fit(method: Meth
 
 def test_phi3_is_interpolated_as_longrope() -> None:
     base = {**LLAMA_5, "model_type": "phi3", "hidden_size": 64, "num_attention_heads": 4}
+    with refused(ScalingError, "scaling: yarn", "phi3", "pi", "theta", "factors"):
+        extend_config(base, Extension(4096, 2048, "yarn"))
     once = extend_config(base, Extension(4096, 2048))
     assert once["rope_scaling"] == {"type": "longrope", "short_factor": [2.0] * 8, "long_factor": [2.0] * 8}
     assert once["max_position_embeddings"] == once["original_max_position_embeddings"] == 4096
