@@ -1,6 +1,7 @@
 """All measurements, the evaluation of models, and the files and tables of scores."""
 
 import re
+import shlex
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from itertools import chain
@@ -10,6 +11,7 @@ from typing import Any
 from pydantic import ValidationError
 from rich.table import Table
 
+from pi_lora.data.documents import looks_local
 from pi_lora.data.sources import trains_on
 from pi_lora.distributed import is_main_process
 from pi_lora.errors import DataError, ModelError
@@ -26,6 +28,7 @@ from pi_lora.models.loaded import LoadedModel, load_model
 from pi_lora.models.source import ModelSource
 from pi_lora.recipe.data import Source
 from pi_lora.recipe.evaluation import Evaluation, PasskeyOptions, PerplexityOptions
+from pi_lora.recipe.schema import Recipe
 from pi_lora.recipe.section import Section
 from pi_lora.run import TUNED, Run, check_tuned
 from pi_lora.storage import check_can_write, digest_of, first_problem, read_json, write_json
@@ -177,6 +180,20 @@ def problems_of(requested: Requested, preview: Preview) -> Iterator[str]:
 def measurement_of(name: str) -> Measurement[Any, Any]:
     """Return the measurement with which the name of scores begins: `perplexity`, or `perplexity-text_novels`."""
     return MEASUREMENTS[name.partition("-")[0]]
+
+
+def measuring_command(name: str, recipe: Recipe | None) -> str:
+    """Return the command that measures a run on the text that its recipe names; a source was trained on whole, so
+    another text is asked for.
+    """
+    arguments = ["perplexity", name, "--data", "HELD_OUT_TEXT"]
+    if recipe and recipe.data.has_examples:
+        arguments = ["summarization", name]
+        if all(looks_local(source.name) and not source.hold_out for source in recipe.data.source):
+            arguments += ["--data", "HELD_OUT_ROWS"]
+    elif recipe and requested_measurements(recipe.evaluation):
+        arguments = ["all", name]
+    return f"pi-lora eval {shlex.join(arguments)}"
 
 
 def requested_measurements(evaluation: Evaluation) -> dict[str, Any]:

@@ -2,7 +2,6 @@
 
 import base64
 import re
-import shlex
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
 from functools import partial
@@ -16,7 +15,7 @@ from huggingface_hub import ModelCard, ModelCardData
 
 from pi_lora.drawing import VERMILION, figure_of, save
 from pi_lora.errors import ModelError
-from pi_lora.evaluation.suite import MEASUREMENTS
+from pi_lora.evaluation.suite import MEASUREMENTS, measuring_command
 from pi_lora.models.composite import auto_class_of
 from pi_lora.models.files import CARD, is_local, model_folder, public_name, read_card
 from pi_lora.recipe.schema import Recipe
@@ -51,7 +50,8 @@ def write_report(path: Path, *, html: bool = False) -> list[Path]:
     card = path / CARD
     check_tuned(run)
     if not run.last_scores:
-        raise ModelError(f"{path}: was not measured yet; measure it with: pi-lora eval all {shlex.quote(str(path))}")
+        recipe = run.recipe if run.has_recipe else None
+        raise ModelError(f"{path}: was not measured yet; measure it with: {measuring_command(str(path), recipe)}")
     if card.is_file() and SCORES_BEGIN not in card.read_text(encoding="utf-8"):
         raise ModelError(f"{card}: has no section for scores, so pi-lora did not write it; move it away")
     files = [*draw_run(run), card]

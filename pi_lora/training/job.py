@@ -1,7 +1,6 @@
 """The story of a training: a recipe, a model and data become a run."""
 
 import os
-import shlex
 import shutil
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, nullcontext
@@ -15,7 +14,6 @@ from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_
 from transformers import GenerationConfig, set_seed
 
 from pi_lora.data.batches import TrainingData, training_data
-from pi_lora.data.documents import looks_local
 from pi_lora.data.tokens import tokenizer_identity
 from pi_lora.distributed import (
     all_gather_objects,
@@ -26,7 +24,7 @@ from pi_lora.distributed import (
     world_size,
 )
 from pi_lora.errors import Interrupted, ModelError
-from pi_lora.evaluation.suite import requested_measurements
+from pi_lora.evaluation.suite import measuring_command
 from pi_lora.model_ref import ModelRef
 from pi_lora.models import adapter as adapters
 from pi_lora.models import device as devices
@@ -305,21 +303,11 @@ def complete(recipe: Recipe, source: ModelSource, run: Run) -> None:
 
 
 def closing_lines(recipe: Recipe, run: Run) -> list[str]:
-    """Return how a training ended, and the command that measures it on the text that its recipe names; a source was
-    trained on whole, so another text is asked for.
-    """
-    name = str(run)
+    """Return how a training ended, and the command that measures it."""
     last = run.log[-1]
     speed = last["tokens"] / last["seconds"]
     hours = hours_in_words(last["seconds"] / 3600)
-    arguments = ["all", name]
-    if recipe.data.has_examples:
-        arguments = ["summarization", name]
-        if all(looks_local(source.name) and not source.hold_out for source in recipe.data.source):
-            arguments += ["--data", "HELD_OUT_ROWS"]
-    elif not requested_measurements(recipe.evaluation):
-        arguments = ["perplexity", name, "--data", "HELD_OUT_TEXT"]
     return [
-        f"{name}: step {last['step']}, loss {last['loss']:.3f}, {hours}, {speed:,.0f} tokens/s",
-        f"measure it with pi-lora eval {shlex.join(arguments)}",
+        f"{run}: step {last['step']}, loss {last['loss']:.3f}, {hours}, {speed:,.0f} tokens/s",
+        f"measure it with {measuring_command(str(run), recipe)}",
     ]

@@ -274,6 +274,19 @@ def test_an_interruption_names_the_scores_that_are_saved(
     assert (status, "perplexity.json" in err) == (130, False)
 
 
+def test_a_report_of_an_unmeasured_run_names_the_command_that_measures_it(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, own_run: Path
+) -> None:
+    """A recipe without measurements names no text to measure."""
+    status, _, err = run_captured(capsys, monkeypatch, "report", "run")
+    assert (status, "pi-lora eval perplexity run --data" in err) == (2, True)
+    asks_for(own_run, {"passkey": PASSKEY})
+    _, _, err = run_captured(capsys, monkeypatch, "report", "run")
+    command = err.partition("pi-lora ")[2].split()
+    assert run_captured(capsys, monkeypatch, *command)[0] == 0
+    assert run_captured(capsys, monkeypatch, "report", "run")[0] == 0
+
+
 def test_texts_that_train_are_marked_and_not_published(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, own_run: Path
 ) -> None:
