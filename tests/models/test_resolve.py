@@ -311,7 +311,7 @@ def test_only_the_recorded_commit_is_the_base_of_a_run_without_reading_weights(
 
     load_recorded("a" * 40, "unread", "someone/model")
     load_recorded("b" * 40, digest, "someone/model")
-    with refused(ModelError, str(run), "other/model", "--allow-mismatch"):
+    with refused(ModelError, str(run), "other/model", "allow_mismatch"):
         load_recorded("b" * 40, digest, "other/model")
 
 
