@@ -54,11 +54,17 @@ class WindowPerplexity(Result):
 
 
 class DocumentPerplexity(Result):
-    """The perplexities of one document."""
+    """The perplexities of one document, and the digest of the text."""
 
     name: str
+    sha256: str | None = None
     tokens: int
     windows: list[WindowPerplexity]
+
+    @property
+    def identity(self) -> str:
+        """What is equal for another model that read the same text: the digest, in files without one the name."""
+        return self.sha256 or self.name
 
 
 class PositionLoss(Result):
@@ -137,7 +143,9 @@ class Perplexity(Measurement[PerplexityOptions, PerplexityScores]):
         for document, sums in zip(documents, sums_by_document, strict=True):
             rows = window_scores(sums, windows)
             check_numbers(model, all(math.isfinite(row.perplexity) for row in rows))
-            per_document.append(DocumentPerplexity(name=document.name, tokens=len(document.ids), windows=rows))
+            tokens = len(document.ids)
+            row = DocumentPerplexity(name=document.name, sha256=document.digest, tokens=tokens, windows=rows)
+            per_document.append(row)
         all_sums = list(chain.from_iterable(sums_by_document))
         return PerplexityScores(
             **header_of(model),
@@ -159,7 +167,7 @@ class Perplexity(Measurement[PerplexityOptions, PerplexityScores]):
         bos = ", BOS in each window" if scores.bos == "each window" else ""
         for row in scores.windows:
             values = [
-                Value(f"{document.name} of {document.tokens} tokens{bos}", score.perplexity, score.tokens)
+                Value(f"{document.identity} of {document.tokens} tokens{bos}", score.perplexity, score.tokens)
                 for document in scores.per_document or ()
                 for score in document.windows
                 if score.window == row.window

@@ -68,6 +68,18 @@ def test_one_document_has_no_interval_and_others_do_not_pair() -> None:
     assert not list(compare(read({64: [10.0, 20.0]}), read({64: [11.0, 22.0]}, tokens=900)))
 
 
+def test_a_text_that_was_edited_does_not_pair() -> None:
+    """A file of the same name with as many tokens."""
+    base = read({64: [10.0, 20.0]})
+    assert base.per_document
+    documents = [row.model_copy(update={"sha256": text}) for row, text in zip(base.per_document, "ab", strict=True)]
+    base, run = (base.model_copy(update={"per_document": documents}) for _ in range(2))
+    others = [row.model_copy(update={"sha256": text}) for row, text in zip(documents, "cd", strict=True)]
+    edited = run.model_copy(update={"per_document": others})
+    assert list(compare(base, run))
+    assert not list(compare(base, edited))
+
+
 def test_too_few_documents_report_how_many_are_needed() -> None:
     """Two novels that gained 71 % were "within noise"."""
     [row] = compare(read({64: [27.0, 32.0]}), read({64: [8.5, 8.6]}))
