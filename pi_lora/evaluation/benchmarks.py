@@ -19,16 +19,20 @@ from pi_lora.evaluation.measurement import (
 from pi_lora.models.loaded import LoadedModel
 from pi_lora.models.source import ModelSource
 from pi_lora.recipe.evaluation import BenchmarksOptions
+from pi_lora.storage import digest_of
 
 
 class TaskScore(Result):
-    """Accuracy of a task with the `outcomes` of its examples, 1 or 0; `stderr` is None for one example."""
+    """Accuracy of a task with the `outcomes` of its examples, 1 or 0, and a digest of the prompts; `stderr` is None for
+    one example.
+    """
 
     acc: float
     stderr: float | None = None
     examples: int = 0
     shots: int | None = None
     outcomes: list[float] | None = None
+    prompts: str = ""
 
 
 class BenchmarkScores(Scores):
@@ -83,13 +87,15 @@ class Benchmarks(Measurement[BenchmarksOptions, BenchmarkScores]):
                 examples=result["sample_len"],
                 shots=result["shots"],
                 outcomes=[float(sample["acc"]) for sample in result["samples"]],
+                prompts=digest_of([sample["prompt_hash"] for sample in result["samples"]]),
             )
         return BenchmarkScores(**header_of(model, window), options=options, lm_eval=VERSION, tasks=tasks)
 
     def metrics(self, scores: BenchmarkScores) -> Iterator[Metric]:
         """Yield the accuracy of each task."""
         for task, score in scores.tasks.items():
-            values = [Value(f"{task} {number}", outcome) for number, outcome in enumerate(score.outcomes or ())]
+            outcomes = enumerate(score.outcomes or ())
+            values = [Value(f"{task}{score.prompts} {number}", outcome) for number, outcome in outcomes]
             yield proportion(
                 label=f"{task} ({score.shots or 0}-shot)",
                 mean=score.acc,

@@ -36,6 +36,7 @@ from pi_lora.models.source import ModelSource
 from pi_lora.recipe.budget import MAX_SAMPLES, affordable
 from pi_lora.recipe.data import Data, Source
 from pi_lora.recipe.evaluation import ChatOptions, number_of
+from pi_lora.storage import digest_of
 from pi_lora.types import Json
 
 # Chats are far shorter than the window that they fit.
@@ -43,9 +44,12 @@ CHATS_OF_A_WINDOW = 10
 
 
 class ChatScore(Result):
-    """One chat: the perplexity over the `tokens` of the assistant's turns, and KL(base || model) in nats per token."""
+    """One chat: a digest, the perplexity over the `tokens` of the assistant's turns, and KL(base || model) in nats per
+    token.
+    """
 
     name: str
+    sha256: str = ""
     tokens: int
     perplexity: float
     divergence: float
@@ -144,7 +148,7 @@ class Chats(Measurement[ChatOptions, ChatScores]):
             value=scores.perplexity,
             higher_is_better=False,
             digits=3,
-            values=[Value(chat.name, chat.perplexity, chat.tokens) for chat in scores.per_chat],
+            values=[Value(chat.name + chat.sha256, chat.perplexity, chat.tokens) for chat in scores.per_chat],
             is_ratio=True,
             dataset=scores.options.data,
             hub_name="perplexity",
@@ -154,7 +158,7 @@ class Chats(Measurement[ChatOptions, ChatScores]):
         yield average(
             label="chat KL divergence from the base",
             mean=scores.divergence,
-            values=[Value(chat.name, chat.divergence, chat.tokens) for chat in scores.per_chat],
+            values=[Value(chat.name + chat.sha256, chat.divergence, chat.tokens) for chat in scores.per_chat],
             digits=3,
             higher_is_better=False,
             dataset=scores.options.data,
@@ -192,6 +196,7 @@ def chat_score(name: str, chat: Labelled, model: LoadedModel, base: LoadedModel 
     losses, divergences = zip(*map(sums_of, parts, *logits_by_model), strict=True)
     return ChatScore(
         name=name,
+        sha256=digest_of(list(chat.ids)),
         tokens=len(positions),
         perplexity=math.exp(sum(losses) / len(positions)),
         divergence=sum(divergences) / len(positions),

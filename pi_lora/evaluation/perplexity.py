@@ -57,14 +57,9 @@ class DocumentPerplexity(Result):
     """The perplexities of one document, and the digest of the text."""
 
     name: str
-    sha256: str | None = None
+    sha256: str = ""
     tokens: int
     windows: list[WindowPerplexity]
-
-    @property
-    def identity(self) -> str:
-        """What is equal for another model that read the same text: the digest, in files without one the name."""
-        return self.sha256 or self.name
 
 
 class PositionLoss(Result):
@@ -167,8 +162,9 @@ class Perplexity(Measurement[PerplexityOptions, PerplexityScores]):
         bos = ", BOS in each window" if scores.bos == "each window" else ""
         for row in scores.windows:
             values = [
-                Value(f"{document.identity} of {document.tokens} tokens{bos}", score.perplexity, score.tokens)
+                Value(name, score.perplexity, score.tokens)
                 for document in scores.per_document or ()
+                for name in [f"{document.name}{document.sha256} of {document.tokens} tokens{bos}"]
                 for score in document.windows
                 if score.window == row.window
             ]

@@ -34,6 +34,7 @@ from pi_lora.recipe.budget import MAX_SAMPLES, affordable
 from pi_lora.recipe.data import Data
 from pi_lora.recipe.evaluation import Sampling, SummarizationOptions, number_of
 from pi_lora.recipe.schema import Recipe
+from pi_lora.storage import digest_of
 from pi_lora.types import Json, ui
 
 GOVREPORT = Data.model_validate(
@@ -49,7 +50,9 @@ ROUGES = ("rouge1", "rouge2", "rougeL")
 
 
 class SummarizationScores(Scores):
-    """ROUGE F1 in percent over `examples`, `per_example` of the `rows`, and the number of truncated documents."""
+    """ROUGE F1 in percent over `examples`, `per_example` of the `rows`, a digest of the `texts` of all rows, and the
+    number of truncated documents.
+    """
 
     measurement = "summarization"
 
@@ -62,6 +65,7 @@ class SummarizationScores(Scores):
     rougeL: float
     per_example: dict[str, list[float]] = Field(default={})
     rows: list[str] | None = None
+    texts: str = ""
 
 
 class Summarization(Measurement[SummarizationOptions, SummarizationScores]):
@@ -152,6 +156,7 @@ class Summarization(Measurement[SummarizationOptions, SummarizationScores]):
             **means,
             per_example=rouges,
             rows=[name for name, _, _, _ in examples],
+            texts=digest_of([str(row) for _, row, _, _ in examples]),
             tuned_on=is_tuned_on(model.source, data),
         )
 
@@ -163,7 +168,7 @@ class Summarization(Measurement[SummarizationOptions, SummarizationScores]):
             yield average(
                 label=f"ROUGE-{name[-1]}",
                 mean=getattr(scores, name),
-                values=[Value(f"example {row}", f1_score) for row, f1_score in zip(rows, f1_scores, strict=True)],
+                values=[Value(f"example {row}{scores.texts}", f1) for row, f1 in zip(rows, f1_scores, strict=True)],
                 digits=2,
                 dataset=scores.options.data or "",
                 hub_name=name,

@@ -155,11 +155,13 @@ def test_benchmarks_are_paired_where_examples_are_known() -> None:
     before = [float(rng.random() < 0.5) for _ in range(400)]
     after = [1.0 if x or number % 8 == 0 else 0.0 for number, x in enumerate(before)]
 
-    def scores(outcomes: list[float], known: bool) -> BenchmarkScores:
-        task = {"acc": sum(outcomes) / 400, "examples": 400, "outcomes": outcomes if known else None}
+    def scores(outcomes: list[float], known: bool, prompts: str = "") -> BenchmarkScores:
+        known_outcomes = outcomes if known else None
+        task = {"acc": sum(outcomes) / 400, "examples": 400, "outcomes": known_outcomes, "prompts": prompts}
         return BenchmarkScores.model_validate({"model": "m", "options": {}, "tasks": {"boolq": task}})
 
     (paired,) = compare(scores(before, True), scores(after, True))
+    assert not list(compare(scores(before, True), scores(after, True, prompts="edited")))
     (loose,) = compare(scores(before, True), scores(after, False))
     assert paired.change == pytest.approx(loose.change)
     assert (paired.pairs, paired.verdict) == (400, f"{paired.change:.1f} points better")
@@ -191,13 +193,14 @@ def test_the_interval_is_of_successes_only_if_every_outcome_is_one(before: list[
 
 
 def test_summaries_of_other_rows_are_not_compared() -> None:
-    """A longer window takes longer rows."""
+    """A longer window takes longer rows; a file may have been edited."""
     rows = [f"rows.jsonl:{number}" for number in range(1, 4)]
     base = SummarizationScores.model_validate({**summarization(40, 20, 30), "rows": rows})
     run = SummarizationScores.model_validate({**summarization(42, 22, 32), "rows": rows})
     other = SummarizationScores.model_validate({**summarization(20, 10, 15), "rows": [*rows[:2], "rows.jsonl:9"]})
     assert one(base, run)["ROUGE-1"].change == 2
     assert not one(base, other)
+    assert not one(base, run.model_copy(update={"texts": "edited"}))
 
 
 def test_ruler_is_paired_by_prompt() -> None:
