@@ -28,6 +28,7 @@ from pi_lora.errors import Diverged, Interrupted
 from pi_lora.evaluation.suite import marked, measure, requested_measurements, write_scores
 from pi_lora.models.adapter import mark_adapter_extended
 from pi_lora.models.attention import use_blockwise
+from pi_lora.models.files import ADAPTER_CONFIG_FILE
 from pi_lora.models.loaded import LoadedModel
 from pi_lora.models.quiet import quiet_loading
 from pi_lora.models.weights import finite
@@ -58,7 +59,7 @@ class StopOnSignal(TrainerCallback):
 @dataclass
 class CheckpointMarker(TrainerCallback):
     """Mark a checkpoint as complete when every process has written its part, and an adapter of an extended base as one
-    that other tools must not load without the scaling.
+    that other tools must not load without the scaling. Shards are no adapter.
     """
 
     run: Run
@@ -73,7 +74,7 @@ class CheckpointMarker(TrainerCallback):
         wait_for_all_processes()
         if is_main_process():
             checkpoint = self.run.checkpoints[0]
-            if self.marks_adapter:
+            if self.marks_adapter and (checkpoint / ADAPTER_CONFIG_FILE).is_file():
                 mark_adapter_extended(checkpoint)
             self.run.mark_complete(checkpoint)
         wait_for_all_processes()

@@ -193,6 +193,8 @@ def demo(tmp_path_factory: pytest.TempPathFactory) -> Path:
     file = folder / "config.json"
     config = json.loads(file.read_text())
     file.write_text(json.dumps({**config, "max_position_embeddings": 128}))
+    run = json.loads((folder / "run.json").read_text())
+    (folder / "run.json").write_text(json.dumps({**run, "original": 128}))
     return folder
 
 
