@@ -52,8 +52,8 @@ def counted(monkeypatch: pytest.MonkeyPatch) -> Iterator[Counter[str]]:
         ("train {recipe} --output {out}", ["config model", "meta", "meta", "tokenizer model", "weights model"]),
         ("train {recipe} --output {out} --dry-run", ["config model", "meta", "meta", "tokenizer model"]),
         ("plan {recipe} --gpu cpu", ["config model", "meta", "meta"]),
-        # The tokenizer of a run is its own; the base of a run is read for it, beside the base that is measured. The meta
-        # models give the operations of a pass.
+        # The tokenizer of a run is its own; the base of a run is read for it, beside the base that is measured.
+        # The meta models give the operations of a pass.
         (
             "eval passkey {model} {run} --target 320 --depths 1 --trials 1",
             [*["config model", "meta", "weights model"] * 2, "tokenizer model", "tokenizer run"],
