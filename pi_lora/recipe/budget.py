@@ -1,6 +1,4 @@
-"""How much a measurement reads by default: about as many tokens go through the model whatever the window, so that a
-model which suits its device is measured in minutes.
-"""
+"""How much a measurement reads by default: about as many tokens go through the model whatever the window."""
 
 # Tokens of a measurement on a GPU, and on a CPU.
 GPU_TOKENS = 2**23

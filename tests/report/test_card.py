@@ -299,7 +299,7 @@ def test_the_card_holds_the_measured_scores(run: Path) -> None:
 @pytest.mark.parametrize(
     ("spoil", "where", "name"),
     [
-        (lambda run: shutil.rmtree(run / "scores"), "mine: ", "pi-lora eval all mine"),
+        (lambda run: shutil.rmtree(run / "scores"), "mine: ", "pi-lora eval perplexity mine --data"),
         (lambda run: (run / "recipe.yaml").unlink(), "mine: ", "recipe.yaml"),
         (lambda run: (run / "scores" / "passkey.json").write_text("{"), "mine/scores/passkey.json: ", "JSON"),
         (lambda run: (run / "README.md").write_text("# Mine"), "mine/README.md: ", "scores"),
