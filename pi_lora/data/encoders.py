@@ -53,7 +53,7 @@ def encoder_of(
 
 @dataclass
 class TextEncoder:
-    """Encodes documents, of which the loss counts every token."""
+    """Encodes documents. The loss counts every token."""
 
     data: Data
     tokenizer: Any

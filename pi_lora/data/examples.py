@@ -135,8 +135,8 @@ class Prompter:
     def rows(
         self, table: Table, counts: Counter[str], seed: int | None = None, *, held_out: bool = False
     ) -> Iterator[Labelled]:
-        """Yield the examples of a table, whatever the `seed`: a training shuffles them. The loss counts completions, or
-        prompts too. Count what is cut or left out.
+        """Yield the examples in the order of the table; `seed` is unused, since a training shuffles examples. The loss
+        counts completions, or prompts too. Count the examples that are cut or left out.
         """
         prompt_counts = self.data.loss == "all"
         for name, _, prompt, completion in self.examples(table, counts, held_out=held_out):

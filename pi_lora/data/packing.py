@@ -47,8 +47,8 @@ def pose_positions(rng: random.Random, tokens: int, target: int, chunks: int) ->
 def cut(
     documents: Iterable[Labelled], length: int, prefix: Sequence[int] = (), *, drop_rest: bool = False
 ) -> Iterator[list[Labelled]]:
-    """Cut the stream of `documents`, of which the loss counts every token, into sequences of exactly `length` tokens,
-    each a list of documents or parts; the last rest is lost. A part that begins a sequence within a document begins
+    """Cut a stream of `documents`, all tokens in the loss, into sequences of exactly `length` tokens. A sequence is a
+    list of documents or parts; the last rest is lost. A part that begins a sequence within a document begins
     with the tokens of `prefix`, as every input of the model does. With `drop_rest`, every sequence begins with a
     document: the rest of one is dropped.
 

@@ -288,7 +288,7 @@ class Session:
 
 
 class About(NamedTuple):
-    """What a measurement reads.
+    """The amount that a measurement reads, for the line about its duration.
 
     Attributes:
         measurement: The name of the measurement.
@@ -350,7 +350,7 @@ def identity_of(loaded: LoadedModel) -> Json:
 
 @dataclass(frozen=True)
 class Preview:
-    """What is known of a model before weights are read, for the checks of measurements.
+    """A model before weights are read, for the checks of measurements.
 
     Attributes:
         window: The context window in tokens.

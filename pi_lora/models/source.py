@@ -189,7 +189,7 @@ class ModelSource:
 
     @property
     def notes(self) -> list[str]:
-        """What a user should know of the extension, or of the window of a model that is not extended."""
+        """Lines for the user about the extension, or about the window of a model that is not extended."""
         rope = self.base.rope
         return list(self.extension.notes(rope) if self.extension else original_notes(rope, rope.trained))
 

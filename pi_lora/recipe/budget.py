@@ -1,4 +1,4 @@
-"""How much a measurement reads by default: about as many tokens go through the model whatever the window."""
+"""The default amount of a measurement: about the same number of tokens at every window."""
 
 # Tokens of a measurement on a GPU, and on a CPU.
 GPU_TOKENS = 2**23

@@ -37,7 +37,7 @@ class MeasuredRun(Run):
 
     @property
     def merge(self) -> MergeRecord | None:
-        """What `merge.json` of merged weights says."""
+        """The content of `merge.json`, if the weights are merged."""
         file = (self.merged or self.path) / MERGE_FILE
         return read_json(file, MergeRecord, "merge again") if file.is_file() else None
 
