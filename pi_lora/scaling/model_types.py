@@ -100,7 +100,6 @@ class Training(NamedTuple):
         model_type: The type of the models.
         window: The window that their configs declare, in tokens.
         theta: The base of their rotary frequencies.
-        hidden_size: The width of the hidden states, if other models agree in the rest.
     """
 
     tokens: int
@@ -108,18 +107,16 @@ class Training(NamedTuple):
     model_type: str
     window: int
     theta: float
-    hidden_size: int | None = None
 
 
 _QWEN3 = "QwenLM/Qwen3: docs/source/getting_started/concepts.md"
-_DEEPSEEK_V2 = "deepseek-ai/DeepSeek-V2: README.md"
 TRAININGS = (
     Training(32768, _QWEN3, "qwen3", 40960, 1e6),
     Training(32768, _QWEN3, "qwen3_moe", 40960, 1e6),
-    Training(32768, "arXiv 2412.15115, section 3.2 (Qwen 2.5)", "qwen2", 131072, 1e6),
-    Training(131072, "mistralai/Mistral-Nemo-Base-2407: README.md", "mistral", 1024000, 1e6),
-    Training(32768, _DEEPSEEK_V2, "deepseek_v2", 163840, 1e4, hidden_size=2048),
-    Training(131072, _DEEPSEEK_V2, "deepseek_v2", 163840, 1e4, hidden_size=5120),
+    Training(32768, "arXiv 2412.15115, section 3.3 (Qwen 2.5)", "qwen2", 131072, 1e6),
+    Training(131072, "nvidia/Mistral-NeMo-12B-Base: README.md", "mistral", 1024000, 1e6),
+    # DeepSeek-Coder-V2 has the same config and was trained on 131,072 tokens (arXiv 2406.11931, section 3.4).
+    Training(32768, "arXiv 2405.04434, section 3.1.4 (DeepSeek-V2)", "deepseek_v2", 163840, 1e4),
     Training(131072, "deepseek-ai/DeepSeek-V3: README.md", "deepseek_v3", 163840, 1e4),
 )
 
@@ -127,8 +124,6 @@ TRAININGS = (
 def training_of(config: Mapping[str, Any], window: int, theta: float) -> Training | None:
     """Return the training of the models that declare this window under this theta; None if they are not known."""
     for training in TRAININGS:
-        same_width = training.hidden_size in (None, config.get("hidden_size"))
-        of_kind = (training.model_type, training.window, training.theta) == (config.get("model_type"), window, theta)
-        if of_kind and same_width:
+        if (training.model_type, training.window, training.theta) == (config.get("model_type"), window, theta):
             return training
     return None
