@@ -88,6 +88,8 @@ def extend_config(config: Config, extension: Extension) -> dict[str, Any]:
         extended[ORIGINAL_WINDOW] = extension.original_of(rope)
     if is_constant or extension.scaling == "factors":
         extended[ORIGINAL_BESIDE] = declared
+    if _never_limits(rope):
+        extended["sliding_window"] = max(extended["sliding_window"], extension.target)
     for key, treatment in POSITION_ENTRIES.items():
         if treatment == "scaled" and extended.get(key):
             extended[key] = declared
@@ -137,7 +139,7 @@ def check_extendable(rope: Rope, extension: Extension) -> None:
         if suitable:
             advice = f"use {' or '.join(suitable)}"
         problem = f"scaling: {method}: not possible for a {model_type} model with rope type {rope.rope_type}; {advice}"
-    elif _is_beyond_layers(rope, target):
+    elif _is_beyond_layers(rope, target) and not _never_limits(rope):
         limit = f"every layer of this model attends to at most {local_window(rope.config)} tokens"
         problem = f"context.target: {target}: {limit}; choose a model with full attention"
     elif original > rope.plain.window and (rope.is_scaled or rope.rope_type == "dynamic"):
@@ -168,6 +170,13 @@ def check_reach(name: str, rope: Rope, target: int) -> None:
 def _is_beyond_layers(rope: Rope, target: int) -> bool:
     reach = local_window(rope.config)
     return reach is not None and reach < target
+
+
+def _never_limits(rope: Rope) -> bool:
+    """Whether all layers slide by a `sliding_window` that is no shorter than the context window, as in Phi-3.5-MoE:
+    every token attends to all before it, also after an extension.
+    """
+    return local_window(rope.config) is not None and (rope.config.get("sliding_window") or 0) >= rope.window
 
 
 def _factors_problem(rope: Rope, extension: Extension) -> str | None:

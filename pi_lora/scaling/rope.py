@@ -26,6 +26,9 @@ Method = Literal["pi", "yarn", "theta", "llama3", "dynamic", "direct", "factors"
 # Ropes do not record these extensions.
 ORIGINAL_WINDOW = "original_context_window"
 
+# The windows of Llama and Llama 2 in tokens.
+FIRST_LLAMAS = (2048, 4096)
+
 
 @dataclass(frozen=True)
 class Rope:
@@ -253,13 +256,20 @@ class Rope:
 def normalize_max_positions(config: dict[str, Any], longest_input: float | None) -> dict[str, Any]:
     """Return a config with a `linear` rope that multiplies `max_position_embeddings`, as transformers documents it.
 
-    Some published configs (DeepSeek-Coder, Chinese-Alpaca-2-16k) declare the extended window there instead. No key
-    marks them, but the `longest_input` of their tokenizer, in tokens, is the same number.
+    Some published configs (DeepSeek-Coder, LLaMA-2-7B-32K, Chinese-Alpaca-2-16k) declare the extended window there
+    instead. No key marks them, but the `longest_input` of their tokenizer, in tokens, is the same number; or they are
+    extended from a window of the first Llamas, none of which was trained on so much without a scaling.
     """
     declared = config.get("max_position_embeddings")
-    if declared is None or declared != longest_input:
+    if declared is None:
         return config
-    return {**config, "max_position_embeddings": round(declared / Rope(config).window_factor)}
+    rope = Rope(config)
+    original = declared / rope.window_factor
+    is_first_llama = config.get("model_type") == "llama" and rope.parameters["rope_theta"] == 1e4
+    is_extended = is_first_llama and original in FIRST_LLAMAS and declared > 2 * max(FIRST_LLAMAS)
+    if declared != longest_input and not is_extended:
+        return config
+    return {**config, "max_position_embeddings": round(original)}
 
 
 def _none(rope: Rope) -> list[float]:

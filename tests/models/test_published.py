@@ -82,9 +82,8 @@ def test_every_row_says_where_and_when_it_was_seen() -> None:
 def test_the_window_and_the_frequencies_are_read(name: str) -> None:
     row, source = ROWS[name], published(name)
     read = {"window": source.window, "original": source.original}
-    expected = {key: row[key] for key in ("window", "original") if key in row} | row.get("reads", {})
+    expected = {key: row[key] for key in ("window", "original") if key in row}
     assert {key: read[key] for key in expected} == expected
-    assert all(row[key] != wrong for key, wrong in row.get("reads", {}).items()), "mended: `reads` can go"
     if full_attention_rope(source.config)["rope_type"] == "default" and "extends" in row:
         built = rotary_frequencies(source.base.meta_model)
         [of_full] = [each for name, each in built.items() if "original" not in name and "sliding" not in name]

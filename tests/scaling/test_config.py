@@ -237,13 +237,16 @@ def test_the_attention_span_is_that_of_the_longest_layer(fields: dict[str, Any],
     assert local_window({**LLAMA_5, **fields}) == reach
 
 
-@given(st.integers(2049, 16384))
-def test_a_target_beyond_every_attention_span_is_refused(target: int) -> None:
-    base = {**LLAMA_5, "sliding_window": 4096}
-    if target <= 4096:
-        assert Rope(extend_config(base, Extension(target, 2048))).window == target
-    else:
-        with refused(ScalingError, f"context.target: {target}", 4096):
+@given(st.integers(1, 16384), st.integers(2049, 16384))
+def test_layers_that_attend_to_less_than_the_window_are_refused(sliding: int, target: int) -> None:
+    """Others, as those of Phi-3.5-MoE, never attended to less than everything, nor do they after the extension."""
+    base = {**LLAMA_5, "sliding_window": sliding}
+    if sliding >= 2048:
+        extended = extend_config(base, Extension(target, 2048))
+        assert Rope(extended).window == target
+        assert extended["sliding_window"] == max(sliding, target)
+    elif sliding < target:
+        with refused(ScalingError, f"context.target: {target}", sliding):
             extend_config(base, Extension(target, 2048))
 
 
