@@ -131,6 +131,11 @@ def passkeys(row: str) -> str:
     return f"{counts} of {len(outcomes[0])}"
 
 
+def heads(metric: str, near: str = "6k-8k", whole: str = "16k") -> tuple[str, str]:
+    """The heads of two columns: with the last tokens alone, and with the whole window."""
+    return f"{metric}, last {near} tokens", f"{metric}, {whole}"
+
+
 def amounts(scores: ContextScores) -> str:
     """The sample: documents, and key tokens among the tokens that are scored."""
     tokens = sum(document.tokens for document in scores.per_document)
@@ -148,7 +153,7 @@ def readme() -> Iterator[str]:
     for row in IN_README:
         seeds = of_row(row, "novels")
         rows.append((SMOLLM2[row], len(seeds), *perplexities(seeds), passkeys(row)))
-    head = ("model", "seeds", f"perplexity, {NEAR}", "16k", f"key tokens, {NEAR}", "16k", "passkeys at 16k")
+    head = ("model", "seeds", *heads("perplexity"), *heads("key tokens"), "passkeys at 16k")
     yield from table(head, rows)
     sample = amounts(scores_of(CONTROL, "novels"))
     yield f"\n{sample}. Three seeds: mean and range. One seed: 95 % interval over passkeys."
@@ -162,7 +167,7 @@ def smollm2() -> Iterator[str]:
         for row, label in SMOLLM2.items():
             seeds = of_row(row, text)
             rows.append((label, len(seeds), *perplexities(seeds)))
-        yield from table((text, "seeds", f"perplexity, {NEAR}", "16k", f"LongPPL, {NEAR}", "16k"), rows)
+        yield from table((text, "seeds", *heads("perplexity"), *heads("LongPPL")), rows)
         yield (
             f"\n{amounts(scores_of(CONTROL, text))}. Three seeds: mean and range. The evaluator has another tokenizer, "
             f"and {key_tokens(seeds[0])} key tokens in the same texts.\n"
@@ -202,8 +207,8 @@ def gemma3() -> Iterator[str]:
     for row, label in GEMMA3.items():
         scores = scores_of(row, "novels", "gemma3_64k")
         rows.append((label, *perplexities([scores])))
-    near = "last 24k-32k tokens"
-    yield from table(("Gemma 3 270M", f"perplexity, {near}", "64k", f"LongPPL, {near}", "64k"), rows)
+    columns = [*heads("perplexity", "24k-32k", "64k"), *heads("LongPPL", "24k-32k", "64k")]
+    yield from table(("Gemma 3 270M", *columns), rows)
     yield f"\n{scores.documents} novels, 65,536 tokens of each; {key_tokens(scores)} key tokens of untuned PI.\n"
     comparison = Comparison.model_validate(record.read("gemma3_64k/compare"))
     yield from changes_table("`pi-lora compare`", comparison.rows)

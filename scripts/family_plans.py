@@ -3,10 +3,11 @@
 python scripts/family_plans.py
 """
 
-from contextlib import suppress
 from dataclasses import replace
 from itertools import product
 from pathlib import Path
+
+from transformers import AutoConfig
 
 from arguments import parser_of
 from pages import table, write_block
@@ -18,6 +19,7 @@ from pi_lora.planning.new_recipe import choose, first_plan, short
 from pi_lora.planning.training_plan import TrainingPlan
 from pi_lora.recipe.data import Data
 from pi_lora.recipe.schema import Context
+from pi_lora.serving.commands import cache_bytes
 
 ROOT = Path(__file__).parent.parent
 PAGE = ROOT / "docs" / "choosing.md"
@@ -39,6 +41,9 @@ FIRST = {
 }
 GPUS = ("4090", "H100")
 TARGETS = (32768, 131072)
+# Windows that are served, in tokens, and the bytes of a number.
+SERVED = (32768, 65536, 131072)
+BFLOAT16 = 2
 # A task whose examples are as long as the window. A plan reads no data.
 EXAMPLES = Data.model_validate({"source": "tau/scrolls", "document": "input", "summary": "output"})
 # Columns of the README.
@@ -46,17 +51,35 @@ FIRST_COLUMNS = ("method", "GiB", "hours")
 
 
 def families() -> str:
-    """A row for each model, target and GPU, the last target beyond the model's own window."""
+    """A row for each model, target and GPU, the last target beyond the model's own window; then what does not fit."""
     rows = []
+    too_large: dict[str, list[str]] = {gpu: [] for gpu in GPUS}
     for model in MODELS:
         source = resolve_model(model, shipped=True)
+        name = model.partition("/")[2]
         beyond = max(2 * source.window, TARGETS[-1])
         for target, gpu in product(sorted({*TARGETS, beyond}), GPUS):
-            cells: dict[str, object] = {"": "does not fit"}
-            with suppress(PiLoraError):
+            try:
                 cells = cells_of(chosen_plan(source, target, gpu))
-            rows.append([model.partition("/")[2], short(target), gpu, *cells.values()])
-    return "\n".join([*table(("model", "tokens", "GPU", *cells), rows), ""])
+            except PiLoraError:
+                too_large[gpu].append(f"{name} {short(target)}")
+            else:
+                rows.append([name, short(target), gpu, *cells.values()])
+    left = [f"Does not fit the {gpu} with any setting: {', '.join(names)}." for gpu, names in too_large.items()]
+    return "\n".join([*table(("model", "tokens", "GPU", *cells), rows), "", *left, ""])
+
+
+def serving() -> str:
+    """A row for each model that is served in bfloat16: GiB of the weights, and with the KV cache of one sequence."""
+    rows = []
+    for model in MODELS[:-1]:  # gpt-oss is served in MXFP4
+        source = resolve_model(model, shipped=True)
+        config = AutoConfig.for_model(**source.base.config)
+        weights = BFLOAT16 * source.shape.parameters
+        cells = [weights, *(weights + cache_bytes(config, tokens, BFLOAT16) for tokens in SERVED)]
+        rows.append([model.partition("/")[2], *(f"{size / GIB:.1f}" for size in cells)])
+    heads = [f"and KV cache of {short(tokens)}" for tokens in SERVED]
+    return "\n".join([*table(("model", "weights, GiB", *heads), rows), ""])
 
 
 def first_plans() -> str:
@@ -103,7 +126,7 @@ def cells_of(plan: TrainingPlan) -> dict[str, object]:
 
 
 # Page, name of the block in it, and what writes its table.
-BLOCKS = ((PAGE, "families", families), (README, "plans", first_plans))
+BLOCKS = ((PAGE, "families", families), (PAGE, "serving", serving), (README, "plans", first_plans))
 
 if __name__ == "__main__":
     parser_of(__doc__).parse_args()

@@ -31,7 +31,7 @@ def row(model: str, tokens: str, gpu: str) -> list[str]:
     return [cell.strip() for cell in line.strip("|").split("|")][1:]
 
 
-@pytest.mark.parametrize(("page", "name", "write"), family_plans.BLOCKS, ids=("families", "readme"))
+@pytest.mark.parametrize(("page", "name", "write"), family_plans.BLOCKS, ids=("families", "serving", "readme"))
 def test_the_page_has_the_table_of_the_generator(page: Path, name: str, write: Callable[[], str]) -> None:
     assert block(page, name) == write(), "run: python scripts/family_plans.py"
 
