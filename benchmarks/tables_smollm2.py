@@ -51,15 +51,16 @@ def passkeys(row: str) -> str:
 
 
 def tables() -> Iterator[str]:
-    """All rows; what a window of 16k gains; RULER; the short benchmarks; what bfloat16 changes; the machines."""
+    """All rows; what a window of 16k gains; RULER; what bfloat16 changes; the short benchmarks; the machines."""
     yield from perplexities()
     yield from compared()
     yield ""
     yield from ruler()
+    yield from float32()
+    yield ""
     base, best = scores_by_row("benchmarks", ("base", BEST)).values()
     yield from changes_table("500 questions, released", compare(base, best))
     yield ""
-    yield from float32()
     yield from machines_of(record.read(f"{RESULTS}/machines"))
 
 
@@ -104,10 +105,10 @@ def compared() -> Iterator[str]:
 
 
 def ruler() -> Iterator[str]:
-    """The share of the answers, a model a line; first those of the base at 4k that chose the tasks."""
+    """The share of the answers, a model an item; first those of the base at 4k that chose the tasks."""
     for row, scores in scores_by_row("ruler", ("base at 4k", *MODELS)).items():
         tasks = [f"{metric.heading} {metric.text}" for metric in metrics_of(scores) if not metric.hub_name]
-        yield f"RULER, {MODELS.get(row, row)}, {scores.options.samples} prompts of a task: {', '.join(tasks)}.\n"
+        yield f"- RULER, {MODELS.get(row, row)}, {scores.options.samples} prompts of a task: {', '.join(tasks)}."
 
 
 def float32() -> Iterator[str]:
@@ -115,7 +116,7 @@ def float32() -> Iterator[str]:
     in_bfloat16 = scores_by_row("perplexity-test", ("base", BEST))
     for row, exact in scores_by_row("perplexity-test", in_bfloat16, " float32").items():
         changed = change(exact, in_bfloat16[row], TARGET).change
-        yield f"{MODELS[row]}, one novel: bfloat16 changes the perplexity by {changed:+.2f} %.\n"
+        yield f"- {MODELS[row]}, one novel: bfloat16 changes the perplexity by {changed:+.2f} %."
 
 
 def validation() -> Iterator[str]:
