@@ -50,7 +50,9 @@ def commands() -> Iterator[Command]:
     tuned = " ".join(str(RUNS / name) for name in MIXTURES)
     models = {"tuned": tuned, "untuned": untuned("yarn")}
     for row, model in models.items():
-        yield score("chat", row, model, f"--data chats/test.jsonl --base {BASE}", results=RESULTS, dtype="float32")
+        yield score(
+            "chat", row, model, f"--data chats/test.jsonl --divergence-from {BASE}", results=RESULTS, dtype="float32"
+        )
     novels = f"--data {NOVELS / MEASURED} --windows {TARGET} --stride {STRIDE} --truncate {TARGET}"
     for row, model in models.items():
         yield score("perplexity", row, model, novels, results=RESULTS)

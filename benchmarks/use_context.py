@@ -115,7 +115,7 @@ def commands() -> Iterator[Command]:
         at_target = to_target(model, TARGET)
         yield score("passkey", row, at_target, "--depths 8 --trials 5 --seed 11", results=RESULTS)
     talking = f"{RUNS / 'whole'} {RELEASED} {RUNS / CONTROL}"
-    yield score("chat", "whole released control", talking, f"--data {CHATS} --base {BASE}", results=RESULTS)
+    yield score("chat", "whole released control", talking, f"--data {CHATS} --divergence-from {BASE}", results=RESULTS)
 
 
 def road() -> Iterator[Command]:

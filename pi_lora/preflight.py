@@ -75,7 +75,7 @@ def check(
         problems = packing_problems(recipe.data, recipe.training, tokenizer, model.original, recipe.context.target)
     problems += _machine_problems(recipe)
     with collected():
-        problems += _evaluation_problems(recipe, tokenizer, ask_hub)
+        problems += _evaluation_problems(recipe, model, tokenizer, ask_hub)
     if problems:
         mistakes.append(RecipeError([*dict.fromkeys(problems)]))
     with collected():
@@ -166,7 +166,7 @@ def _check_weights(model: ModelSource, ask_hub: bool) -> None:
         check_loadable(base, stored)
 
 
-def _evaluation_problems(recipe: Recipe, tokenizer: Any, ask_hub: bool) -> Iterator[str]:
+def _evaluation_problems(recipe: Recipe, model: ModelSource | None, tokenizer: Any, ask_hub: bool) -> Iterator[str]:
     evaluation = recipe.evaluation
     target = recipe.context.target
     for options in (evaluation.perplexity, evaluation.in_short().perplexity):
@@ -176,7 +176,8 @@ def _evaluation_problems(recipe: Recipe, tokenizer: Any, ask_hub: bool) -> Itera
             yield f"evaluation: the target window is {target}; lower stride to it, or raise truncate to it"
     if evaluation.perplexity and evaluation.perplexity.data is None and not recipe.model.name.startswith(BUILTIN):
         yield "evaluation.perplexity.data: is missing; name a text that the model is not tuned on"
-    preview = Preview(target, tokenizer, recipe, ask_hub, section="evaluation")
+    original = model.original if model else 0
+    preview = Preview(target, tokenizer, original, recipe, ask_hub, section="evaluation")
     yield from problems_of(requested_measurements(evaluation), preview)
 
 

@@ -62,16 +62,13 @@ def merge(
     """
     with ui.working(LIBRARIES):
         from pi_lora.merging.merging import CHECKS
-        from pi_lora.serving.reference import REFERENCE_FILE
 
     if check not in CHECKS:
         raise PiLoraError(f"check: {check}: is not known; choose from {', '.join(CHECKS)}")
     folder = optional_path(output) or Path("models", Path(name_of(run)).resolve().name)
     source = resolve(run)
     with ui.progress("merging bytes") as written:
-        merged = _merge(source, folder, dtype=dtype_of(dtype), check=check, written=written)
-    if reference:
-        write_reference(ModelRef(folder, **vars(source.permissions)), folder / REFERENCE_FILE)
+        merged = _merge(source, folder, dtype=dtype_of(dtype), check=check, written=written, reference=reference)
     for line in merged.lines:
         ui.show(line)
     ui.show(f"{folder}: merged; it loads like any model, its scaling is in config.json")
@@ -79,13 +76,24 @@ def merge(
     return merged
 
 
-def _merge(run: "ModelSource", folder: Path, *, dtype: str | None, check: "Check", written: Progress) -> "Merged":
-    """Write the merged weights of a run with their card into a new folder."""
+def _merge(
+    run: "ModelSource",
+    folder: Path,
+    *,
+    dtype: str | None,
+    check: "Check",
+    written: Progress,
+    reference: bool = False,
+) -> "Merged":
+    """Write the merged weights of a run with their card into a new folder, and with `reference` the answers for a check
+    of servers.
+    """
     from pi_lora.merging.merging import Merged, plan_merge
     from pi_lora.models.files import CARD
     from pi_lora.report.card import card_of
     from pi_lora.report.scores import MeasuredRun
     from pi_lora.serving.commands import serving_lines
+    from pi_lora.serving.reference import REFERENCE_FILE, compute_answers, reference_of
     from pi_lora.staging import check_output, staged
     from pi_lora.storage import write_whole
 
@@ -97,6 +105,10 @@ def _merge(run: "ModelSource", folder: Path, *, dtype: str | None, check: "Check
         merged_run = MeasuredRun(planned.run, merged=staging, base_name=base)
         card_of(merged_run)  # damaged scores show before the weights are written
         planned.write_weights(staging, check, written)
+        if reference:
+            answers = reference_of(replace(run, name=str(folder)))
+            compute_answers(answers, resolve(ModelRef(staging, **vars(run.permissions))), written)
+            write_whole(staging / REFERENCE_FILE, answers.model_dump_json() + "\n")
         planned.write_history(staging)
         write_whole(staging / CARD, card_of(merged_run, serving=serving_lines(planned.typed_config)))
     return Merged(folder, planned.lines, serving_lines(planned.typed_config, folder))

@@ -154,7 +154,7 @@ def compare(
     check_can_write(file)
     scores = run_folder(name_of(run)) / SCORES
     kept = set(scores.glob("*"))
-    requested = {"chat": ChatOptions(data=name_of(chat), base=name_of(base))} if chat else {}
+    requested = {"chat": ChatOptions(data=name_of(chat), divergence_from=name_of(base))} if chat else {}
     comparison = compare_run(
         resolve(base),
         name_of(run),

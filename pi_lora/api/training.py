@@ -269,17 +269,19 @@ def plan(
         RecipeError: The recipe is wrong.
         PiLoraError: The device is not known, or the model cannot be found or extended.
     """
-    from pi_lora.models.resolve import resolve_for_training
-    from pi_lora.planning.advice import plan_lines
-    from pi_lora.planning.gpus import device_for
-    from pi_lora.planning.training_plan import plan_training
-    from pi_lora.recipe.files import load_recipe
-    from pi_lora.storage import write_json
+    with ui.working(LIBRARIES):
+        from pi_lora.models.resolve import resolve_for_training
+        from pi_lora.planning.advice import plan_lines
+        from pi_lora.planning.gpus import device_for
+        from pi_lora.planning.training_plan import plan_training
+        from pi_lora.recipe.files import load_recipe
+        from pi_lora.storage import write_json
 
-    resolved = load_recipe(given_recipe(recipe), as_words(overrides)).recipe
-    device = device_for(resolved, gpu)
-    permissions = Permissions(trust_remote_code, allow_mismatch)
-    planned = plan_training(resolved, resolve_for_training(resolved, permissions=permissions, shipped=True), device)
+        resolved = load_recipe(given_recipe(recipe), as_words(overrides)).recipe
+        device = device_for(resolved, gpu)
+        permissions = Permissions(trust_remote_code, allow_mismatch)
+        source = resolve_for_training(resolved, permissions=permissions, shipped=True)
+        planned = plan_training(resolved, source, device)
     if json:
         write_json(path_of(json), planned.as_json())
     for line in plan_lines(planned):

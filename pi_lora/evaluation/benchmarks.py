@@ -3,6 +3,7 @@ metrics of lm-eval.
 """
 
 from collections.abc import Iterator, Sequence
+from importlib.util import find_spec
 from pathlib import Path
 
 from pi_lora.evaluation.measurement import (
@@ -57,11 +58,15 @@ class Benchmarks(Measurement[BenchmarksOptions, BenchmarkScores]):
         return options.changed(window=window)
 
     def problems(self, options: BenchmarksOptions, preview: Preview) -> Iterator[str]:
-        """Yield the files of examples that are missing."""
-        for entry in options.data:
-            task, _, file = entry.partition("=")
+        """Yield the files of examples that are missing, and where lm-eval is here, the tasks that do not exist."""
+        for task, file in options.files.items():
             if not Path(file).expanduser().is_file():
                 yield f"{preview.key('data')}: {task}: {file}: no such file; correct the name"
+        if find_spec("lm_eval"):
+            from pi_lora.evaluation.harness import unknown_benchmarks
+
+            for name in unknown_benchmarks(options.tasks):
+                yield f"{preview.key('tasks')}: {name}: no such task of lm-eval; correct the name"
 
     def check(self, options: BenchmarksOptions) -> None:
         """Read the examples of the tasks."""

@@ -78,12 +78,14 @@ class Chats(Measurement[ChatOptions, ChatScores]):
     def prepare(self, options: ChatOptions, models: Sequence[ModelSource]) -> ChatOptions:
         """Fill in the shortest window of the models and the base. Raise DataError if the base has other tokens."""
         windows = [model.window for model in models]
-        if options.base:
-            base = resolve_model(ModelRef(options.base, **vars(models[0].permissions)))
+        if options.divergence_from:
+            base = resolve_model(ModelRef(options.divergence_from, **vars(models[0].permissions)))
             windows.append(base.window)
             for model in models:
                 if vocabulary_of(model) != vocabulary_of(base):
-                    raise DataError(f"--base: {base.name}: has another vocabulary than {model.name}; name its own base")
+                    raise DataError(
+                        f"--divergence-from: {base.name}: has another vocabulary than {model.name}; name its own base"
+                    )
         window = options.window or min(windows)
         limit = options.limit or CHATS_OF_A_WINDOW * affordable(budget_here(), window, MAX_SAMPLES)
         return options.changed(window=window, limit=limit)
@@ -111,8 +113,9 @@ class Chats(Measurement[ChatOptions, ChatScores]):
         if not chats:
             raise DataError(f"--data: {options.data}: holds no chat to measure; name others, or a longer --window")
         base = None
-        if options.base and (options.base != model.name or model.source.extension):  # else the model is the base
-            named = ModelRef(options.base, **vars(model.source.permissions))
+        base_name = options.divergence_from
+        if base_name and (base_name != model.name or model.source.extension):  # else the model is the base
+            named = ModelRef(base_name, **vars(model.source.permissions))
             base = load_model(resolve_model(named), model.dtype)
 
         def score(name: str) -> Json:
@@ -137,7 +140,7 @@ class Chats(Measurement[ChatOptions, ChatScores]):
             left_out=sum(number for label, number in counts.items() if label.endswith("left out")),
             tokens=sum(tokens),
             perplexity=math.exp(loss),
-            divergence=fmean([chat.divergence for chat in per_chat], tokens) if options.base else None,
+            divergence=fmean([chat.divergence for chat in per_chat], tokens) if base_name else None,
             per_chat=per_chat,
         )
 

@@ -7,7 +7,7 @@ import math
 import os
 import random
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import closing, contextmanager, redirect_stderr, redirect_stdout
 from functools import cache
 from pathlib import Path
@@ -52,8 +52,10 @@ RULER = FOLDER / "ruler"
 RULER_TASKS: tuple[str, ...] = tuple(yaml.safe_load((RULER / "ruler.yaml").read_text(encoding="utf-8"))["task"])
 # Tokens of a window that no prompt takes: lm-eval does not count the answer prefixes, or the answers of `ruler_fwe`.
 RESERVED_TOKENS = 128
-# Tokens by task. In shorter windows lm-eval (0.4.13, issue 2963) may look for a shorter prompt forever.
-MIN_WINDOWS = {"ruler_vt": 1536, "ruler_cwe": 1536, "ruler_fwe": 768}
+# Tokens by task, and of all others: 128 of them are generated. In shorter windows lm-eval (0.4.13, issue 2963) may look
+# for a shorter prompt forever.
+MIN_WINDOWS = {"ruler_vt": 1536, "ruler_cwe": 1536, "ruler_fwe": 768, "niah_multikey_3": 768}
+MIN_WINDOW = 400
 # `ruler_cwe` draws from a random generator that is seeded when lm-eval executes this module.
 WORDS_MODULE = "lm_eval.tasks.ruler.cwe_utils"
 # Tasks of RULER whose prompts need not contain the answer.
@@ -170,20 +172,29 @@ def manager(folder: str = "") -> TaskManager:
     return TaskManager(include_path=FOLDER / folder, include_defaults=False)
 
 
+def unknown_benchmarks(names: Iterable[str]) -> list[str]:
+    """Return the names that are no task, group or tag of lm-eval."""
+    return [name for name in names if _name_in_lm_eval(name) not in manager(PAPERS.get(name, "")).task_index]
+
+
+def ruler_problems(tasks: Sequence[str], window: int) -> Iterator[str]:
+    """Yield what keeps tasks of RULER from being measured in a window of so many tokens."""
+    if unknown := ", ".join(set(tasks).difference(RULER_TASKS)):
+        yield f"{unknown}: no such task of RULER; choose from {', '.join(RULER_TASKS)}"
+    needed = {name: MIN_WINDOWS.get(name, MIN_WINDOW) for name in tasks}
+    too_long = ", ".join(f"{name} needs {tokens}" for name, tokens in needed.items() if tokens > window)
+    if too_long:
+        yield f"a window of {window} tokens is too short ({too_long}); leave them out, or choose longer windows"
+
+
 def find_benchmarks(options: BenchmarksOptions) -> dict[str, Any]:
     """Return lm-eval tasks by name, and every task of a group, on the examples of the hub or of files. Raise DataError
     if a task, group or tag does not exist, if examples are missing or have another schema, or if lm-eval gives no
     accuracy for a task.
     """
-    files = {}
-    for argument in options.data:
-        task_name, _, file = argument.partition("=")
-        files[task_name] = file
-    if unknown := ", ".join(files.keys() - set(options.tasks)):
-        raise DataError(f"--data: {unknown}: is not TASK=FILE with one of the --tasks; correct it")
     benchmarks: dict[str, Any] = {}
     for name in options.tasks:
-        for task_name, task in _load_benchmark(name, files.get(name)).items():
+        for task_name, task in _load_benchmark(name, options.files.get(name)).items():
             benchmarks[name if task_name == _name_in_lm_eval(name) else task_name] = task
     return benchmarks
 
@@ -273,8 +284,6 @@ def ruler_task(name: str, options: RulerOptions, lm: RankedLM, tokenizer_folder:
     def unsuitable(reason: str) -> DataError:
         return DataError(f"--tasks: {name} in {window} tokens: {reason}; leave it out, or choose another window")
 
-    if window < MIN_WINDOWS.get(name, 0):
-        raise unsuitable(f"needs {MIN_WINDOWS[name]}")
     metadata: Any = {"max_seq_lengths": [window - RESERVED_TOKENS], "tokenizer": tokenizer_folder}
     tasks = TaskManager(include_path=RULER, include_defaults=False, metadata=metadata)
     sys.modules.pop(WORDS_MODULE, None)

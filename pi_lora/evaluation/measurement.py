@@ -355,6 +355,7 @@ class Preview:
     Attributes:
         window: The context window in tokens.
         tokenizer: The tokenizer; None if it cannot be read.
+        original: L in tokens; 0 if it is not known.
         recipe: The recipe that the model is tuned by, for options that are not prepared yet.
         ask_hub: Whether texts on the hub are read.
         section: The section of a recipe that holds the options; empty if they are options of a command.
@@ -362,6 +363,7 @@ class Preview:
 
     window: int
     tokenizer: Any = None
+    original: int = 0
     recipe: Recipe | None = None
     ask_hub: bool = True
     section: str = ""

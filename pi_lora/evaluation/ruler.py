@@ -3,19 +3,20 @@ variables, frequent words and questions in windows of several lengths are answer
 """
 
 from collections.abc import Iterator, Sequence
+from importlib.util import find_spec
 from statistics import fmean
 from tempfile import TemporaryDirectory
 from typing import Annotated
 
 from pydantic import Field
 
-from pi_lora.errors import DataError
 from pi_lora.evaluation.duration import budget_here, clock_of
 from pi_lora.evaluation.forward import prompts_at_once
 from pi_lora.evaluation.measurement import (
     About,
     Measurement,
     Metric,
+    Preview,
     Result,
     Scores,
     Session,
@@ -77,17 +78,22 @@ class Ruler(Measurement[RulerOptions, RulerScores]):
         """Fill in the windows, by default L', L'/2, ... down to L, with L, the tasks, and the samples."""
         from pi_lora.evaluation.harness import RULER_TASKS
 
-        unknown = set(options.tasks or ()).difference(RULER_TASKS)
-        if unknown:
-            raise DataError(
-                f"--tasks: {', '.join(unknown)}: no such task of RULER; choose from {', '.join(RULER_TASKS)}"
-            )
         originals = [model.original for model in models]
         longest = max(model.window for model in models)
         windows = options.windows or default_windows(longest, min(originals), originals)
         # Each task has the budget of a measurement.
         samples = options.samples or affordable(budget_here(), sum(windows), MAX_SAMPLES)
         return options.changed(windows=windows, tasks=options.tasks or RULER_TASKS, samples=samples)
+
+    def problems(self, options: RulerOptions, preview: Preview) -> Iterator[str]:
+        """Yield tasks that do not exist, or whose prompts the shortest window does not hold, where lm-eval is here."""
+        if find_spec("lm_eval") is None:
+            return
+        from pi_lora.evaluation.harness import RULER_TASKS, ruler_problems
+
+        windows = options.windows or default_windows(preview.window, preview.original or preview.window)
+        for problem in ruler_problems(options.tasks or RULER_TASKS, min(windows)):
+            yield f"{preview.key('tasks')}: {problem}"
 
     def measure(self, model: LoadedModel, options: RulerOptions, session: Session) -> RulerScores:
         """Measure the tasks, the shortest window first. Raise DataError if a window does not hold a prompt of a task,

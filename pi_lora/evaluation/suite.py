@@ -158,14 +158,14 @@ def prepare(requested: Requested, models: Sequence[ModelSource], section: str = 
     measurement cannot be prepared, or cannot work on one of the models.
     """
     prepared = {name: measurement_of(name).prepare(options, models) for name, options in requested.items()}
-    for name, options in prepared.items():
-        measurement_of(name).check(options)
     problems: list[str] = []
     for model in models:
         preview = Preview(model.window, model.tokenizer, section=section)
         problems += problems_of(prepared, preview)
     if problems:
         raise DataError(*dict.fromkeys(problems))
+    for name, options in prepared.items():
+        measurement_of(name).check(options)
     return prepared
 
 

@@ -219,6 +219,17 @@ class BenchmarksOptions(Section):
     data: Texts = ()
     """Local files in the schema of the task's data set, as `boolq=FILE`."""
 
+    @property
+    def files(self) -> dict[str, str]:
+        """The local files by task."""
+        parts = (entry.partition("=") for entry in self.data)
+        return {task: file for task, _, file in parts}
+
+    def conflicts(self) -> Iterator[str]:
+        """Yield files of other tasks."""
+        if unknown := ", ".join(self.files.keys() - set(self.tasks)):
+            yield f"data: {unknown}: is not TASK=FILE with one of the tasks; correct it"
+
 
 class RulerOptions(Section):
     """RULER and the effective length (Hsieh et al. 2024) through lm-eval."""
@@ -280,7 +291,7 @@ class SummarizationOptions(Sampling):
 
 
 class ChatOptions(Section):
-    """Perplexity of the assistant's turns in chats; against a base, also the KL divergence."""
+    """Perplexity of the assistant's turns in chats, and their KL divergence from another model."""
 
     data: str
     """File, folder, glob or hub id of the chats."""
@@ -288,8 +299,8 @@ class ChatOptions(Section):
     """Column that holds the messages: `messages`, or `conversations` of ShareGPT."""
     split: str = "train"
     """Split of a hub data set."""
-    base: str | None = None
-    """Model to compare with, for example the model that was tuned. By default none."""
+    divergence_from: str | None = None
+    """Model from which the KL divergence is measured, for example the one that was tuned. By default none."""
     window: Annotated[int | None, Field(gt=1)] = None
     """Window in tokens; longer chats are left out. By default the shortest window of the models."""
     limit: Amount | None = None

@@ -16,15 +16,16 @@ from lm_eval import simple_evaluate
 from lm_eval.models.huggingface import HFLM
 from tokenizers.processors import TemplateProcessing
 
-from conftest import refused, run_captured
+from conftest import refused, run_captured, small_recipe
 from pi_lora.api import load
-from pi_lora.errors import DataError, Interrupted, ModelError
+from pi_lora.errors import DataError, Interrupted, ModelError, RecipeError
 from pi_lora.evaluation import harness
 from pi_lora.evaluation.benchmarks import Benchmarks, BenchmarkScores
 from pi_lora.evaluation.harness import FOLDER, PAPERS, RankedLM, articles, find_benchmarks, manager
 from pi_lora.evaluation.measurement import Session
 from pi_lora.evaluation.suite import scores_table
 from pi_lora.models.loaded import LoadedModel
+from pi_lora.preflight import check
 from pi_lora.recipe.evaluation import BenchmarksOptions
 
 ROOT = Path(__file__).parents[2]
@@ -264,8 +265,8 @@ def test_files_of_the_authors_are_converted_to_tasks(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("words", "where", "names"),
     [
-        ("--tasks winogrand", "--tasks: winogrand ", ""),
-        ("--tasks boolq --data boolq=gone.jsonl", "gone.jsonl: ", "boolq"),
+        ("--tasks winogrand", "--tasks: winogrand: ", ""),
+        ("--tasks boolq --data boolq=gone.jsonl", "--data: boolq: gone.jsonl: ", ""),
         ("--tasks boolq --data piqa=boolq.jsonl", "--data: piqa: ", "TASK=FILE"),
         ("--tasks boolq --data boolq=piqa.jsonl", "piqa.jsonl: ", "passage"),
         ("--tasks gsm8k --data gsm8k=gsm8k.jsonl", "--tasks: gsm8k: ", "accuracy"),
@@ -300,6 +301,15 @@ def test_a_mistake_is_one_line_before_a_model_is_loaded(
     monkeypatch.setattr(harness, "manager", lambda folder: manager(folder or "gsm8k"))
     status, out, err = run_captured(capsys, monkeypatch, "eval", "benchmarks", "builtin:tiny", *words.split())
     assert (status, out, err.count("\n"), err.startswith(where), names in err) == (2, "", 1, True, True), err
+
+
+def test_a_recipe_with_an_unknown_task_is_refused_before_it_trains(
+    small_model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(harness, "manager", lambda folder: manager(folder or "gsm8k"))
+    recipe = small_recipe(small_model, evaluation={"benchmarks": {"tasks": ["boolq", "winogrand"]}})
+    with refused(RecipeError, "evaluation.benchmarks.tasks: winogrand: "):
+        check(recipe, tmp_path / "run")
 
 
 def test_more_processes_than_examples_are_refused(

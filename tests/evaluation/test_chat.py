@@ -80,7 +80,7 @@ def reference(model: LoadedModel, base: LoadedModel, turns: list[str]) -> tuple[
 def test_chat_scores_equal_a_plain_reference(here: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(forward, "LOGITS_ON_CPU", 5000)  # so that several parts are needed
     model, base = load("run"), load("base")
-    scores = measured(model, base="base")
+    scores = measured(model, divergence_from="base")
     assert [each.name for each in scores.per_chat] == ["chats.jsonl:1", "chats.jsonl:2", "chats.jsonl:3"]
     assert (scores.chats, scores.left_out) == (3, 1)
     for found, turns in zip(scores.per_chat, TURNS, strict=False):
@@ -112,7 +112,7 @@ def test_logits_of_one_part_are_in_memory_at_a_time(small_model: Path, monkeypat
 
 
 def test_a_base_compared_with_itself_has_no_difference(here: Path) -> None:
-    plain, against = measured(load("base")), measured(load("base"), base="base")
+    plain, against = measured(load("base")), measured(load("base"), divergence_from="base")
     assert plain.perplexity == against.perplexity
     assert (plain.divergence, against.divergence) == (None, 0)
     assert [metric.label for metric in Chats().metrics(plain)] == ["chat perplexity"]
@@ -122,7 +122,7 @@ def test_the_comparison_has_a_row_for_each_cost(
     here: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     status, _, err = run_captured(
-        *(capsys, monkeypatch, "eval", "chat", "run", "--data", "chats.jsonl", "--base", "base"),
+        *(capsys, monkeypatch, "eval", "chat", "run", "--data", "chats.jsonl", "--divergence-from", "base"),
         *("--json", "run/scores/chat.json"),
     )
     assert status == 0
@@ -175,7 +175,7 @@ def test_a_mistake_in_eval_chat_is_one_line(
 
 
 def test_a_window_longer_than_the_model_is_measured(here: Path) -> None:
-    scores = measured(load("run"), base="base", window=640)
+    scores = measured(load("run"), divergence_from="base", window=640)
     assert scores.options.window == 640
     assert scores.left_out == 0
 
@@ -183,9 +183,22 @@ def test_a_window_longer_than_the_model_is_measured(here: Path) -> None:
 def test_a_model_under_autocast_is_compared_with_its_base(here: Path) -> None:
     """As full runs and adapters of float32 bases are on a GPU."""
     model = load("run")
-    plain = measured(model, base="base").divergence
+    plain = measured(model, divergence_from="base").divergence
     autocast = replace(model, autocast=True)  # in name alone: the numbers stay
-    assert measured(autocast, base="base").divergence == plain
+    assert measured(autocast, divergence_from="base").divergence == plain
+
+
+def test_a_run_whose_base_moved_is_measured_with_its_new_place(
+    here: Path, small_model: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name in ("adapter_config.json", "run.json"):
+        file = here / "run" / name
+        file.write_text(file.read_text().replace(str(small_model), str(here / "gone")))
+    arguments = ["eval", "chat", "run", "--data", "chats.jsonl", "--limit", "1"]
+    status, _, err = run_captured(capsys, monkeypatch, *arguments)
+    assert (status, "--base" in err) == (2, True)
+    status, _, err = run_captured(capsys, monkeypatch, *arguments, "--base", "base")
+    assert status == 0, err
 
 
 @pytest.mark.parametrize("other", ["tokens", "logits"])
@@ -203,10 +216,10 @@ def test_a_base_with_another_vocabulary_is_refused_before_anything_is_measured(
         config = json.loads((here / "other" / "config.json").read_text())
         config["vocab_size"] += 64
         (here / "other" / "config.json").write_text(json.dumps(config))
-    arguments = ["eval", "chat", "run", "--data", "chats.jsonl", "--base", "other"]
+    arguments = ["eval", "chat", "run", "--data", "chats.jsonl", "--divergence-from", "other"]
     status, out, err = run_captured(capsys, monkeypatch, *arguments)
     assert (status, out) == (2, "")
-    assert err.startswith("--base: other: ")
+    assert err.startswith("--divergence-from: other: ")
     assert err.count("\n") == 1
 
 

@@ -18,14 +18,15 @@ from lm_eval.api.task import ConfigurableTask
 from lm_eval.models.huggingface import HFLM
 from transformers import AutoTokenizer
 
-from conftest import refused, run_captured
+from conftest import refused, run_captured, small_recipe
 from pi_lora.api import load
-from pi_lora.errors import DataError
+from pi_lora.errors import DataError, RecipeError
 from pi_lora.evaluation import harness
 from pi_lora.evaluation.harness import QUESTIONS, RULER, RULER_TASKS, WORDS_MODULE, RankedLM, ruler_task, save_tokenizer
 from pi_lora.evaluation.measurement import Session
 from pi_lora.evaluation.ruler import Ruler, RulerTask
 from pi_lora.models.loaded import LoadedModel
+from pi_lora.preflight import check
 from pi_lora.recipe.evaluation import RulerOptions
 
 wonderwords = pytest.importorskip("wonderwords", reason="RULER of lm-eval draws its words from it")
@@ -165,7 +166,6 @@ def test_repeated_measurements_have_the_same_prompts(small: LoadedModel, monkeyp
     ("name", "window", "reason"),
     [
         ("niah_single_1", 250, "Could not generate"),
-        ("ruler_vt", 1535, "1536"),
         ("niah_single_2", 1536, ""),  # the essays are not on this machine
     ],
 )
@@ -222,8 +222,24 @@ def test_eval_ruler_prints_and_writes_the_effective_length(
     assert written["model"] == "model"
     assert written["lengths"][0]["tasks"]["ruler_fwe"]["samples"] == 2
     assert [each["window"] for each in written["lengths"]] == [768, 1024]
-    status, out, err = run_captured(capsys, monkeypatch, "eval", "ruler", "model", "--tasks", "ruler")
-    assert (status, out, err.startswith("--tasks: ruler: "), "niah_single_1" in err) == (2, "", True, True)
+
+
+def test_a_task_that_does_not_exist_or_fit_is_refused_before_weights_are_read(
+    small_model: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """By the measurement, and by the check of a recipe that asks for it after the training."""
+    monkeypatch.setattr("pi_lora.evaluation.suite.load_model", lambda *_: pytest.fail("weights were read"))
+    asked = ("--tasks", "ruler_vt,gone", "--windows", "1535,2048")
+    status, _, err = run_captured(capsys, monkeypatch, "eval", "ruler", str(small_model), *asked)
+    assert status == 2
+    unknown, too_short = err.splitlines()
+    assert unknown.startswith("--tasks: gone: ")
+    assert "niah_single_1" in unknown
+    assert too_short.startswith("--tasks: ")
+    assert "ruler_vt needs 1536" in too_short
+    recipe = small_recipe(small_model, evaluation={"ruler": {"tasks": ["ruler_vt"]}})
+    with refused(RecipeError, "evaluation.ruler.tasks: ", "64 tokens", "ruler_vt needs 1536"):
+        check(recipe, tmp_path / "run")
 
 
 def test_windows_are_reported_in_any_requested_order(small: LoadedModel) -> None:

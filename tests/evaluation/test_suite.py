@@ -177,7 +177,7 @@ def test_a_text_named_like_a_stage_is_not_taken_for_one(own_run: Path, name: str
     ("name", "evaluation", "where"),
     [
         ("gone", {}, "gone: "),
-        ("run", {"benchmarks": {**BENCHMARKS, "data": ["boolq=gone.jsonl"]}}, "gone.jsonl: "),
+        ("run", {"benchmarks": {**BENCHMARKS, "data": ["boolq=gone.jsonl"]}}, "evaluation.benchmarks.data: boolq: "),
         ("run", {"perplexity": {**PERPLEXITY, "data": "gone.txt"}}, "evaluation.perplexity.data: gone.txt: "),
         ("run", {"perplexity": {**PERPLEXITY, "min_tokens": 9999}}, "evaluation.perplexity.data: text.txt: "),
         ("run", {"passkey": PASSKEY, "context": {"data": "gone.txt"}}, "evaluation.context.data: gone.txt: "),

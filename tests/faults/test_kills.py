@@ -130,18 +130,18 @@ class Merge(Command):
     def arguments(self) -> list[str]:
         if not (self.place / "adapter").exists():
             save_run(self.model, self.place / "adapter", r=2, target_modules=["q_proj"])
-        return ["merge", "adapter", "--output", "merged"]
+        return ["merge", "adapter", "--output", "merged", "--reference"]
 
     def reference(self) -> None:
         self.arguments()
-        merge(self.place / "adapter", self.place / "merged")
+        merge(self.place / "adapter", self.place / "merged", reference=True)
         self.whole = (self.place / "merged" / "model.safetensors").read_bytes()
         self.files = names_in(self.place / "merged")
 
     def check(self) -> None:
         output = self.place / "merged"
         if not output.exists():
-            merge(self.place / "adapter", output)
+            merge(self.place / "adapter", output, reference=True)
         assert not staging_path(output).exists()
         assert names_in(output) == self.files
         assert (output / "model.safetensors").read_bytes() == self.whole
