@@ -43,11 +43,11 @@ def merge() -> Lines:
     yield from table(("", "time", "peak memory"), rows)
 
 
-def train_overhead() -> Lines:
-    """A model a row: tokens a second of `pi-lora train`, those of the bare script being 1."""
-    runs = record.read("train_overhead")["runs"]
-    rows = [(name, f"{run['median_ratio']:.2f}") for name, run in runs.items()]
-    yield from table(("", "times as many"), rows)
+def speeds(name: str, key: str, heading: str) -> Lines:
+    """A run a row: how fast it was."""
+    runs = record.read(name)["runs"]
+    rows = [(run, f"{row[key]:.3g}") for run, row in runs.items()]
+    yield from table(("", heading), rows)
     yield ""
     yield from machines_of(runs)
 
@@ -215,9 +215,10 @@ BLOCKS: dict[str, dict[str, Callable[[], Iterable[str]]]] = {
         "rates": rates,
     },
     "docs/performance.md": {"gpu": tables_gpu.measured, "attention": attention},
+    "docs/chats.md": {"packing": partial(speeds, "packing", "tokens_per_second", "tokens per processor second")},
     "docs/merging.md": {"merge": merge},
     "adapters/smollm2_135m_16k/README.md": {"control": tables_smollm2.compared},
-    "benchmarks/README.md": {"train_overhead": train_overhead},
+    "benchmarks/README.md": {"train_overhead": partial(speeds, "train_overhead", "median_ratio", "times as many")},
     "benchmarks/results/plan_memory.md": {"plan_memory": plan_memory},
     "benchmarks/results/engines.md": {"engines": engines},
 }
