@@ -469,21 +469,24 @@ WAYS = {
 
 
 def published_rows() -> str:
-    """The rows of the table of published models."""
+    """The rows of the table of published models; models that agree in all of it share a row."""
     models = yaml.safe_load(PUBLISHED.read_text(encoding="utf-8"))["models"]
-    return "\n".join(f"| {' | '.join(published_cells(model))} |" for model in models)
+    rows: dict[str, list[str]] = defaultdict(list)
+    for model in models:
+        rows[" | ".join(published_cells(model))].append(f"`{model['model']}`")
+    return "\n".join(f"| {', '.join(names)} | {cells} |" for cells, names in rows.items())
 
 
 def published_cells(model: Mapping[str, Any]) -> Iterator[str]:
-    """Name, declared window, trained window, scaling in the config, scalings that extend it, the makers' extension."""
+    """Declared window, trained window, scaling in the config, scalings that extend it, the makers' extension."""
     entries = model["entries"]
     text = entries.get("text_config", entries)
-    yield f"`{model['model']}`"
     yield f"{model.get('window', text['max_position_embeddings']):,}"
     yield f"{model['trained']['tokens']:,}" if "trained" in model else ""
     yield scaling_in_words(text.get("rope_scaling") or text.get("rope_parameters") or {})
     if "extends" in model:
-        yield ", ".join(f"`{method}`" for method in model["extends"])
+        methods = ", ".join(f"`{method}`" for method in model["extends"])
+        yield "all" if len(model["extends"]) == 4 else methods
     else:
         yield WAYS[model["refused"]["way"]]
     makers = model.get("recommended")
@@ -509,11 +512,11 @@ def scaling_in_words(rope: Mapping[str, Any]) -> str:
 
 
 def rows_by_note(verdicts: list[Verdict], outcome: str) -> str:
-    """The rows of a table: a note, and the architectures of that outcome that have it."""
+    """The rows of a table: a note, and the architectures of that outcome that have it. NAME stands for their own."""
     names: dict[str, list[str]] = defaultdict(list)
     for each in verdicts:
         if each.outcome == outcome:
-            names[each.note].append(f"`{each.model_type}`")
+            names[each.note.replace(f"`{each.model_type}_text`", "`NAME_text`")].append(f"`{each.model_type}`")
     return "\n".join(f"| {note} | {', '.join(those)} |" for note, those in names.items())
 
 
@@ -533,14 +536,18 @@ def verdicts_on_page() -> tuple[dict[str, Verdict], dict[str, Verdict]]:
 def verdicts_in(table: str, outcome: str) -> dict[str, Verdict]:
     """The inverse of `rows_by_note`."""
     rows = re.findall(r"(?m)^\| (.+) \| (`[^|]+`) \|$", table)
-    return {name: Verdict(name, outcome, note) for note, names in rows for name in re.findall(r"`(.+?)`", names)}
+    return {
+        name: Verdict(name, outcome, note.replace("NAME", name))
+        for note, names in rows
+        for name in re.findall(r"`(.+?)`", names)
+    }
 
 
 TEXT = """\
 # Which models can be extended
 
-Look up the family of your model in this table, or the `model_type` in its `config.json` in the tables below. `pi-lora train RECIPE --dry-run` checks
-one model before its weights are read. [Families](choosing.md#families) has plans for six popular models.
+Look up the family of your model, its name, or the `model_type` in its `config.json`. `pi-lora train RECIPE --dry-run` checks one model before its weights
+are read. [Families](choosing.md#families) has plans for six popular models.
 
 | family | rope in the config | window in the config | scalings | engines |
 |---|---|---|---|---|
@@ -560,10 +567,9 @@ one model before its weights are read. [Families](choosing.md#families) has plan
 | SmolLM3 | plain; every fourth layer has no rope | `max_position_embeddings` | all | transformers, vLLM |
 | Llama 4, Cohere 2 and Aya Vision, EXAONE 4 | only local layers are rotary | | none | |
 
-*All scalings* are `pi`, `yarn`, `theta`, `llama3` and the list of divisors `factors`; `dynamic` and `direct` are for comparison.
-If the base is already extended, the extension multiplies its factor. The column *engines* names programs that can read such a config;
-[engines](engines.md) has the checks of running servers. `tests/scaling/test_config_families.py` compares the frequencies of every family in
-transformers with the papers' formulas, and the window with vLLM's rule.
+*All* are `pi`, `yarn`, `theta`, `llama3` and the list of divisors `factors`; `dynamic` and `direct` are for comparison. If the base is already extended, the
+extension multiplies its factor. *Engines* names programs that can read such a config; [serving](engines.md) has the checks of running servers.
+`tests/scaling/test_config_families.py` compares the frequencies of every family with the papers' formulas, and the window with vLLM's rule.
 
 `python tests/architectures.py` writes the rest of this page from transformers {version}. It builds every causal language model **small and with random
 weights**, and extends it by the first suitable scaling. Under `pi` it compares the extended model with the plain model at positions `m / s`: rotary
@@ -571,13 +577,12 @@ angles, and logits to float32 precision. `pi-lora eval` measures how well a real
 
 ## Published models
 
-The numbers of published `config.json` files, each read and extended on a small body; the frequencies of the extended model are those of the
-formula. *Trained* is the longest sequence of the training, where the makers say so. It is L by default: `pi-lora new`, `plan`, `probe` and
-`extend` use it, and name it where the config declares another window. `context.original` and `--original` change it. *By its makers* is how far,
-and by which scaling, the makers extend the model. `python tests/architectures.py --published` writes this table from
+The numbers of published `config.json` files, each read and extended on a small body. *Trained* is the longest sequence of the training, where the makers say
+so. It is L by default: `pi-lora new`, `plan`, `probe` and `extend` use it, and name it where the config declares another window; `context.original`
+and `--original` change it. *By its makers* is how far the makers extend the model. `python tests/architectures.py --published` writes the table from
 `tests/models/published.yaml`, which names the sources.
 
-| model | window | trained | scaling in the config | extended by | by its makers |
+| models | window | trained | scaling in the config | extended by | by its makers |
 |---|---|---|---|---|---|
 {published}
 
@@ -593,7 +598,6 @@ and by which scaling, the makers extend the model. `python tests/architectures.p
 |---|---|
 {verified}
 
-- *Per layer type*: full-attention layers are extended; sliding-window layers are unchanged.
 - *`max_position_embeddings` is L'*: for all other models it is L under `pi`, and engines multiply it by the factor. Some published models
   declare L' nevertheless (DeepSeek-Coder). The tokenizer's `model_max_length`, L', reveals them.
 - *One rope for sliding and full layers*: transformers has one setting for both, so both are extended.
@@ -604,13 +608,9 @@ and by which scaling, the makers extend the model. `python tests/architectures.p
   inputs, as the authors of Phi define it.
 - LoRA of `all-linear` is refused for `axk2`, `laguna` and `hrm_text`, because PEFT would not load it again or the files join the weights. Full tuning
   works for the first two.
-- transformers 4 (4.57) reads the same files with these exceptions. Use transformers 5 for them:
-    - it ignores all scalings of `nemotron`;
-    - only Gemma 3 and OLMo 3 have ropes per layer type;
-    - it rejects `yarn` and `llama3` for `olmo` and `olmo2`, and `dynamic` for `hunyuan_v1_*`;
-    - `qwen3_moe` and `granitemoehybrid` saved by transformers 5 do not load;
-    - in one comparison by hand, the logits of `gemma2` and `vaultgemma` differ from transformers 5, those of `doge` and
-      `modernbert-decoder` even unscaled; the cause is not known.
+- transformers 4 (4.57) reads the same files with these exceptions. It ignores all scalings of `nemotron`; only Gemma 3 and OLMo 3 have ropes per layer type;
+  it rejects `yarn` and `llama3` for `olmo` and `olmo2`, and `dynamic` for `hunyuan_v1_*`; `qwen3_moe` and `granitemoehybrid` saved by transformers 5 do not load.
+  In one comparison by hand, the logits of `gemma2` and `vaultgemma` differ from transformers 5, those of `doge` and `modernbert-decoder` even unscaled.
 
 ## Refused, and why
 
@@ -629,11 +629,10 @@ Refused for every architecture:
 
 Composites are language models with towers for images or sound. pi-lora reads only the language model, and writes the towers unchanged. Every
 composite below was built small and with random weights: pi-lora reads text as the whole model does, and the language model passes the check above.
-MRoPE gives text three equal positions, so a scaling has the same meaning for text as in a plain model.
+MRoPE gives text three equal positions, so a scaling has the same meaning for text as in a plain model. `NAME_text` is the composite's own name with `_text`.
 
-- transformers 4.57.6 gave the logits of 5.23 for extended Gemma 3, Mistral 3 and Qwen3-VL (small, random weights). It has no Qwen3.5.
-- [vLLM computes](engines.md#composites) Gemma 3, Mistral 3 and Qwen3-VL, and an adapter of Mistral 3.
-- The effect of tuning on text on answers about images was not measured. Test the model on images before and after.
+transformers 4.57.6 gave the logits of 5.23 for extended Gemma 3, Mistral 3 and Qwen3-VL (small, random weights); it has no Qwen3.5.
+[vLLM computes](engines.md#composites) some. What tuning on text does to answers about images was not measured: test the model on images before and after.
 
 | language model | composite |
 |---|---|
