@@ -26,7 +26,7 @@ from pi_lora.errors import PiLoraError
 from pi_lora.model_ref import ModelRef
 from pi_lora.models.resolve import resolve_model
 from pi_lora.scaling.extension import Extension
-from pi_lora.scaling.rope import Method
+from pi_lora.scaling.scalings import Method
 from pi_lora.serving.check import Server, check_server
 from pi_lora.serving.gguf import CONVERTER
 from pi_lora.serving.reference import Reference, compute_answers, reference_of

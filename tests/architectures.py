@@ -36,7 +36,8 @@ from pi_lora.models.source import ModelSource
 from pi_lora.scaling.config import FULL_ATTENTION, LOCAL_ATTENTION, full_attention_rope, local_window, read_rope
 from pi_lora.scaling.extension import Extension
 from pi_lora.scaling.model_types import facts_of
-from pi_lora.scaling.rope import Method, Rope
+from pi_lora.scaling.rope import Rope
+from pi_lora.scaling.scalings import Method
 from pi_lora.scaling.verify import config_of
 
 PUBLISHED = Path(__file__).parent / "models" / "published.yaml"

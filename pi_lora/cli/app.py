@@ -13,7 +13,7 @@ from pi_lora.recipe.factors import read_factors
 from pi_lora.recipe.schema import Dtype
 from pi_lora.recipe.section import as_tokens
 from pi_lora.scaling.extension import Extension
-from pi_lora.scaling.rope import Method
+from pi_lora.scaling.scalings import Method
 from pi_lora.types import Permissions
 
 

@@ -30,7 +30,7 @@ from pi_lora.cli.app import (
     app,
     plain_ref,
 )
-from pi_lora.scaling.rope import Method
+from pi_lora.scaling.scalings import Method
 from pi_lora.terminal import out
 from pi_lora.types import NO_PERMISSIONS, Permissions
 

@@ -29,7 +29,7 @@ from pi_lora.models.loaded import LoadedModel
 from pi_lora.models.source import ModelSource
 from pi_lora.recipe.schema import Recipe
 from pi_lora.recipe.section import Section
-from pi_lora.scaling.rope import Method
+from pi_lora.scaling.scalings import Method
 from pi_lora.storage import cache_folder, digest_of, read_json_lines
 from pi_lora.types import Json, Progress, silent
 

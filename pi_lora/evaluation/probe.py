@@ -36,7 +36,7 @@ from pi_lora.recipe.evaluation import PasskeyOptions, PerplexityOptions, ProbeOp
 from pi_lora.recipe.factors import Factors, read_factors
 from pi_lora.run import BASE, STEP_0
 from pi_lora.scaling.extension import Extension
-from pi_lora.scaling.rope import Method
+from pi_lora.scaling.scalings import Method
 from pi_lora.storage import check_can_write, read_json, write_json
 from pi_lora.types import Json, ui
 

@@ -42,7 +42,8 @@ from pi_lora.models.source import ModelSource
 from pi_lora.models.weights import finite
 from pi_lora.recipe.evaluation import SearchOptions, TextOptions
 from pi_lora.scaling.extension import Extension, extend_config
-from pi_lora.scaling.rope import Method, Rope
+from pi_lora.scaling.rope import Rope
+from pi_lora.scaling.scalings import Method
 from pi_lora.storage import check_can_write, write_json
 from pi_lora.types import Progress, ui
 

@@ -27,7 +27,8 @@ from pi_lora.recipe.schema import Recipe
 from pi_lora.run import Fingerprint, Run
 from pi_lora.scaling.config import COMPOSITE, Config, read_rope
 from pi_lora.scaling.extension import Extension, extend_config, original_notes
-from pi_lora.scaling.rope import Method, Rope
+from pi_lora.scaling.rope import Rope
+from pi_lora.scaling.scalings import Method
 from pi_lora.types import Permissions
 
 if TYPE_CHECKING:

@@ -10,9 +10,10 @@ from pi_lora.recipe.data import Data
 from pi_lora.recipe.evaluation import Evaluation
 from pi_lora.recipe.factors import FactorsOrFile
 from pi_lora.recipe.section import LIST, Section, Seed, Texts, Tokens
+from pi_lora.scaling.scalings import Method
 
 Dtype = Literal["float32", "bfloat16", "float16"]
-Scaling = Literal["pi", "yarn", "theta", "llama3", "dynamic", "direct", "factors", "keep"]
+Scaling = Literal[Method, "keep"]
 
 
 class Model(Section):

@@ -23,6 +23,7 @@ from pi_lora.report.scores import MeasuredRun, code_cell, eval_results, literal,
 from pi_lora.report.verdict import verdict_of
 from pi_lora.run import BASE, STEP_0, check_tuned
 from pi_lora.scaling.rope import Rope
+from pi_lora.scaling.scalings import SCALINGS
 from pi_lora.storage import write_whole
 from pi_lora.types import Json
 
@@ -86,6 +87,7 @@ def card_of(run: MeasuredRun, serving: Sequence[str] = ()) -> str:
     rope = Rope(run.config)
     window = rope.window
     scale = rope.scale
+    method = rope.method or "direct"
     of_base = recipe is not None and public_name(recipe.model.name) == public_name(run.base.name)
     kept = recipe is not None and recipe.scaling == "keep" and of_base
     # That of a base with a scaling, as Gemma 3 has.
@@ -104,11 +106,11 @@ def card_of(run: MeasuredRun, serving: Sequence[str] = ()) -> str:
         code_cell=code_cell,
         base_on_hub=is_hub_id(run.base.name),
         window=window,
-        method=rope.method,
+        method=method,
+        scaling=SCALINGS[method].summary.format(scale=scale, theta=rope.parameters["rope_theta"]),
         scale=scale,
         own_scale=own_scale,
         kept=kept,
-        theta=rope.parameters["rope_theta"],
         serving=serving,
         scores=_scores_section(run),
     )

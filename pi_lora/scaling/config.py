@@ -7,6 +7,8 @@ transformers 5 nests everything in `rope_parameters`; transformers 4, vLLM and S
 
 from collections.abc import Mapping
 from copy import deepcopy
+from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
 
 from pi_lora.errors import ScalingError
@@ -26,8 +28,8 @@ SLIDING_ATTENTION = "sliding_attention"
 LOCAL_ATTENTION = {SLIDING_ATTENTION, "chunked_attention"}
 # The numbers of a `dynamic` rope that a plain one does not have.
 DYNAMIC_ENTRIES = ("alpha", "factor", "beta_fast", "beta_slow", "mscale", "mscale_all_dim")
-# Types of ropes that have a factor.
-WITH_FACTOR = ("linear", "dynamic", "yarn", "llama3", "proportional")
+# Types of ropes without a factor, or with one that counts nowhere.
+WITHOUT_FACTOR = ("default", "longrope")
 
 
 def language_config(config: Config) -> dict[str, Any]:
@@ -128,7 +130,7 @@ def full_attention_rope(config: Config) -> dict[str, Any]:
         rope = rope[FULL_ATTENTION]
     full = {"rope_type": "default", **rope}
     numbers = ["rope_theta"]
-    if full["rope_type"] in WITH_FACTOR:
+    if full["rope_type"] not in WITHOUT_FACTOR:
         numbers.append("factor")
     for key in numbers:
         if not isinstance(full.get(key, 1.0), int | float):
@@ -198,3 +200,73 @@ def local_window(config: Config) -> int | None:
     window = config.get("sliding_window") or 0
     chunk = config.get("attention_chunk_size") or 0
     return max(window, chunk) or None
+
+
+@dataclass(frozen=True)
+class RopeConfig:
+    """The rope of the layers that attend to the whole window, as a config states it."""
+
+    config: Config
+
+    @cached_property
+    def parameters(self) -> dict[str, Any]:
+        """The parameters as transformers 5 names them; ScalingError if the model has none, or no numbers."""
+        return full_attention_rope(self.config)
+
+    @property
+    def rope_type(self) -> str:
+        """The `rope_type` of configs."""
+        return str(self.parameters["rope_type"])
+
+    @property
+    def facts(self) -> ModelType:
+        """What is special about the type of the model."""
+        return facts_of(self.config.get("model_type"))
+
+    @cached_property
+    def dimensions(self) -> tuple[int, int]:
+        """The dimensions of a head of the full-attention layers, and those that are rotated."""
+        config = self.config
+        if config.get("qk_rope_head_dim"):
+            # Multi-head latent attention: a part of each head that is rotated as a whole.
+            rotated = int(config["qk_rope_head_dim"])
+            return rotated, rotated
+        head = config.get("head_dim") or config.get("attention_head_dim")
+        head = int(head or config["hidden_size"] // config["num_attention_heads"])
+        if self.rope_type == "proportional":
+            # Gemma 4 has larger heads in its full-attention layers.
+            layers = config.get("per_layer_config") or {}
+            for layer in layers.values():
+                head = max(head, int(layer.get("head_dim", 0)))
+        return head, int(head * float(self.parameters.get("partial_rotary_factor") or 1))
+
+    @cached_property
+    def frequencies(self) -> list[float]:
+        """The unscaled rotary frequencies in radians a token, the highest first. Under `proportional` the dimensions
+        that are not rotated have a frequency of 0.
+        """
+        head, rotated = self.dimensions
+        theta = float(self.parameters["rope_theta"])
+        if self.rope_type != "proportional":
+            return [theta ** (-index / rotated) for index in range(0, rotated, 2)]
+        frequencies = [theta ** (-index / head) for index in range(0, rotated - 1, 2)]
+        return frequencies + [0.0] * (head // 2 - len(frequencies))
+
+    @property
+    def fixed_divisors(self) -> list[float] | None:
+        """The divisors of a `longrope` that has the same for short and long inputs; None for any other rope."""
+        rope = self.parameters
+        if self.rope_type != "longrope" or rope["short_factor"] != rope["long_factor"]:
+            return None
+        return list(rope["long_factor"])
+
+    @property
+    def constant_divisor(self) -> float | None:
+        """The divisor of all frequencies of a `longrope` that is PI; None for any other rope."""
+        divisors = set(self.fixed_divisors or ())
+        return float(divisors.pop()) if len(divisors) == 1 else None
+
+    @property
+    def factor(self) -> float:
+        """The number that configs call `factor`; 1 without one."""
+        return float(self.constant_divisor or self.parameters.get("factor") or 1)

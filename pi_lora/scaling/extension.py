@@ -1,20 +1,15 @@
 """The extension of a model config to a longer window, or why it is refused. No torch is needed."""
 
-import math
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator
 from dataclasses import dataclass
-from functools import partial
 from typing import Any
 
 from pi_lora.errors import ScalingError
 from pi_lora.scaling.config import Config, local_window, with_full_rope, with_legacy_rope_keys
 from pi_lora.scaling.model_types import POSITION_ENTRIES
-from pi_lora.scaling.rope import ORIGINAL_WINDOW, Method, Rope
+from pi_lora.scaling.rope import ORIGINAL_WINDOW, Rope
+from pi_lora.scaling.scalings import SCALINGS, Change, Method
 
-# vLLM's names of the factor of the attention in a `longrope`.
-VLLM_ATTENTION_KEYS = ("short_mscale", "long_mscale")
-# The wavelengths that `llama3` keeps and divides, in parts of the original window, as in Llama 3.1.
-LLAMA3_BANDS = {"low_freq_factor": 1.0, "high_freq_factor": 4.0}
 # A config entry beside the rope that transformers prefers to the one in the rope.
 ORIGINAL_BESIDE = "original_max_position_embeddings"
 # What is possible with a model that no scaling extends.
@@ -70,10 +65,20 @@ def extend_config(config: Config, extension: Extension) -> dict[str, Any]:
     """
     check_extendable(Rope(config), extension)
     rope = Rope(config).plain
-    after = Rope(with_full_rope(config, SCALINGS[extension.scaling](rope, extension)))
-    divisor = 1.0 if after.rope_type == "yarn" else after.window_factor
+    original = extension.original_of(rope)
+    scaling = SCALINGS[extension.scaling]
+    change = Change(
+        scale=extension.scale_of(rope),
+        original=original,
+        target=extension.target,
+        theta=extension.theta,
+        factors=extension.factors or (),
+        attention_factor=extension.attention_factor,
+    )
+    after = Rope(with_full_rope(config, scaling.parameters(rope, change)))
+    divisor = 1.0 if after.kind.states_original else after.window_factor
     declared = round(extension.target / divisor)
-    if extension.scaling in ("theta", "direct") and declared * divisor < extension.target:
+    if after.factor == rope.factor and declared * divisor < extension.target:
         declared += 1
     extended = {**after.config, "max_position_embeddings": declared}
     extended.pop(ORIGINAL_WINDOW, None)
@@ -82,11 +87,10 @@ def extend_config(config: Config, extension: Extension) -> dict[str, Any]:
         extended["head_dim"], _ = after.dimensions
     if ORIGINAL_BESIDE in extended and ORIGINAL_BESIDE in after.parameters:
         extended[ORIGINAL_BESIDE] = after.parameters[ORIGINAL_BESIDE]
-    is_constant = after.constant_divisor is not None
-    has_lists = after.rope_type == "longrope" and not is_constant
-    if has_lists or extension.scaling in ("theta", "factors"):
-        extended[ORIGINAL_WINDOW] = extension.original_of(rope)
-    if is_constant or extension.scaling == "factors":
+    has_lists = after.rope_type == "longrope" and after.constant_divisor is None
+    if has_lists or not scaling.is_recorded:
+        extended[ORIGINAL_WINDOW] = original
+    if after.fixed_divisors:
         extended[ORIGINAL_BESIDE] = declared
     if _never_limits(rope):
         extended["sliding_window"] = max(extended["sliding_window"], extension.target)
@@ -198,120 +202,3 @@ def _factors_problem(rope: Rope, extension: Extension) -> str | None:
         model_type = rope.config["model_type"]
         return f"context.factors: attention_factor: transformers 4 drops it for {model_type}; leave it out"
     return None
-
-
-def ntk_theta(rope: Rope, scale: float) -> float:
-    """Return the base of the frequencies with which the lowest one is divided by `scale` (NTK-aware scaling).
-
-    Frequency i of n is `theta^(-2i/D)`, so theta grows by `scale^(D/(2n-2))`. D is the number of rotary dimensions of a
-    head, but under `proportional` all dimensions of a head.
-
-    >>> round(ntk_theta(Rope({"head_dim": 64, "rope_theta": 1e5}), 2))
-    204522
-    """
-    head, rotated = rope.dimensions
-    if rotated <= 2:
-        raise ScalingError("scaling: theta: a head has one rotary frequency, which theta does not change; use pi")
-    denominator = head if rope.rope_type == "proportional" else rotated
-    last_index = 2 * ((rotated + 1) // 2 - 1)
-    growth: float = scale ** (denominator / last_index)
-    return float(rope.parameters["rope_theta"]) * growth
-
-
-Parameters = dict[str, Any]
-
-
-def _direct(rope: Rope, extension: Extension) -> Parameters:
-    """The paper's FT: the frequencies stay."""
-    return rope.parameters
-
-
-def _pi(rope: Rope, extension: Extension) -> Parameters:
-    """All frequencies are divided by the scale (paper.tex, Eqn. 4)."""
-    scale = extension.scale_of(rope)
-    if rope.rope_type == "longrope" and rope.constant_divisor is None:
-        long_factor = [factor * scale for factor in rope.parameters["long_factor"]]
-        changed: Parameters = {**rope.parameters, "long_factor": long_factor}
-        if changed.get("factor"):
-            changed["factor"] *= scale
-        return changed
-    factor = rope.factor * scale
-    if rope.facts.accepts_longrope_only:
-        return _longrope(rope, extension, (factor,) * len(rope.frequencies))
-    rope_type = "proportional" if rope.rope_type == "proportional" else "linear"
-    return {**rope.parameters, "rope_type": rope_type, "factor": factor}
-
-
-def _theta(rope: Rope, extension: Extension) -> Parameters:
-    """A larger base, by default that of NTK-aware scaling (bloc97 2023); Code Llama chose one (Roziere et al. 2023)."""
-    theta = extension.theta or ntk_theta(rope, extension.scale_of(rope))
-    theta_before = rope.parameters["rope_theta"]
-    if theta <= theta_before:
-        raise ScalingError(f"context.theta: {theta:g} is not larger than the model's own {theta_before:g}")
-    return {**rope.parameters, "rope_theta": theta}
-
-
-def _dynamic(rope: Rope, extension: Extension) -> Parameters:
-    """NTK-aware scaling of inputs beyond L by their own length (Peng et al. 2023, appendix B.3)."""
-    return {**rope.parameters, "rope_type": "dynamic", "factor": extension.scale_of(rope)}
-
-
-def _banded(method: Method, rope: Rope, extension: Extension) -> Parameters:
-    """High frequencies stay and low ones are divided: `yarn` (Peng et al. 2023) and `llama3` (Dubey et al. 2024), of a
-    default rope or one that was extended by the same method.
-    """
-    changed = dict(rope.parameters)
-    if rope.rope_type != method:
-        changed |= {
-            "rope_type": method,
-            "factor": 1.0,
-            "original_max_position_embeddings": extension.original_of(rope),
-        }
-        if method == "llama3":
-            changed |= LLAMA3_BANDS
-    factor_before = changed["factor"]
-    changed["factor"] = factor_before * extension.scale_of(rope)
-    stated = changed.get("attention_factor")
-    default = 0.1 * math.log(factor_before) + 1
-    if stated is not None and math.isclose(stated, default, rel_tol=1e-3):
-        # It is YaRN's default for the old factor. Readers compute the new default.
-        del changed["attention_factor"]
-    return changed
-
-
-def _factors(rope: Rope, extension: Extension) -> Parameters:
-    """A divisor of its own for each frequency (LongRoPE2, Shang et al. 2025)."""
-    divisors = extension.factors or ()
-    if set(divisors) == {1.0}:
-        raise ScalingError("scaling: factors: divides no frequency of this model; choose another scaling")
-    return _longrope(rope, extension, divisors)
-
-
-def _longrope(rope: Rope, extension: Extension, divisors: tuple[float, ...]) -> Parameters:
-    """Return a `longrope` that divides the frequencies of short and of long inputs alike."""
-    attention_factor = extension.attention_factor
-    longrope = {
-        **rope.parameters,
-        "rope_type": "longrope",
-        "short_factor": list(divisors),
-        "long_factor": list(divisors),
-        # Readers that know no `attention_factor` derive 1 from the two windows.
-        "original_max_position_embeddings": extension.target,
-        "factor": 1.0,
-        "attention_factor": attention_factor,
-    }
-    if attention_factor != 1:
-        longrope |= dict.fromkeys(VLLM_ATTENTION_KEYS, attention_factor)
-    return longrope
-
-
-# The rope parameters of the full-attention layers after an extension.
-SCALINGS: Mapping[Method, Callable[[Rope, Extension], Parameters]] = {
-    "pi": _pi,
-    "yarn": partial(_banded, "yarn"),
-    "theta": _theta,
-    "llama3": partial(_banded, "llama3"),
-    "dynamic": _dynamic,
-    "direct": _direct,
-    "factors": _factors,
-}

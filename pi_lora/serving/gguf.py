@@ -149,12 +149,11 @@ def _has_scaling(reader: Any, architecture: str, model: ModelSource) -> bool:
     """
     rope = model.rope.parameters
     divisors = next((tensor.data for tensor in reader.tensors if tensor.name == DIVISORS), None)
-    if rope["rope_type"] in ("linear", "yarn"):
+    kind = model.rope.kind
+    if kind.in_gguf == "name":
         return bool(_value(reader, f"{architecture}.rope.scaling.type") == rope["rope_type"])
-    if rope["rope_type"] == "longrope":
-        return _has_long_divisors(reader) or divisors is not None
-    if rope["rope_type"] == "llama3" and (divisors is None or architecture not in READERS_OF_DIVISORS):
-        return False
+    if kind.in_gguf == "divisors":
+        return _has_long_divisors(reader) or (divisors is not None and architecture in READERS_OF_DIVISORS)
     if rope["rope_type"] == "proportional" and rope.get("factor"):
         divisor = 1.0 if divisors is None else divisors[0]
         if not math.isclose(divisor, rope["factor"], rel_tol=1e-3):

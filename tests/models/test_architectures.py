@@ -31,7 +31,7 @@ from conftest import refused
 from pi_lora.errors import ScalingError
 from pi_lora.scaling.config import LOCAL_ATTENTION
 from pi_lora.scaling.model_types import MODEL_TYPES as FACTS
-from pi_lora.scaling.rope import Method
+from pi_lora.scaling.scalings import Method
 
 PAGE_IS_OF_ANOTHER = f"from transformers {transformers.__version__}." not in PAGE.read_text(encoding="utf-8")
 ON_PAGE, COMPOSITES_ON_PAGE = verdicts_on_page()

@@ -24,7 +24,8 @@ from pi_lora.models.resolve import resolve_model
 from pi_lora.recipe.files import dump_recipe
 from pi_lora.run import Run
 from pi_lora.scaling.extension import Extension
-from pi_lora.scaling.rope import Method, Rope
+from pi_lora.scaling.rope import Rope
+from pi_lora.scaling.scalings import Method
 from pi_lora.scaling.verify import build_on_meta, rotary_frequencies
 from pi_lora.staging import resolve_run, staging_path
 from random_runs import put_on_hub, save_run

@@ -11,7 +11,8 @@ from conftest import refused
 from pi_lora.errors import ScalingError
 from pi_lora.scaling.config import full_attention_rope, local_window, read_rope, with_legacy_rope_keys
 from pi_lora.scaling.extension import Extension, extend_config
-from pi_lora.scaling.rope import Method, Rope, normalize_max_positions
+from pi_lora.scaling.rope import Rope, normalize_max_positions
+from pi_lora.scaling.scalings import Method
 
 LLAMA_5: dict[str, Any] = {
     "model_type": "llama",

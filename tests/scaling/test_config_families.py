@@ -33,7 +33,8 @@ from pi_lora.model_ref import ModelRef
 from pi_lora.models.resolve import resolve_model
 from pi_lora.scaling.config import full_attention_rope
 from pi_lora.scaling.extension import Extension, extend_config
-from pi_lora.scaling.rope import Method, Rope
+from pi_lora.scaling.rope import Rope
+from pi_lora.scaling.scalings import Method
 from pi_lora.scaling.verify import build_on_meta, check_scaling, rotary_frequencies
 
 SMALL: dict[str, Any] = {

@@ -9,7 +9,8 @@ from conftest import BUILTIN, refused
 from pi_lora.errors import ScalingError
 from pi_lora.models.resolve import resolve_model
 from pi_lora.scaling.extension import Extension
-from pi_lora.scaling.rope import Method, Rope
+from pi_lora.scaling.rope import Rope
+from pi_lora.scaling.scalings import Method
 
 TYPES: dict[Method, str] = {"pi": "linear", "yarn": "yarn", "llama3": "llama3", "factors": "longrope"}
 

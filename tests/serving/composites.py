@@ -31,7 +31,7 @@ from architectures import small_composite, small_config  # noqa: E402
 from pi_lora.models.files import save_config  # noqa: E402
 from pi_lora.models.resolve import resolve_model  # noqa: E402
 from pi_lora.scaling.config import full_attention_rope, with_full_rope  # noqa: E402
-from pi_lora.scaling.rope import Method  # noqa: E402
+from pi_lora.scaling.scalings import Method  # noqa: E402
 from random_runs import save_base, stored  # noqa: E402
 
 # The composite around the language model of a folder.

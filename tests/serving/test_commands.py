@@ -13,7 +13,7 @@ from pi_lora.api import merge
 from pi_lora.model_ref import ModelRef
 from pi_lora.models.resolve import resolve_model
 from pi_lora.scaling.extension import Extension
-from pi_lora.scaling.rope import Method
+from pi_lora.scaling.scalings import Method
 from pi_lora.serving.commands import cache_bytes, serving_lines
 
 # Numbers a token and layer, by the papers and model cards.

@@ -17,7 +17,8 @@ from pi_lora.errors import ModelError, RunExistsError
 from pi_lora.model_ref import ModelRef
 from pi_lora.models.resolve import resolve_model
 from pi_lora.scaling.extension import Extension
-from pi_lora.scaling.rope import Method, Rope
+from pi_lora.scaling.rope import Rope
+from pi_lora.scaling.scalings import Method
 from pi_lora.serving.gguf import CONVERTER, _has_scaling, export_gguf, find_converter
 from random_runs import put_on_hub
 
