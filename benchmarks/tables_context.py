@@ -152,7 +152,7 @@ def readme() -> Iterator[str]:
 
 
 def smollm2() -> Iterator[str]:
-    """All rows on novels and on mathematics; all seeds; what became of chats."""
+    """All rows on novels and on mathematics; what became of chats."""
     for text in TEXTS:
         rows = []
         for row, label in SMOLLM2.items():
@@ -163,7 +163,6 @@ def smollm2() -> Iterator[str]:
             f"\n{amounts(scores_of(CONTROL, text))}. Three seeds: mean and range. The evaluator has another tokenizer, "
             f"and {key_tokens(seeds[0])} key tokens in the same texts.\n"
         )
-    yield from by_seed()
     chats = zip(("whole", "released", CONTROL), read_scores(CHATS), strict=True)
     yield from metrics_table({SMOLLM2[row]: [scores] for row, scores in chats})
     yield "\n32 chats, 95 % intervals.\n"
@@ -187,7 +186,7 @@ def by_seed() -> Iterator[str]:
     yield (
         "\n`vs. untuned`: nats by which key tokens are predicted better than by untuned YaRN, both with 16k. "
         "`vs. control`: perplexity of all tokens with 16k, compared with the control of that seed with the "
-        f"{NEAR}. 95 % intervals over documents, or over passkeys.\n"
+        f"{NEAR}. 95 % intervals over documents, or over passkeys."
     )
 
 
