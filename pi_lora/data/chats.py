@@ -5,13 +5,15 @@ import re
 from bisect import bisect_left
 from collections import Counter
 from collections.abc import Iterator
+from contextlib import suppress
+from datetime import date
 from functools import partial
 from typing import Any
 
 from jinja2 import TemplateError
 
 from pi_lora.data.sources import Table
-from pi_lora.data.tokens import Labelled, check_offsets, special_tokens_of
+from pi_lora.data.tokens import Labelled, added_prefix, check_offsets, prompt_ids, special_tokens_of
 from pi_lora.errors import DataError, first_line
 from pi_lora.types import Json
 
@@ -29,6 +31,9 @@ BESIDE_CONTENT = re.compile(r'"(tools|tool_calls|function_call)": (?!null|\[\]|"
 REASONING = ("reasoning_content", "reasoning", "thinking")
 # What a template raises for a chat that it does not take.
 REFUSALS = (TemplateError, TypeError, ValueError, LookupError, AttributeError)
+# An answer without a thought, on the same day for all models: the variables of templates, which ignore unknown ones.
+PROMPT_VARIABLES = {"enable_thinking": False, "thinking": False, "strftime_now": date(2026, 1, 1).strftime}
+ANSWER = "An answer."
 MASKED = "turns marked as not to be learned"
 UNENDED = "answers that end without a special token: generation does not stop there"
 MEDIA = ("image", "images", "videos", "audios")
@@ -80,6 +85,49 @@ def _part(text: str) -> list[Json]:
 def in_parts(messages: list[Json]) -> list[Json]:
     """Return messages with the text of each as a list of one part."""
     return [message | {"content": _part(message["content"])} for message in messages]
+
+
+def chat_prompt(tokenizer: Any, text: str, beginning: str = "") -> str:
+    """Return the prompt that asks `text` as the turn of a user, with the `beginning` of the answer. It ends as the
+    template writes a turn of the assistant before the answer: with an empty thought, if the template has one. BOS is
+    left out where the tokenizer adds it. Raise DataError if there is no template, or if it cannot write the turn.
+    """
+    if tokenizer.chat_template is None:
+        raise DataError("the model has no chat template")
+    turns = [{"role": "user", "content": text}, {"role": "assistant", "content": ANSWER}]
+    if takes_parts(tokenizer):
+        turns = in_parts(turns)
+    render = partial(tokenizer.apply_chat_template, tokenize=False, **PROMPT_VARIABLES)
+    try:
+        prompt: str = render(turns[:1], add_generation_prompt=True)
+    except REFUSALS as error:
+        raise DataError(f"the chat template refuses the turn of a user ({first_line(error)})") from None
+    if text.strip() not in prompt:
+        raise DataError("the chat template leaves out the turn of a user")
+    with suppress(*REFUSALS):
+        before, answered, _ = render(turns).rpartition(ANSWER)
+        if answered:
+            prompt = before
+    prompt = prompt.removeprefix("".join(tokenizer.convert_ids_to_tokens(added_prefix(tokenizer))))
+    # A space at the end would be no part of the first word of the answer.
+    return prompt + beginning if beginning else prompt.rstrip(" ")
+
+
+def chat_prompt_ids(tokenizer: Any, text: str) -> list[int]:
+    """Return the token ids of `chat_prompt`. A special token in `text` is text: a space is put into it."""
+    special = "|".join(map(re.escape, special_tokens_of(tokenizer)))
+    plain = re.sub(special, lambda token: f"{token[0][0]} {token[0][1:]}", text)
+    ids: list[int] = prompt_ids(tokenizer, chat_prompt(tokenizer, plain))
+    return ids
+
+
+def chat_problem(tokenizer: Any) -> str:
+    """Return why a model cannot be asked in its chat template; an empty text if it can."""
+    try:
+        chat_prompt(tokenizer, "a turn")
+    except DataError as problem:
+        return str(problem)
+    return ""
 
 
 class Unusable(ValueError):

@@ -2,11 +2,12 @@
 
 import itertools
 from collections import Counter
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import partial
 from string import Formatter
 from typing import Any, NamedTuple
 
+from pi_lora.data.chats import chat_prompt_ids
 from pi_lora.data.documents import NamedJson
 from pi_lora.data.sources import Table, hash_to_unit
 from pi_lora.data.tokens import (
@@ -93,10 +94,11 @@ class Prompt(NamedTuple):
 
 class Prompter:
     """Encodes rows of a task for a model that reads `window` tokens. A prompt leaves room for `completion_tokens` and
-    EOS; only the document is cut, never the text after it. Without `special_tokens`, special tokens are text.
+    EOS; only the document is cut, never the text after it. Without `special_tokens`, special tokens are text. With
+    `chat`, a prompt is the turn of a user in the chat template.
     """
 
-    def __init__(self, data: Data, tokenizer: Any, window: int) -> None:
+    def __init__(self, data: Data, tokenizer: Any, window: int, *, chat: bool = False) -> None:
         self.data = data
         self.document = data.document or ""
         self.task = Task(data)
@@ -104,7 +106,11 @@ class Prompter:
         check_offsets(tokenizer)
         self.longest = window - data.completion_tokens - 1
         self.tokenizer = partial(tokenizer, split_special_tokens=not data.special_tokens, verbose=False)
-        self.prompt_ids = partial(prompt_ids, tokenizer, special_tokens=data.special_tokens)
+        self.prompt_ids: Callable[[str], list[int]]
+        if chat:
+            self.prompt_ids = partial(chat_prompt_ids, tokenizer)
+        else:
+            self.prompt_ids = partial(prompt_ids, tokenizer, special_tokens=data.special_tokens)
         special = [token for token in special_tokens_of(tokenizer) if token in self.task.template]
         if special and not data.special_tokens:
             raise DataError(
@@ -197,8 +203,7 @@ class Prompter:
         if kept < len(offsets):
             _, end = offsets[kept - 1] if kept else (0, 0)
             row = {**row, self.document: row[self.document][:end]}
-        ids: list[int] = self.prompt_ids(self.task.prompt(row))
-        return ids
+        return self.prompt_ids(self.task.prompt(row))
 
     def completions(self, rows: Sequence[Json]) -> list[list[int]]:
         """Return the token ids of the completions of rows, cut to `completion_tokens`, with EOS. A space comes before a

@@ -6,9 +6,9 @@ from typing import Any
 import torch
 from transformers import GenerationConfig, TextStreamer
 
-from pi_lora.data.chats import REFUSALS, in_parts, takes_parts
+from pi_lora.data.chats import chat_prompt_ids
 from pi_lora.data.tokens import prompt_ids
-from pi_lora.errors import DataError, first_line
+from pi_lora.errors import DataError
 from pi_lora.evaluation.forward import pad_rows
 from pi_lora.models.loaded import LoadedModel
 from pi_lora.models.quiet import quiet_loading
@@ -60,14 +60,10 @@ def answer(
     """
     tokenizer = loaded.tokenizer
     if chat_template and tokenizer.chat_template:
-        turns = [{"role": "user", "content": prompt}]
-        if takes_parts(tokenizer):
-            turns = in_parts(turns)
         try:
-            ids = tokenizer.apply_chat_template(turns, add_generation_prompt=True, return_dict=False)
-        except REFUSALS as error:
-            refusal = f"the chat template refuses the prompt ({first_line(error)})"
-            raise DataError(f"{loaded.name}: {refusal}; continue the text with --no-chat-template") from None
+            ids = chat_prompt_ids(tokenizer, prompt)
+        except DataError as problem:
+            raise DataError(f"{loaded.name}: {problem}; continue the text with --no-chat-template") from None
     else:
         ids = prompt_ids(tokenizer, prompt)
     if not prompt.strip():

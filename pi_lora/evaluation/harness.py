@@ -24,6 +24,7 @@ from lm_eval.evaluator import evaluate
 from lm_eval.models.huggingface import HFLM
 from lm_eval.tasks import TaskManager
 
+from pi_lora.data.chats import chat_prompt
 from pi_lora.data.documents import suffix_of
 from pi_lora.data.tokens import strip_eos
 from pi_lora.distributed import all_gather_objects, rank, world_size
@@ -32,8 +33,7 @@ from pi_lora.evaluation.forward import check_numbers
 from pi_lora.evaluation.measurement import Session
 from pi_lora.models.loaded import LoadedModel
 from pi_lora.models.quiet import quiet_loading
-from pi_lora.recipe.evaluation import BenchmarksOptions, RulerOptions
-from pi_lora.recipe.section import Section
+from pi_lora.recipe.evaluation import BenchmarksOptions, PromptOptions, RulerOptions
 from pi_lora.types import Json
 
 VERSION = lm_eval.__version__
@@ -80,13 +80,16 @@ class ModelCalls:
 
 class RankedLM(HFLM):
     """The transformers model of lm-eval around a loaded model, in every process of this run. Inputs are truncated to
-    `window` tokens. Special tokens in texts are read as text.
+    `window` tokens. Special tokens in texts are read as text, unless a chat template writes them.
     """
 
-    def __init__(self, loaded: LoadedModel, window: int, batch_size: int, options: Section, session: Session) -> None:
+    def __init__(
+        self, loaded: LoadedModel, window: int, batch_size: int, options: PromptOptions, session: Session
+    ) -> None:
         tokenizer = copy.deepcopy(loaded.tokenizer)  # lm-eval adds a padding token where there is none
         tokenizer.model_max_length = sys.maxsize  # and truncates inputs itself
-        tokenizer.split_special_tokens = True
+        self.chat = options.chat is True
+        tokenizer.split_special_tokens = not self.chat
         calls: Any = ModelCalls(loaded.module)
         with quiet():
             super().__init__(calls, tokenizer=tokenizer, max_length=window, batch_size=batch_size)
@@ -107,6 +110,18 @@ class RankedLM(HFLM):
     def world_size(self) -> int:
         """The number of processes."""
         return world_size()
+
+    def apply_chat_template(self, chat_history: list[dict[str, str]], add_generation_prompt: bool = True) -> str:
+        """Return the prompt of `chat_prompt`. A description of the task stands in the turn of the user."""
+        contents = [turn["content"] for turn in chat_history]
+        beginning = "" if add_generation_prompt else contents.pop()
+        return chat_prompt(self.tokenizer, "\n\n".join(contents), beginning)
+
+    @property
+    def length(self) -> int:
+        """The tokens that RULER may fill, apart from the answer and the chat template."""
+        template = self.tok_encode(chat_prompt(self.tokenizer, "")) if self.chat else []
+        return int(self.max_length) - RESERVED_TOKENS - len(template)
 
     def tok_encode(self, *arguments: Any, **options: Any) -> list[int]:
         """Return the tokens of a text. lm-eval would let an EOS that the tokenizer adds stand before the answer."""
@@ -137,7 +152,7 @@ class RankedLM(HFLM):
         self.set_cache_hook(self)
         tasks: Any = {"tasks": {name: task}}
         with closing(lm.dbdict), quiet():
-            results: Any = evaluate(lm, tasks, limit=limit)
+            results: Any = evaluate(lm, tasks, limit=limit, apply_chat_template=self.chat)
         scores = []
         if results:  # in the first process
             samples = sorted(results["samples"][name], key=lambda sample: int(sample["doc_id"]))
@@ -284,13 +299,21 @@ def ruler_task(name: str, options: RulerOptions, lm: RankedLM, tokenizer_folder:
     def unsuitable(reason: str) -> DataError:
         return DataError(f"--tasks: {name} in {window} tokens: {reason}; leave it out, or choose another window")
 
-    metadata: Any = {"max_seq_lengths": [window - RESERVED_TOKENS], "tokenizer": tokenizer_folder}
+    for problem in ruler_problems([name], lm.length + RESERVED_TOKENS):  # without the template it may fit
+        raise DataError(f"--tasks: {problem}")
+    metadata: Any = {"max_seq_lengths": [lm.length], "tokenizer": tokenizer_folder}
     tasks = TaskManager(include_path=RULER, include_defaults=False, metadata=metadata)
     sys.modules.pop(WORDS_MODULE, None)
     try:
         task = load_tasks(tasks, name, options.seed)[name]
         with quiet():
-            task.build_all_requests(limit=options.samples, rank=0, world_size=1)
+            task.build_all_requests(
+                limit=options.samples,
+                rank=0,
+                world_size=1,
+                apply_chat_template=lm.chat,
+                chat_template=lm.apply_chat_template,
+            )
     except (LookupError, OSError, ValueError) as error:  # no example fits, or no network
         raise unsuitable(first_line(error)) from error
     longest = 0

@@ -15,7 +15,7 @@ from itertools import takewhile
 from pathlib import Path
 from typing import Any, ClassVar, NamedTuple, Protocol, Self, TypeVar
 
-from pydantic import BaseModel, ConfigDict
+from pydantic import BaseModel, ConfigDict, field_validator
 
 from pi_lora.data.documents import fingerprint
 from pi_lora.distributed import all_gather_objects, is_main_process, rank, shard, wait_for_all_processes
@@ -27,6 +27,7 @@ from pi_lora.evaluation.intervals import Interval, of_means, wilson
 from pi_lora.models.device import versions
 from pi_lora.models.loaded import LoadedModel
 from pi_lora.models.source import ModelSource
+from pi_lora.recipe.evaluation import PromptOptions
 from pi_lora.recipe.schema import Recipe
 from pi_lora.recipe.section import Section
 from pi_lora.scaling.scalings import Method
@@ -176,6 +177,14 @@ class Scores(Result):
     step: int | None = None
     tuned_on: bool = False
     options: Any
+
+    @field_validator("options", mode="before")
+    @classmethod
+    def _with_chat(cls, options: Any) -> Any:
+        """Return options with `chat`: files before December 2026 leave it out, and are of raw prompts."""
+        kind: Any = cls.model_fields["options"].annotation
+        is_asked = issubclass(kind, PromptOptions)
+        return {"chat": False, **options} if is_asked and isinstance(options, dict) else options
 
     @property
     def scale_text(self) -> str:

@@ -11,6 +11,7 @@ from typing import Annotated, Any, NamedTuple
 
 from pydantic import Field, field_validator
 
+from pi_lora.data.chats import chat_prompt
 from pi_lora.data.tokens import prompt_ids
 from pi_lora.drawing import Panel, draw_curves
 from pi_lora.errors import DataError
@@ -46,7 +47,8 @@ HEADER = (
 )
 FILLER = "The grass is green. The sky is blue. The sun is yellow. Here we go. There and back again."
 STATEMENT = "The pass key is {key}. Remember it. {key} is the pass key."
-QUESTION = "What is the pass key? The pass key is"
+QUESTION = "What is the pass key?"
+BEGINNING = "The pass key is"
 DIGITS = 5
 # The share of trials that succeed up to k_max.
 REQUIRED_SUCCESS = 0.2
@@ -113,7 +115,7 @@ class Passkey(Measurement[PasskeyOptions, PasskeyScores]):
         target = min(options.targets or [options.target or preview.window])
         if preview.tokenizer:
             try:
-                make_trial(preview.tokenizer, target, k=target, key="0" * DIGITS)
+                make_trial(preview.tokenizer, target, k=target, key="0" * DIGITS, chat=options.chat is True)
             except DataError as problem:
                 yield str(problem).replace("--target", preview.key("target"))
 
@@ -238,19 +240,27 @@ def distances(target: int, depths: int) -> list[int]:
     return [round(target * (index + 1) / depths) for index in range(depths)]
 
 
-def prompt(key: str, before: int, after: int) -> str:
-    """Return the paper's prompt (figure 3) with the filler repeated `before` and `after` times around the key."""
+def prompt(key: str, before: int, after: int, tokenizer: Any = None) -> str:
+    """Return the paper's prompt (figure 3) with the filler repeated `before` and `after` times around the key. With a
+    tokenizer, the prompt is in the chat template.
+    """
     filler_before = " ".join([FILLER] * before)
     filler_after = " ".join([FILLER] * after)
     lines = (HEADER, filler_before, STATEMENT.format(key=key), filler_after, QUESTION)
-    return "\n".join(filter(None, lines))
+    question = "\n".join(filter(None, lines))
+    if tokenizer is not None:
+        return chat_prompt(tokenizer, question, BEGINNING)
+    return f"{question} {BEGINNING}"
 
 
-def make_trial(tokenizer: Any, target: int, k: int, key: str) -> Trial:
-    """Return a trial of `target` tokens to within one filler, with the key about `k` tokens from the end."""
-    bare = _trial(tokenizer, key, before=0, after=0)
-    shorter = _trial(tokenizer, key, before=1, after=1)
-    longer = _trial(tokenizer, key, before=1, after=2)
+def make_trial(tokenizer: Any, target: int, k: int, key: str, *, chat: bool = False) -> Trial:
+    """Return a trial of `target` tokens to within one filler, with the key about `k` tokens from the end. With `chat`,
+    the model is asked in its chat template.
+    """
+    encoded = partial(_trial, tokenizer, key, chat=chat)
+    bare = encoded(before=0, after=0)
+    shorter = encoded(before=1, after=1)
+    longer = encoded(before=1, after=2)
     filler_tokens = longer.length - shorter.length
     fillers = (target - bare.length) // filler_tokens
     if fillers < 0:
@@ -261,15 +271,15 @@ def make_trial(tokenizer: Any, target: int, k: int, key: str) -> Trial:
     # At the start of a line a filler may take more tokens than inside a line: one filler fewer may be needed.
     while True:
         after = min(fillers, fillers_after_key)
-        trial = _trial(tokenizer, key, before=fillers - after, after=after)
+        trial = encoded(before=fillers - after, after=after)
         if trial.length <= target or fillers == 0:
             return trial
         fillers -= 1
 
 
-def _trial(tokenizer: Any, key: str, before: int, after: int) -> Trial:
+def _trial(tokenizer: Any, key: str, before: int, after: int, *, chat: bool) -> Trial:
     """Return the trial with `before` and `after` fillers around the key."""
-    text = prompt(key, before, after)
+    text = prompt(key, before, after, tokenizer if chat else None)
     ids_of_prompt = prompt_ids(tokenizer, text)
     # Encoded together and then split: the token of the blank before the answer differs between tokenizers.
     text_with_answer = f"{text} {key}"
@@ -299,6 +309,7 @@ class PasskeyTest:
     def __init__(self, loaded: LoadedModel, target: int, options: PasskeyOptions) -> None:
         self.loaded = loaded
         self.target = target
+        self.chat = options.chat is True
         amount = options.amount(budget_here())
         self.depths: int = amount["depths"]
         self.trials_of_depth: int = amount["trials"]
@@ -312,7 +323,7 @@ class PasskeyTest:
     def trials(self, depth: int) -> list[Trial]:
         """Return the trials at one depth; raise DataError if a prompt does not fit."""
         k = self.ks[depth]
-        return [make_trial(self.loaded.tokenizer, self.target, k, key) for key in self.keys[depth]]
+        return [make_trial(self.loaded.tokenizer, self.target, k, key, chat=self.chat) for key in self.keys[depth]]
 
     def passes(self, depth: int) -> list[Pass]:
         """Return the tokens that are read at a depth: without those ahead of the key, if prompts can share them."""

@@ -19,6 +19,7 @@ from pi_lora.evaluation.duration import budget_here
 from pi_lora.evaluation.measurement import Metric, Scores, Session
 from pi_lora.evaluation.passkey import PasskeyScores
 from pi_lora.evaluation.perplexity import PerplexityScores
+from pi_lora.evaluation.prompting import Prompting
 from pi_lora.evaluation.suite import (
     MEASUREMENTS,
     Requested,
@@ -183,8 +184,9 @@ def probe(
     models = {target: _models_to_probe(base, target, options, factors) for target in sorted(options.target)}
     requested = {target: prepare(_requested(base, target, options), [base]) for target in models}
     say_training_notes(requested[min(models)], [base])
+    prompting = Prompting([base])
     with Session(say=ui.say, journalled=True) as session:
-        results = [_probe_target(target, models[target], requested[target], session) for target in models]
+        results = [_probe_target(target, models[target], requested[target], prompting, session) for target in models]
         searched = {"factors": options.factors, "divisors": factors}
         probed = Probe(
             model=base.name,
@@ -225,7 +227,7 @@ def _requested(base: ModelSource, target: int, options: ProbeOptions) -> Request
         truncate=target,
         documents=options.documents,
     )
-    passkey = PasskeyOptions(target=target, trials=options.trials, seed=options.seed)
+    passkey = PasskeyOptions(target=target, chat=options.chat, trials=options.trials, seed=options.seed)
     amount = passkey.amount(budget)
     return {
         "perplexity": perplexity.changed(**perplexity.sizes(target, [], budget)),
@@ -234,15 +236,21 @@ def _requested(base: ModelSource, target: int, options: ProbeOptions) -> Request
 
 
 def _probe_target(
-    target: int, models: Mapping[Method, ModelSource], requested: Mapping[str, Any], session: Session
+    target: int,
+    models: Mapping[Method, ModelSource],
+    requested: Mapping[str, Any],
+    prompting: Prompting,
+    session: Session,
 ) -> TargetResult:
     """Measure the base and the scalings at one target with prepared options."""
 
     def scores_of(scaling: Method, name: str) -> Any:
         model = models[scaling]
         with ui.progress(f"{scaling} at {target:,}, {name}") as session.progress:
-            scores = MEASUREMENTS[name].run(load_model(model), requested[name], session)
-            return marked(scores, model.texts)
+            loaded = load_model(model)
+            # The base is the first that is loaded, and decides.
+            options = {each: prompting.settled(options, loaded) for each, options in requested.items()}
+            return marked(MEASUREMENTS[name].run(loaded, options[name], session), model.texts)
 
     scalings = {scaling: Probed(perplexity=scores_of(scaling, "perplexity")) for scaling in models}
     lowest = min(probed.windows[1].value for probed in scalings.values())

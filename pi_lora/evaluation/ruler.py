@@ -125,20 +125,19 @@ class Ruler(Measurement[RulerOptions, RulerScores]):
         self, model: LoadedModel, window: int, options: RulerOptions, session: Session, *, tokenizer_folder: str
     ) -> RulerWindow:
         """Measure the tasks at one window, with the tokenizer in a folder."""
-        from pi_lora.evaluation.harness import RESERVED_TOKENS, RankedLM, ruler_task
+        from pi_lora.evaluation.harness import RankedLM, ruler_task
 
-        length = window - RESERVED_TOKENS
         batch_size = prompts_at_once(model, window, options.batch_size)
         lm = RankedLM(model, window=window, batch_size=batch_size, options=options, session=session)
         tasks = {}
         for name in options.tasks or ():
             task, tokens = ruler_task(name, options, lm, tokenizer_folder=tokenizer_folder)
             samples = lm.evaluate(name, task, options.samples)["samples"]
-            outcomes = [float(sample[str(length)]) for sample in samples]
+            outcomes = [float(sample[str(lm.length)]) for sample in samples]
             tasks[name] = RulerTask(
                 score=fmean(outcomes),
                 samples=len(outcomes),
-                length=length,
+                length=lm.length,
                 tokens=tokens,
                 outcomes=outcomes,
             )

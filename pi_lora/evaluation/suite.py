@@ -11,6 +11,7 @@ from typing import Any
 from pydantic import ValidationError
 from rich.table import Table
 
+from pi_lora.data.chats import chat_problem
 from pi_lora.data.documents import looks_local
 from pi_lora.data.sources import trains_on
 from pi_lora.distributed import is_main_process
@@ -21,13 +22,14 @@ from pi_lora.evaluation.context import Context
 from pi_lora.evaluation.measurement import Measurement, Metric, Preview, Scores, Session, as_json
 from pi_lora.evaluation.passkey import Passkey
 from pi_lora.evaluation.perplexity import Perplexity, PerplexityScores
+from pi_lora.evaluation.prompting import Prompting
 from pi_lora.evaluation.ruler import Ruler
 from pi_lora.evaluation.summarization import Summarization
 from pi_lora.evaluation.texts import measured_source, training_notes
 from pi_lora.models.loaded import LoadedModel, load_model
 from pi_lora.models.source import ModelSource
 from pi_lora.recipe.data import Source
-from pi_lora.recipe.evaluation import Evaluation, PasskeyOptions, PerplexityOptions
+from pi_lora.recipe.evaluation import Evaluation, PasskeyOptions, PerplexityOptions, PromptOptions
 from pi_lora.recipe.schema import Recipe
 from pi_lora.recipe.section import Section
 from pi_lora.run import TUNED, Run, check_tuned
@@ -55,11 +57,13 @@ def evaluate(
     files: Mapping[str, Path],
     *,
     section: str = "",
+    chat: bool | None = None,
 ) -> dict[str, list[Scores]]:
     """Return the scores of models by measurement. Each measurement is written to the file in `files` as soon as all
     models have scores, and journalled until then.
 
-    Defaults of the options are the same for all models. Raise PiLoraError before weights are read if a file cannot be
+    Defaults of the options are the same for all models, also whether `chat: auto` asks them in their chat template; it
+    is decided here unless `chat` is given. Raise PiLoraError before weights are read if a file cannot be
     written, or if a measurement cannot be prepared or cannot work; `section` holds the options in a recipe, if any.
     """
     check_can_write(*files.values())
@@ -70,6 +74,7 @@ def evaluate(
         prepared = prepare(requested, sources, section)
     say_training_notes(prepared, sources)
 
+    prompting = Prompting(sources, chat)
     scores: dict[str, list[Scores]] = {}
     loaded: LoadedModel | None = None
     for name, options in prepared.items():
@@ -83,7 +88,8 @@ def evaluate(
                     with ui.working(f"loading {model.name}"):
                         loaded = load_model(model)
                 with ui.progress(f"{name} {model.name}") as session.progress:
-                    result = measurement_of(name).measure(loaded, options, session)
+                    settled = prompting.settled(options, loaded)
+                    result = measurement_of(name).measure(loaded, settled, session)
                 results.append(marked(result, loaded.source.texts))
             if is_main_process() and name in files:
                 write_scores(results, files[name])
@@ -133,10 +139,20 @@ def scores_of(
             scores_by_name[name] = scores
     missing = {name: section for name, section in requested.items() if name not in scores_by_name}
     if missing:
-        measured = evaluate([resolve()], missing, files, section="evaluation")
+        chat = None if again else chat_of(run)
+        measured = evaluate([resolve()], missing, files, section="evaluation", chat=chat)
         for name, [scores] in measured.items():
             scores_by_name[name] = scores
     return {name: scores_by_name[name] for name in requested}
+
+
+def chat_of(run: Run) -> bool | None:
+    """Return whether a run, or the base of it, was asked in the chat template; None if it was not asked."""
+    for _, _, file in run.score_files():
+        scores = read_scores(file)
+        if scores and isinstance(scores.options, PromptOptions):
+            return scores.options.chat is True
+    return None
 
 
 def measure(
@@ -144,13 +160,19 @@ def measure(
     evaluation: Evaluation,
     progress: Progress = silent,
     say: Callable[[str], object] = str,
+    *,
+    chat: bool | None = None,
 ) -> dict[str, Scores]:
     """Measure a model during training, with the smaller options of `evaluation`. `progress` is called after each
-    document or prompt, and may raise an exception to stop; `say` is told how long it takes.
+    document or prompt, and may raise an exception to stop; `say` is told how long it takes; `chat` is as in `evaluate`.
     """
+    prompting = Prompting([loaded.source], chat)
     requested = requested_measurements(evaluation.in_short())
     with Session(progress, say, remedy="evaluation.while_training.{key}={value} shortens it") as session:
-        return {name: MEASUREMENTS[name].run(loaded, options, session) for name, options in requested.items()}
+        return {
+            name: MEASUREMENTS[name].run(loaded, prompting.settled(options, loaded), session)
+            for name, options in requested.items()
+        }
 
 
 def prepare(requested: Requested, models: Sequence[ModelSource], section: str = "") -> Requested:
@@ -174,7 +196,14 @@ def problems_of(requested: Requested, preview: Preview) -> Iterator[str]:
     for name, options in requested.items():
         # Another text than that of a recipe is named by an option.
         section = f"{preview.section}.{name}" if preview.section and name in MEASUREMENTS else ""
-        yield from measurement_of(name).problems(options, replace(preview, section=section))
+        of_section = replace(preview, section=section)
+        problem = ""
+        if preview.tokenizer and isinstance(options, PromptOptions) and options.chat is True:
+            problem = chat_problem(preview.tokenizer)
+        if problem:
+            yield f"{of_section.key('chat')}: {problem}; leave it out"
+        else:
+            yield from measurement_of(name).problems(options, of_section)
 
 
 def measurement_of(name: str) -> Measurement[Any, Any]:

@@ -9,6 +9,7 @@ from statistics import fmean
 
 from pydantic import Field
 
+from pi_lora.data.chats import chat_problem
 from pi_lora.data.checks import data_problems
 from pi_lora.data.documents import looks_local
 from pi_lora.data.examples import EMPTY, NO_EXAMPLE, TOO_LONG, Prompter, Task
@@ -78,8 +79,7 @@ class Summarization(Measurement[SummarizationOptions, SummarizationScores]):
         """Fill in the rows and the prompt, the same for all models: by default those of the first model that was tuned
         on examples, of rows those that were held out, or GovReport. Raise DataError if all of them trained.
         """
-        with_task = (model for model in models if model.recipe and model.recipe.data.has_examples)
-        chosen = next(with_task, models[0])
+        chosen = next(filter(has_task, models), models[0])
         completed, data = complete(options, chosen.recipe)
         [source] = data.source
         if options.data is None and looks_local(source.name) and not source.hold_out:
@@ -93,7 +93,10 @@ class Summarization(Measurement[SummarizationOptions, SummarizationScores]):
             if differing:
                 ui.say(f"{model.name}: is measured as {chosen.name}, with its {', '.join(differing)}")
         tokens = completed.document_tokens or max(model.window for model in models)
-        return completed.changed(limit=options.limit or affordable(budget_here(), tokens, MAX_SAMPLES))
+        limit = options.limit or affordable(budget_here(), tokens, MAX_SAMPLES)
+        # The prompt of a tuning is raw.
+        chat = False if options.chat == "auto" and has_task(chosen) else options.chat
+        return completed.changed(limit=limit, chat=chat)
 
     def problems(self, options: SummarizationOptions, preview: Preview) -> list[str]:
         """Return the problems of rows that the options name, and of their prompt."""
@@ -118,7 +121,7 @@ class Summarization(Measurement[SummarizationOptions, SummarizationScores]):
         the window is too short.
         """
         data = rows_of(options)
-        prompter = Prompter(data, model.tokenizer, model.window)
+        prompter = Prompter(data, model.tokenizer, model.window, chat=options.chat is True)
         [source] = data.source
         limit = number_of(options.limit)
         table = find_table(streamed(source) if limit else source)
@@ -173,6 +176,11 @@ class Summarization(Measurement[SummarizationOptions, SummarizationScores]):
                 dataset=scores.options.data or "",
                 hub_name=name,
             )
+
+
+def has_task(model: ModelSource) -> bool:
+    """Whether a model was tuned on prompts with completions."""
+    return model.recipe is not None and model.recipe.data.has_examples
 
 
 def complete(options: SummarizationOptions, tuned_by: Recipe | None) -> tuple[SummarizationOptions, Data]:
@@ -236,13 +244,14 @@ def rouge(predictions: Sequence[str], references: Sequence[str]) -> dict[str, li
 
 def summarize(loaded: LoadedModel, name: str, text: str, sampling: Sampling, say: Callable[[str], object]) -> str:
     """Print a summary of `text` as it is generated, and return the summary. The prompt is the one that the model was
-    tuned on, or the paper's. `say` reports the truncation of the text. Raise DataError if the prompt has more columns
-    than a document, or the window has no room for a document.
+    tuned on, or the paper's, in the chat template if the model has one. `say` reports the truncation of the text. Raise
+    DataError if the prompt has more columns than a document, or the window has no room for a document.
     """
     # The document may fill the window, also if the documents of the training were truncated to fewer tokens.
     options = SummarizationOptions(**sampling.model_dump(), document_tokens=loaded.window)
     options, data = complete(options, loaded.source.recipe)
-    prompter = Prompter(data, loaded.tokenizer, loaded.window)
+    in_template = not has_task(loaded.source) and not chat_problem(loaded.tokenizer)
+    prompter = Prompter(data, loaded.tokenizer, loaded.window, chat=in_template)
     columns = prompter.task.prompt_columns
     if columns != [data.document]:
         raise DataError(

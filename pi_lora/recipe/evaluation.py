@@ -142,7 +142,14 @@ class ContextOptions(TextOptions):
         return {"truncate": truncate, "documents": documents}
 
 
-class PasskeyOptions(Section):
+class PromptOptions(Section):
+    """How a measurement asks a model."""
+
+    chat: Literal["auto"] | bool = "auto"
+    """Ask in the model's chat template. `auto` does where that retrieves more passkeys; base models stay raw."""
+
+
+class PasskeyOptions(PromptOptions):
     """Passkey retrieval and k_max (paper, section 3.3)."""
 
     target: Tokens | None = None
@@ -167,7 +174,7 @@ class PasskeyOptions(Section):
         return {"depths": self.depths or depths, "trials": self.trials or trials}
 
 
-class ProbeOptions(Section):
+class ProbeOptions(PromptOptions):
     """Options of a probe of untuned scalings. They are no part of a recipe."""
 
     target: Annotated[tuple[Tokens, ...], LIST, Field(min_length=1)]
@@ -205,7 +212,7 @@ class SearchOptions(Section):
     """Seed of the search and the needles."""
 
 
-class BenchmarksOptions(Section):
+class BenchmarksOptions(PromptOptions):
     """Short-context benchmarks (paper, table 5) through lm-eval."""
 
     tasks: Annotated[Texts, Field(min_length=1)] = ("boolq", "piqa", "race_middle", "race_high", "winogrande")
@@ -231,7 +238,7 @@ class BenchmarksOptions(Section):
             yield f"data: {unknown}: is not TASK=FILE with one of the tasks; correct it"
 
 
-class RulerOptions(Section):
+class RulerOptions(PromptOptions):
     """RULER and the effective length (Hsieh et al. 2024) through lm-eval."""
 
     windows: Windows = None
@@ -259,7 +266,7 @@ class Sampling(Section):
     """Seed of the sampling."""
 
 
-class SummarizationOptions(Sampling):
+class SummarizationOptions(PromptOptions, Sampling):
     """Summaries of long documents, scored by ROUGE (paper, section 3.5): GovReport's, or as a run was tuned."""
 
     data: str | None = None

@@ -18,6 +18,7 @@ from torch.distributed.tensor import DTensor
 from transformers import TrainerCallback, TrainerControl, TrainerState
 
 from pi_lora.distributed import (
+    all_gather_objects,
     any_process,
     handle_signals,
     is_main_process,
@@ -25,7 +26,7 @@ from pi_lora.distributed import (
     world_size,
 )
 from pi_lora.errors import Diverged, Interrupted
-from pi_lora.evaluation.suite import marked, measure, requested_measurements, write_scores
+from pi_lora.evaluation.suite import chat_of, marked, measure, requested_measurements, write_scores
 from pi_lora.models.adapter import mark_adapter_extended
 from pi_lora.models.attention import use_blockwise
 from pi_lora.models.files import ADAPTER_CONFIG_FILE
@@ -119,8 +120,11 @@ class ScheduledMeasurements(TrainerCallback):
             if self.stop.signals and world_size() == 1:
                 raise Interrupted(f"{self.model.name}: interrupted while step {step} was measured; {self._remedy()}")
 
+        # As the step before, also after a resumption.
+        chat, *_ = all_gather_objects([chat_of(self.run)])
+        say = ui.say if step == 0 else str
         with _as_when_loaded(self.model):
-            scores = measure(self.model, self.evaluation, stop_if_signalled, say=ui.say if step == 0 else str)
+            scores = measure(self.model, self.evaluation, stop_if_signalled, say, chat=chat)
         if is_main_process():
             for name, result in scores.items():
                 of_step = result.model_copy(update={"step": step})

@@ -149,11 +149,17 @@ def their_manager(folder: Path) -> lm_eval.tasks.TaskManager:
     return lm_eval.tasks.TaskManager(include_path=str(folder), include_defaults=False)
 
 
-def test_scores_equal_lm_evals_own_tasks(tiny: LoadedModel, files: dict[str, str], their_tasks: Path) -> None:
-    found = measured(tiny, options(files, *BASES, batch_size=BATCH, window=300)).tasks
-    model = HFLM(tiny.module, tokenizer=load("builtin:tiny").tokenizer, max_length=300, batch_size=BATCH)
+@pytest.mark.parametrize("chat", [False, True])
+def test_scores_equal_lm_evals_own_tasks(
+    tiny: LoadedModel, files: dict[str, str], their_tasks: Path, monkeypatch: pytest.MonkeyPatch, chat: bool
+) -> None:
+    template = (Path(__file__).parents[1] / "data" / "templates" / "chatml.jinja").read_text()
+    monkeypatch.setattr(tiny.tokenizer, "chat_template", template)
+    found = measured(tiny, options(files, *BASES, batch_size=BATCH, window=300, chat=chat)).tasks
+    model = HFLM(tiny.module, tokenizer=tiny.tokenizer, max_length=300, batch_size=BATCH)
     names: list[Any] = [f"own_{name}" for name in BASES]
-    theirs: Any = simple_evaluate(model, tasks=names, task_manager=their_manager(their_tasks))
+    manager = their_manager(their_tasks)
+    theirs: Any = simple_evaluate(model, tasks=names, task_manager=manager, apply_chat_template=chat)
     for name, ours in found.items():
         scores, samples = theirs["results"][f"own_{name}"], theirs["samples"][f"own_{name}"]
         assert (ours.examples, ours.shots) == (len(samples), 0)

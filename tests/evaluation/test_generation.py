@@ -48,7 +48,7 @@ def test_generated_text_equals_transformers_and_is_printed(
     assert drawn[0] == drawn[1] != drawn[2]
     monkeypatch.setattr(extended.tokenizer, "chat_template", TEMPLATE, raising=False)
     chat = pi_lora.generate(extended, "The sea was", max_new_tokens=TOKENS)
-    assert chat == written(extended, "[user]The sea was[True]", add_special_tokens=False) != text
+    assert chat == written(extended, "[user]The sea was[assistant]") != text
     assert pi_lora.generate(extended, "The sea was", chat_template=False, max_new_tokens=TOKENS) == text
     # A template that takes a list of parts would leave a text out.
     of_parts = TEMPLATE.replace("each.content", "each.content[0].text")

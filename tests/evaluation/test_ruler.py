@@ -34,6 +34,7 @@ wonderwords = pytest.importorskip("wonderwords", reason="RULER of lm-eval draws 
 ESSAYS = ("niah_single_2", "niah_single_3", "niah_multikey_1", "niah_multiquery", "niah_multivalue")
 OFFLINE = [name for name in RULER_TASKS if name not in (*ESSAYS, *QUESTIONS)]
 WINDOW, SAMPLES, SEED = 1536, 3, 5
+TEMPLATES = Path(__file__).parents[1] / "data" / "templates"
 # Prompts that lm-eval makes for a task, however few are asked for.
 MADE = 500
 
@@ -124,13 +125,15 @@ def half(answers: list[str]) -> list[str]:
     return answers[: random.Random("".join(answers)).randint(0, len(answers))]
 
 
-def theirs(model: LoadedModel, name: str, length: int) -> tuple[float, list[float]]:
+def theirs(model: LoadedModel, name: str, length: int, chat: bool = False) -> tuple[float, list[float]]:
     """What lm-eval gives a model for a task in a new process, and each sample of it."""
     sys.modules.pop(WORDS_MODULE, None)
     metadata: dict[str, Any] = {"max_seq_lengths": [length], "tokenizer": str(model.source.base.path)}
     tasks = lm_eval.tasks.TaskManager(include_path=RULER, include_defaults=False, metadata=metadata)
-    lm = HFLM(model.module, tokenizer=load(model.name).tokenizer, max_length=WINDOW, batch_size=2)
-    seeds = {"random_seed": SEED, "numpy_random_seed": 1234 + SEED}
+    tokenizer = load(model.name).tokenizer
+    tokenizer.chat_template = model.tokenizer.chat_template
+    lm = HFLM(model.module, tokenizer=tokenizer, max_length=WINDOW, batch_size=2)
+    seeds = {"random_seed": SEED, "numpy_random_seed": 1234 + SEED, "apply_chat_template": chat}
     found: Any = simple_evaluate(lm, tasks=[name], task_manager=tasks, limit=SAMPLES, **seeds)
     return found["results"][name][f"{length},none"], [each[str(length)] for each in found["samples"][name]]
 
@@ -151,6 +154,19 @@ def test_ruler_scores_equal_lm_evals(small: LoadedModel, monkeypatch: pytest.Mon
     assert WINDOW / 2 <= whole.tokens <= WINDOW
     longest = max(len(small.tokenizer(prompt)["input_ids"]) for prompt in given)
     assert longest <= whole.tokens - 30  # room for what is generated
+
+
+def test_in_a_chat_template_scores_equal_lm_evals(small: LoadedModel, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The tokens of the template are left to it: no prompt grows beyond the window."""
+    monkeypatch.setattr("lm_eval.evaluator.add_env_info", lambda _: None)
+    template = (TEMPLATES / "chatml.jinja").read_text()
+    monkeypatch.setattr(small.tokenizer, "chat_template", template.replace("<|im_start|>", "A turn begins here. " * 20))
+    given = knowing(small, monkeypatch, half)
+    found = scored(small, "niah_single_1", chat=True)
+    assert (found.score, found.outcomes) == theirs(small, "niah_single_1", found.length, chat=True)
+    assert sorted(given[:SAMPLES]) == sorted(given[SAMPLES:])
+    assert all("assistant\nThe special magic number" in prompt for prompt in given)
+    assert WINDOW / 2 <= found.tokens <= WINDOW
 
 
 def test_repeated_measurements_have_the_same_prompts(small: LoadedModel, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -52,7 +52,7 @@ RESULTS: list[Scores] = [
     ),
     BenchmarkScores(
         **ABOUT,
-        options=BenchmarksOptions(data=("boolq=dev.jsonl",)),
+        options=BenchmarksOptions(data=("boolq=dev.jsonl",), chat=True),
         tasks={"boolq": TaskScore(acc=1.0, stderr=None, examples=1)},
     ),
     PasskeyScores.model_validate(
