@@ -130,6 +130,11 @@ def chat_problem(tokenizer: Any) -> str:
     return ""
 
 
+def template_tokens(tokenizer: Any) -> int:
+    """Return the tokens that the chat template writes around a turn; 0 if the model cannot be asked in it."""
+    return 0 if chat_problem(tokenizer) else len(chat_prompt_ids(tokenizer, ""))
+
+
 class Unusable(ValueError):
     """The reason why a chat is left out."""
 

@@ -24,7 +24,7 @@ from lm_eval.evaluator import evaluate
 from lm_eval.models.huggingface import HFLM
 from lm_eval.tasks import TaskManager
 
-from pi_lora.data.chats import chat_prompt
+from pi_lora.data.chats import chat_prompt, template_tokens
 from pi_lora.data.documents import suffix_of
 from pi_lora.data.tokens import strip_eos
 from pi_lora.distributed import all_gather_objects, rank, world_size
@@ -120,8 +120,8 @@ class RankedLM(HFLM):
     @property
     def length(self) -> int:
         """The tokens that RULER may fill, apart from the answer and the chat template."""
-        template = self.tok_encode(chat_prompt(self.tokenizer, "")) if self.chat else []
-        return int(self.max_length) - RESERVED_TOKENS - len(template)
+        template = template_tokens(self.tokenizer) if self.chat else 0
+        return int(self.max_length) - RESERVED_TOKENS - template
 
     def tok_encode(self, *arguments: Any, **options: Any) -> list[int]:
         """Return the tokens of a text. lm-eval would let an EOS that the tokenizer adds stand before the answer."""
@@ -299,8 +299,6 @@ def ruler_task(name: str, options: RulerOptions, lm: RankedLM, tokenizer_folder:
     def unsuitable(reason: str) -> DataError:
         return DataError(f"--tasks: {name} in {window} tokens: {reason}; leave it out, or choose another window")
 
-    for problem in ruler_problems([name], lm.length + RESERVED_TOKENS):  # without the template it may fit
-        raise DataError(f"--tasks: {problem}")
     metadata: Any = {"max_seq_lengths": [lm.length], "tokenizer": tokenizer_folder}
     tasks = TaskManager(include_path=RULER, include_defaults=False, metadata=metadata)
     sys.modules.pop(WORDS_MODULE, None)

@@ -4,7 +4,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TypeVar
 
-from pi_lora.data.chats import chat_problem, chat_prompt_ids
+from pi_lora.data.chats import chat_problem, template_tokens
 from pi_lora.distributed import any_process
 from pi_lora.errors import DataError
 from pi_lora.evaluation.passkey import PasskeyTest
@@ -50,7 +50,7 @@ def prefers_template(loaded: LoadedModel) -> bool:
     """Whether a model retrieves more passkeys in its chat template than as raw text, beyond noise. Otherwise raw text
     is better: it is the prompt of the paper, and of models without a template.
     """
-    tokens = min(TOKENS + len(chat_prompt_ids(loaded.tokenizer, "")), loaded.source.original)
+    tokens = min(TOKENS + template_tokens(loaded.tokenizer), loaded.source.original)
     retrieved = []
     for chat in (False, True):
         options = PasskeyOptions(depths=KEYS, trials=1, chat=chat)

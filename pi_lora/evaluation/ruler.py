@@ -10,6 +10,7 @@ from typing import Annotated
 
 from pydantic import Field
 
+from pi_lora.data.chats import template_tokens
 from pi_lora.evaluation.duration import budget_here, clock_of
 from pi_lora.evaluation.forward import prompts_at_once
 from pi_lora.evaluation.measurement import (
@@ -92,7 +93,8 @@ class Ruler(Measurement[RulerOptions, RulerScores]):
         from pi_lora.evaluation.harness import RULER_TASKS, ruler_problems
 
         windows = options.windows or default_windows(preview.window, preview.original or preview.window)
-        for problem in ruler_problems(options.tasks or RULER_TASKS, min(windows)):
+        template = template_tokens(preview.tokenizer) if preview.tokenizer and options.chat else 0
+        for problem in ruler_problems(options.tasks or RULER_TASKS, min(windows) - template):
             yield f"{preview.key('tasks')}: {problem}"
 
     def measure(self, model: LoadedModel, options: RulerOptions, session: Session) -> RulerScores:
