@@ -2,7 +2,7 @@
 
 import itertools
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from functools import partial
 from string import Formatter
 from typing import Any, NamedTuple
@@ -106,11 +106,9 @@ class Prompter:
         check_offsets(tokenizer)
         self.longest = window - data.completion_tokens - 1
         self.tokenizer = partial(tokenizer, split_special_tokens=not data.special_tokens, verbose=False)
-        self.prompt_ids: Callable[[str], list[int]]
+        self.prompt_ids = partial(prompt_ids, tokenizer, special_tokens=data.special_tokens)
         if chat:
             self.prompt_ids = partial(chat_prompt_ids, tokenizer)
-        else:
-            self.prompt_ids = partial(prompt_ids, tokenizer, special_tokens=data.special_tokens)
         special = [token for token in special_tokens_of(tokenizer) if token in self.task.template]
         if special and not data.special_tokens:
             raise DataError(
@@ -203,7 +201,8 @@ class Prompter:
         if kept < len(offsets):
             _, end = offsets[kept - 1] if kept else (0, 0)
             row = {**row, self.document: row[self.document][:end]}
-        return self.prompt_ids(self.task.prompt(row))
+        ids: list[int] = self.prompt_ids(self.task.prompt(row))
+        return ids
 
     def completions(self, rows: Sequence[Json]) -> list[list[int]]:
         """Return the token ids of the completions of rows, cut to `completion_tokens`, with EOS. A space comes before a
