@@ -18,7 +18,6 @@ from pi_lora.evaluation.measurement import Preview
 from pi_lora.evaluation.suite import problems_of, requested_measurements
 from pi_lora.hub import hub_errors
 from pi_lora.models.adapter import check_shape, check_targets
-from pi_lora.models.attention import isolates_sequences
 from pi_lora.models.files import BUILTIN, methods_on, quantization_of
 from pi_lora.models.loaded import check_shapes
 from pi_lora.models.quantized import Header, check_loadable, check_quantization
@@ -119,7 +118,7 @@ def _check_model(recipe: Recipe, permissions: Permissions, resumed: Path | None 
     _check_kernel(source.base, recipe.model.attention)
     if recipe.training.mlp_chunk_tokens:
         dense_mlps(source.base.meta_model)
-    if recipe.data.packing == "isolated" and not isolates_sequences(source.base.meta_model):
+    if recipe.data.packing == "isolated" and not source.base.isolates_sequences:
         kind = source.base.config.get("model_type")
         raise RecipeError([f"data.packing: models of type {kind} cannot isolate texts in a sequence; leave it out"])
     if recipe.hardware.context_parallel > 1 and source.shape.sliding_layers:

@@ -45,7 +45,7 @@ from pi_lora.preflight import check
 from pi_lora.recipe.data import Source
 from pi_lora.recipe.schema import Recipe
 from pi_lora.report.card import write_card
-from pi_lora.training.job import TrainingJob
+from pi_lora.training.job import TrainingJob, pack_data
 from pi_lora.types import NO_PERMISSIONS, UI, Permissions, Progress, showing, silent
 from processes import ImportedPython, settings_of_imports, without_progress
 
@@ -154,7 +154,7 @@ def train(
     """Check a recipe and train it."""
     source = check(recipe, output, resume=resume, permissions=permissions)
     training = TrainingJob(recipe, source, output, resume)
-    return training.run(training.pack(), progress=progress, write_card=write_card).path
+    return training.run(pack_data(recipe, source), progress=progress, write_card=write_card).path
 
 
 def reporting(progress: Progress) -> AbstractContextManager[None]:

@@ -160,11 +160,11 @@ def run_training(job: "TrainingJob", *, launch: Sequence[str] | None = None, pro
     from pi_lora.distributed import is_launched, is_main_process
     from pi_lora.distributed import launch as launch_processes
     from pi_lora.report.card import write_card
-    from pi_lora.training.job import closing_lines
+    from pi_lora.training.job import closing_lines, pack_data
 
     title = "preparing examples" if job.recipe.data.has_examples else "packing sequences"
     with ui.progress(title) as packed:
-        data = job.pack(packed)
+        data = pack_data(job.recipe, job.source, packed)
     if not is_launched():
         for message in data.messages:
             ui.show(f"data: {message}")

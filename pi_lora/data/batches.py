@@ -64,20 +64,15 @@ def training_data(
     tokenizer: Any,
     original: int,
     target: int,
-    *,
-    isolates: bool = True,
     progress: Progress = silent,
 ) -> TrainingData:
     """Return the rows that a recipe trains on, from the cache if they are there. Otherwise `progress` is told the
     numbers of rows made and needed, and the messages count rows cut or left out.
 
     Sequences have `target` (L') tokens, under PoSE (`positions: pose`) `sequence_tokens`, by default `original` (L).
-    Examples have at most `target` tokens. Texts are wrapped if the model does not isolate sequences. Raise DataError if
-    a source cannot be read or holds too little text for the steps.
+    Examples have at most `target` tokens. Raise DataError if a source cannot be read or holds too little text for the
+    steps.
     """
-    is_changed = data.has_isolated and not isolates
-    if is_changed:
-        data = data.changed(packing="wrapped")
     columns = _columns(data)
     number = 0 if data.has_examples else training.steps * training.global_batch_size
     length = data.tokens_per_sequence(original, target)
@@ -108,8 +103,6 @@ def training_data(
     messages += format_counts(counts)
     if tokenizer.chat_template is not None and "loss_mask" not in columns:
         messages.append(NO_CHATS_WARNING)
-    if is_changed:
-        messages.append("data.packing: wrapped, since a model of this type cannot isolate chats in a sequence")
     return TrainingData(rows, tokens, messages, padding_id(tokenizer))
 
 

@@ -170,7 +170,7 @@ class Stream:
             return ([example] for example in self._texts(self.length))
         if self.short:
             return grouped(self._short_texts(), self.length, random.Random(self.data.seed))
-        isolates = self.data.isolates(self.source)
+        isolates = self.data.is_isolated(self.source)
         if self.source.has_chats:
             return packed(self._texts(self.length), self.length) if isolates else self._wrapped_chats()
         is_recall = self.source.name == RECALL

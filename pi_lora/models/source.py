@@ -111,6 +111,13 @@ class Base:
         return shape_of(self.meta_model)
 
     @cached_property
+    def isolates_sequences(self) -> bool:
+        """Whether the model can keep the sequences of a row apart; texts that ask for it are else wrapped."""
+        from pi_lora.models.attention import isolates_sequences
+
+        return isolates_sequences(self.meta_model)
+
+    @cached_property
     def weights_digest(self) -> str:
         """A digest of the weights; ModelError if there are none."""
         from pi_lora.models.weights import weights_digest

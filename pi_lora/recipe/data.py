@@ -96,14 +96,14 @@ class Data(Section):
         """Whether a source of packed text has chats."""
         return not self.has_examples and any(source.has_chats for source in self.source)
 
-    def isolates(self, source: Source) -> bool:
+    def is_isolated(self, source: Source) -> bool:
         """Whether the texts of `source` in a packed sequence do not attend to each other."""
         return self.packing == "isolated" or (self.packing is None and source.has_chats)
 
     @property
     def has_isolated(self) -> bool:
         """Whether packed sequences of a source hold texts that do not attend to each other."""
-        return not self.has_examples and any(map(self.isolates, self.source))
+        return not self.has_examples and any(map(self.is_isolated, self.source))
 
     def tokens_per_sequence(self, original: int, target: int) -> int:
         """Return the tokens of a packed sequence: `target` (L'); with PoSE `sequence_tokens`, or `original` (L)."""

@@ -28,7 +28,6 @@ from pi_lora.evaluation.suite import measuring_command
 from pi_lora.model_ref import ModelRef
 from pi_lora.models import adapter as adapters
 from pi_lora.models import device as devices
-from pi_lora.models.attention import isolates_sequences
 from pi_lora.models.loaded import LoadedModel, Placement, load_base, load_model
 from pi_lora.models.resolve import resolve_model
 from pi_lora.models.saving import save_other_weights, save_without_weights
@@ -77,15 +76,11 @@ class TrainingJob:
         except ModelError:
             return None
 
-    def pack(self, progress: Progress = silent) -> TrainingData:
-        """Return the data of the recipe, as `pack_data` does."""
-        return pack_data(self.recipe, self.source, progress)
-
     def run(self, data: TrainingData, *, progress: Progress = silent, write_card: Callable[[Path], object]) -> Run:
         """Tune the model, and save the run whole or not at all.
 
         Args:
-            data: The rows that `pack` returns.
+            data: What `pack_data` returns.
             progress: Called with the step, the number of steps, and a line about loss and speed.
             write_card: Called with the folder of the finished run, and again after the last measurement.
 
@@ -210,16 +205,24 @@ class TrainingJob:
 
 
 def pack_data(recipe: Recipe, source: ModelSource, progress: Progress = silent) -> TrainingData:
-    """Return the packed sequences or the examples of `recipe` for a model; made once, then read from the cache."""
-    return training_data(
-        data=recipe.data,
+    """Return the packed sequences or the examples of `recipe` for a model; made once, then read from the cache. Texts
+    are wrapped if the model does not isolate sequences.
+    """
+    data = recipe.data
+    is_changed = data.has_isolated and not source.base.isolates_sequences
+    if is_changed:
+        data = data.changed(packing="wrapped")
+    packed = training_data(
+        data=data,
         training=recipe.training,
         tokenizer=source.tokenizer,
         original=source.original,
         target=recipe.context.target,
-        isolates=not recipe.data.has_isolated or isolates_sequences(source.base.meta_model),
         progress=progress,
     )
+    if is_changed:
+        packed.messages.append("data.packing: wrapped, since a model of this type cannot isolate chats in a sequence")
+    return packed
 
 
 def load_for_tuning(recipe: Recipe, source: ModelSource) -> Any:

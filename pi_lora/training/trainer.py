@@ -19,7 +19,7 @@ from trl.models import enable_selective_activation_checkpointing
 from pi_lora.data.batches import TrainingData, collate
 from pi_lora.models import adapter as adapters
 from pi_lora.models import device as devices
-from pi_lora.models.attention import BLOCKWISE, isolates_sequences
+from pi_lora.models.attention import BLOCKWISE
 from pi_lora.models.device import device
 from pi_lora.models.loaded import LoadedModel
 from pi_lora.models.shape import dense_mlps
@@ -135,9 +135,8 @@ class Trainer(SFTTrainer):
         # Only TRL's loss balances experts over accumulated batches, and gathers the head of a sharded model.
         self.loss_in_place = device().type == "cpu" and not (balances_experts or recipe.sharded)
         _change_modules(tuned, recipe, loss_in_place=self.loss_in_place)
-        have_lengths = recipe.data.has_examples or "lengths" in data.rows.column_names
         knows_bounds = model.kernel == BLOCKWISE or model.kernel.startswith("flash_attention")
-        isolates = have_lengths and knows_bounds and isolates_sequences(model.source.base.meta_model)
+        isolates = knows_bounds and model.source.base.isolates_sequences
         # The events of TensorBoard go into the run; by default they are removed with the checkpoints.
         logs = run.path / "tensorboard"
         with patch_environment(tensorboard_logging_dir=logs, **ACCELERATE_DEFAULTS), adapters.kept_values(tuned):

@@ -27,7 +27,7 @@ from pi_lora.distributed import is_main_process
 from pi_lora.models.resolve import resolve_for_training
 from pi_lora.recipe.schema import Recipe
 from pi_lora.training import job, trainer
-from pi_lora.training.job import TrainingJob
+from pi_lora.training.job import TrainingJob, pack_data
 
 
 def shard_on_cpus(patch: pytest.MonkeyPatch) -> None:
@@ -125,7 +125,7 @@ def run(job: dict[str, Any]) -> dict[str, Any]:
         resume = job.get("resume", False)
         model = preflight.check(recipe, output, resume=resume) if is_main_process() else resolve_for_training(recipe)
         training = TrainingJob(recipe, model, output, resume)
-        training.run(training.pack(), write_card=id)
+        training.run(pack_data(recipe, model), write_card=id)
     return {
         "unsharded": watched.unsharded,
         "read": watched.read,

@@ -33,7 +33,7 @@ from pi_lora.recipe.section import Section, sections_in
 from pi_lora.report.card import write_card
 from pi_lora.training import trainer as trainers
 from pi_lora.training.callbacks import ScheduledMeasurements
-from pi_lora.training.job import TrainingJob
+from pi_lora.training.job import TrainingJob, pack_data
 from pi_lora.training.trainer import Trainer
 from random_runs import stored
 
@@ -284,7 +284,7 @@ def facts_of(recipe: Recipe, monkeypatch: pytest.MonkeyPatch) -> Facts:
         patch.setattr("pi_lora.models.device.use_liger", lambda model: found.update(kernels="liger"))
         job = TrainingJob(recipe, source, Path("run"))
         try:
-            data = job.pack()
+            data = pack_data(recipe, source)
         except DataError as error:
             return {"refused": str(error)}
         with pytest.raises(Trained):
