@@ -2,10 +2,22 @@
 
 import os
 from dataclasses import dataclass
+from typing import TypedDict
 
 from pi_lora.errors import PiLoraError
 from pi_lora.scaling.extension import Extension
 from pi_lora.types import Permissions
+
+
+class ModelOptions(TypedDict, total=False):
+    """What `load` and `resolve` take beside a name: the fields of `ModelRef`."""
+
+    base: str | os.PathLike[str] | None
+    revision: str | None
+    extension: Extension | None
+    dtype: str | None
+    trust_remote_code: bool
+    allow_mismatch: bool
 
 
 @dataclass(frozen=True)

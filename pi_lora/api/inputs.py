@@ -9,10 +9,10 @@ from contextlib import contextmanager
 from dataclasses import replace
 from functools import wraps
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, ParamSpec, TypeAlias, TypeVar, Union
+from typing import TYPE_CHECKING, Any, ParamSpec, TypeAlias, TypeVar, Union, Unpack
 
 from pi_lora.errors import PiLoraError
-from pi_lora.model_ref import ModelRef
+from pi_lora.model_ref import ModelOptions, ModelRef
 from pi_lora.types import SILENT, UI, current_ui, showing
 
 if TYPE_CHECKING:
@@ -20,7 +20,6 @@ if TYPE_CHECKING:
     from pi_lora.models.source import ModelSource
     from pi_lora.recipe.schema import Recipe
     from pi_lora.recipe.section import Section
-    from pi_lora.scaling.extension import Extension
 
 # Each function imports what it needs: a plan does without torch.
 
@@ -81,26 +80,13 @@ def python_messages() -> Iterator[None]:
 
 
 @python_messages()
-def resolve(
-    model: AnyModel,
-    *,
-    base: str | os.PathLike[str] | None = None,
-    revision: str | None = None,
-    extension: "Extension | None" = None,
-    dtype: str | None = None,
-    trust_remote_code: bool = False,
-    allow_mismatch: bool = False,
-) -> "ModelSource":
+def resolve(model: AnyModel, **options: Unpack[ModelOptions]) -> "ModelSource":
     """Resolve a model without reading weights: window, scale, configs and tokenizer are known.
 
     Args:
-        model: A name, or a `ModelRef`, which holds the other arguments.
-        base: The place of the base of a run or adapter, if it moved.
-        revision: The branch, tag or commit of a hub id; `main` by default.
-        extension: The extension of a plain base that was not tuned, such as `Extension(target=16384)`.
-        dtype: The data type of the loaded weights, such as `bfloat16`.
-        trust_remote_code: Run Python code that the model brings.
-        allow_mismatch: Use a run although its base or data changed.
+        model: A name, or a `ModelRef`, which holds the options.
+        options: The fields of `ModelRef`: `base`, `revision`, `extension`, `dtype`, `trust_remote_code` and
+            `allow_mismatch`.
 
     Raises:
         ModelError: The model is missing, incomplete or not the one that a run was tuned from.
@@ -111,14 +97,6 @@ def resolve(
     from pi_lora.models.resolve import resolve_model
     from pi_lora.models.source import ModelSource
 
-    options = {
-        "base": base,
-        "revision": revision,
-        "extension": extension,
-        "dtype": dtype,
-        "trust_remote_code": trust_remote_code,
-        "allow_mismatch": allow_mismatch,
-    }
     given: dict[str, Any] = {name: value for name, value in options.items() if value}
     if given and isinstance(model, str | Path):
         model = ModelRef(model, **given)
@@ -136,26 +114,13 @@ def resolve(
 
 
 @python_messages()
-def load(
-    model: AnyModel,
-    *,
-    base: str | os.PathLike[str] | None = None,
-    revision: str | None = None,
-    extension: "Extension | None" = None,
-    dtype: str | None = None,
-    trust_remote_code: bool = False,
-    allow_mismatch: bool = False,
-) -> "LoadedModel":
+def load(model: AnyModel, **options: Unpack[ModelOptions]) -> "LoadedModel":
     """Load a model with its scaling, ready to be measured.
 
     Args:
         model: As for `resolve`, or a model that is loaded.
-        base: As for `resolve`.
-        revision: As for `resolve`.
-        extension: As for `resolve`.
-        dtype: As for `resolve`. By default as stored on a GPU, float32 on a CPU, and bfloat16 after QLoRA.
-        trust_remote_code: As for `resolve`.
-        allow_mismatch: As for `resolve`.
+        options: As for `resolve`. The `dtype` is by default as stored on a GPU, float32 on a CPU, and bfloat16 after
+            QLoRA.
 
     Returns:
         The model: `module` is that of transformers or PEFT; `tokenizer`, the `window` in tokens, the `scale` L'/L.
@@ -166,15 +131,7 @@ def load(
     """
     from pi_lora.models.loaded import LoadedModel, load_model
 
-    source = resolve(
-        model,
-        base=base,
-        revision=revision,
-        extension=extension,
-        dtype=dtype,
-        trust_remote_code=trust_remote_code,
-        allow_mismatch=allow_mismatch,
-    )
+    source = resolve(model, **options)
     return model if isinstance(model, LoadedModel) else load_model(source)
 
 
