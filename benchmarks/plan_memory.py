@@ -161,11 +161,8 @@ def simulated(recipe: Recipe, gpu: Gpu) -> dict[str, Any]:
         "planned": plan.memory.peak,
         "planned_tensors": plan.memory.highest,
         "simulated_tensors": step.peak,
-        "parts": step.parts,
         "planned_flops": sum(plan.flops) / sequences,
         "simulated_flops": step.flops,
-        "planned_host": plan.memory.host,
-        "simulated_host": step.host,
     }
 
 

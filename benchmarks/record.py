@@ -28,17 +28,22 @@ if Path(sys.argv[0]).parent.name == "benchmarks":
 
 def read(name: str) -> Any:
     """The results of a script, or of one of its rows; empty before they are measured."""
-    file = RESULTS / f"{name}.json".replace(" ", "-")
+    file = file_of(name)
     if not file.is_file():
         return {}
     return json.loads(file.read_text(encoding="utf-8"))
+
+
+def file_of(name: str) -> Path:
+    """The file of the results of a script, or of one of its rows."""
+    return RESULTS / f"{name}.json".replace(" ", "-")
 
 
 def write(name: str, result: Mapping[str, Any]) -> None:
     """Keep the results of a script."""
     from pi_lora.storage import write_json
 
-    write_json(RESULTS / f"{name}.json", result)
+    write_json(file_of(name), result)
 
 
 def write_row(name: str, path: tuple[str, ...], row: Mapping[str, Any]) -> None:

@@ -10,10 +10,8 @@ training.
 
 import sys
 import weakref
-from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass
 from functools import partial
 from typing import Any
 from unittest.mock import patch
@@ -111,16 +109,16 @@ def storage_of(tensor: Any) -> torch.UntypedStorage:
 
 
 class Simulation(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch has no types for it
-    """Counts operations, and the bytes of storages that live, by the part of a step that made them."""
+    """Counts operations, and the bytes of storages that live."""
 
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]  # torch has no types for it
-        self.part = "weights"
-        self.parts: dict[int, str] = {}
-        self.now: Counter[str] = Counter()
-        self.at_most: Counter[str] = Counter()
-        self.flops = 0.0
         self.sizes: dict[int, int] = {}
+        self.now = 0
+        self.peak = 0
+        self.in_layers = False
+        self.peak_in_layers = False
+        self.flops = 0.0
         self.host = 0
 
     def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -156,33 +154,24 @@ class Simulation(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch h
     def follow(self, storage: torch.UntypedStorage) -> None:
         """Count a storage until it is freed."""
         key = storage._cdata
-        if key in self.parts:
-            return
-        self.parts[key] = self.part
-        self.sizes[key] = 0
-        self.resize(storage)
-        weakref.finalize(storage, self.forget, key)
+        if key not in self.sizes:
+            self.sizes[key] = 0
+            self.resize(storage)
+            weakref.finalize(storage, self.forget, key)
 
     def resize(self, storage: torch.UntypedStorage) -> None:
         """Count a storage as it is now: FSDP2 empties and fills those of gathered weights."""
         key = storage._cdata
         change = storage.nbytes() - self.sizes[key]
         self.sizes[key] += change
-        self.now[self.parts[key]] += change
-        if self.now.total() > self.at_most.total():
-            self.at_most = self.now.copy()
+        self.now += change
+        if self.now > self.peak:
+            self.peak = self.now
+            self.peak_in_layers = self.in_layers
 
     def forget(self, key: int) -> None:
         """No longer count a storage."""
-        part = self.parts.pop(key)
-        self.now[part] -= self.sizes.pop(key)
-
-    def move(self, tensor: torch.Tensor, part: str) -> None:
-        """Count the storage of a tensor as another part."""
-        key = storage_of(tensor)._cdata
-        self.now[self.parts[key]] -= self.sizes[key]
-        self.now[part] += self.sizes[key]
-        self.parts[key] = part
+        self.now -= self.sizes.pop(key)
 
 
 class Dequantized(torch.autograd.Function):
@@ -302,22 +291,12 @@ def build(recipe: Recipe, config: PreTrainedConfig, dtype: torch.dtype) -> Any:
     return tuned.train()
 
 
-@dataclass(frozen=True)
-class Simulated:
-    """Bytes at the highest point of a step by part, operations of one pass, and bytes that the host pins."""
+def simulate(recipe: Recipe, config: PreTrainedConfig, original: int, gpu: Gpu) -> Simulation:
+    """Simulate a step on `gpu`, after earlier steps, of a model with a window of `original` tokens.
 
-    parts: dict[str, int]
-    flops: float
-    host: int
-
-    @property
-    def peak(self) -> int:
-        """Bytes at the highest point."""
-        return sum(self.parts.values())
-
-
-def simulate(recipe: Recipe, config: PreTrainedConfig, original: int, gpu: Gpu) -> Simulated:
-    """Simulate a step on `gpu`, after earlier steps, of a model with a window of `original` tokens."""
+    `peak` of what is returned has the bytes at the highest point, `peak_in_layers` whether a layer's backward is that
+    point, `flops` the operations of one pass, and `host` the bytes that the host pins.
+    """
     on_cpu = gpu.name == CPU
     precision = recipe.computes_in(on_cpu, gpu.bfloat16)
     dtype = getattr(torch, recipe.dtype_of_base(on_cpu, gpu.bfloat16))
@@ -345,11 +324,8 @@ def simulate(recipe: Recipe, config: PreTrainedConfig, original: int, gpu: Gpu) 
         for tensor in (*tuned.parameters(), *tuned.buffers()):
             simulation.follow(storage_of(tensor))
         trained = [weight for weight in tuned.parameters() if weight.requires_grad]
-        optimizer = take_step(simulation, recipe, trained, tuned.get_input_embeddings().weight)
-        for weight in trained:
-            weight.register_post_accumulate_grad_hook(lambda weight: simulation.move(weight.grad, "gradients"))
-        mark_parts(simulation, tuned if recipe.tuning.method == "full" else tuned.get_base_model())
-        simulation.part = "activations"
+        optimizer = take_step(recipe, trained, tuned.get_input_embeddings().weight)
+        mark_layers(simulation, tuned if recipe.tuning.method == "full" else tuned.get_base_model())
         ids = torch.zeros(recipe.training.per_device_batch_size, tokens, dtype=torch.long)
         with disable_input_dtype_casting(tuned, precision != "float32" and not recipe.tuning.dropout):
             with torch.autocast("cpu", torch.bfloat16, enabled=precision != "float32" and not mesh):
@@ -359,7 +335,7 @@ def simulate(recipe: Recipe, config: PreTrainedConfig, original: int, gpu: Gpu) 
             torch.nn.utils.clip_grad_norm_(trained, 1.0)
         if recipe.training.optimizer == "adamw":
             optimizer.step()
-    return Simulated(dict(simulation.at_most), simulation.flops, simulation.host)
+    return simulation
 
 
 def forward(tuned: Any, ids: torch.Tensor, on_cpu: bool) -> Any:
@@ -458,26 +434,22 @@ def prepare(tuned: Any, recipe: Recipe, on_cpu: bool) -> None:
             tuned.activation_checkpointing_enable(**options)
 
 
-def mark_parts(simulation: Simulation, base: Any) -> None:
-    """Count what comes after the layers as logits, and what comes before in the backward as temporary."""
-
-    def after_layers(_module: Any, _inputs: Any, outputs: Any) -> None:
-        if simulation.part == "activations":
-            outputs.last_hidden_state.register_hook(before_backward)
-            simulation.part = "logits"
+def mark_layers(simulation: Simulation, base: Any) -> None:
+    """Say when the loss is done, and the backward of the layers begins."""
 
     def before_backward(_gradient: torch.Tensor) -> None:
-        simulation.part = "temporary"
+        simulation.in_layers = True
+
+    def after_layers(_module: Any, _inputs: Any, outputs: Any) -> None:
+        outputs.last_hidden_state.register_hook(before_backward)
 
     base.base_model.register_forward_hook(after_layers)
 
 
-def take_step(simulation: Simulation, recipe: Recipe, trained: list[nn.Parameter], embedding: nn.Parameter) -> Any:
+def take_step(recipe: Recipe, trained: list[nn.Parameter], embedding: nn.Parameter) -> Any:
     """Make the moments of the optimizer, and keep the gradients if a step accumulates them."""
-    simulation.part = "gradients"
     for weight in trained:
         weight.grad = torch.zeros_like(weight)
-    simulation.part = "optimizer"
     optimizer: Any = torch.optim.AdamW(trained, fused=True)
     if recipe.training.optimizer == "adamw":
         optimizer.step()

