@@ -12,7 +12,7 @@ The novels are in 100_english_novels/corpus. A command whose result exists is le
 from collections.abc import Iterator
 from pathlib import Path
 
-import record
+import record  # noqa: F401  first: it finds scripts/
 from experiment import (
     BASE,
     BOOKS,
@@ -20,7 +20,6 @@ from experiment import (
     NOVELS,
     STRIDE,
     TARGET,
-    Command,
     extension,
     run_missing,
     score,
@@ -30,24 +29,24 @@ from experiment import (
 )
 from record import parser_of
 
-RESULTS = record.RESULTS / "chats"
+RESULTS = Path("benchmarks/results/chats")
 RUNS = Path("adapters/chats")
 # Names of the rows, and the sources of the tuned ones.
 MIXTURES = {
     "novels": MIXTURE,
-    "novels_and_chats": "{name: books_16k/train, weight: 0.65}, {name: builtin:recall, weight: 0.2}, "
-    "{name: chats/train.jsonl, column: messages, weight: 0.15}",
+    "novels_and_chats": '{"name":"books_16k/train","weight":0.65},{"name":"builtin:recall","weight":0.2},'
+    '{"name":"chats/train.jsonl","column":"messages","weight":0.15}',
 }
 KEYS = f"model.name={BASE} {extension('yarn')} training.steps=24 training.precision=bfloat16"
 # Two novels each of two authors who are not trained on.
 MEASURED = "[FW]o[ro][ls]*_[AHLN]*"
 
 
-def commands() -> Iterator[Command]:
+def commands() -> Iterator[str]:
     """Yield the commands in order."""
     for name, sources in MIXTURES.items():
         yield training(RUNS / name, KEYS, sources)
-    tuned = " ".join(str(RUNS / name) for name in MIXTURES)
+    tuned = " ".join(f"{RUNS}/{name}" for name in MIXTURES)
     models = {"tuned": tuned, "untuned": untuned("yarn")}
     for row, model in models.items():
         yield score(

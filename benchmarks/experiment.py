@@ -5,8 +5,9 @@
 
 The novels are in 100_english_novels/corpus, one a file, named `AUTHOR_TITLE_YEAR.txt`; --split only divides them by
 author. The questions are in short/, written by convert_tasks.py. The experiment is a list of `pi-lora` commands, run in
-the root of the repository. A command whose result exists is left out, and an interrupted one continues: call the script
-again until it prints no command.
+the root of the repository. The last word of a command is the file or folder that it writes. A command whose result
+exists, or whose run no missing result needs, is left out, and an interrupted one continues: call the script again until
+it prints no command.
 """
 
 import sys
@@ -14,8 +15,9 @@ from collections.abc import Iterable, Iterator
 from pathlib import Path
 
 import record  # first: it finds scripts/
-from arguments import parser_of, train_words
+from arguments import parser_of
 from pi_lora import cli
+from pi_lora.staging import staging_path
 
 RESULTS = Path("benchmarks/results/smollm2_16k")
 NOVELS = Path("100_english_novels/corpus")
@@ -63,9 +65,8 @@ STEPS = 104
 RULER_TASKS = "niah_single_1,ruler_vt"
 RULER_CANDIDATES = "niah_single_1,niah_multikey_2,ruler_vt,ruler_cwe,ruler_fwe"
 QUESTIONS = ("boolq", "piqa", "winogrande")
-MIXTURE = f"{{name: {BOOKS}/train, weight: 0.75}}, {{name: builtin:recall, weight: 0.25}}"
-
-Command = tuple[Path, list[str]]
+# As JSON, which has no spaces.
+MIXTURE = f'{{"name":"{BOOKS}/train","weight":0.75}},{{"name":"builtin:recall","weight":0.25}}'
 
 
 def split_books(books: Path) -> None:
@@ -90,24 +91,22 @@ def write_book(book: Path, part: str) -> None:
 
 def score(
     measurement: str, row: str, model: str, options: str, *, results: Path = RESULTS, dtype: str = "bfloat16"
-) -> Command:
-    """Return the command that measures a model, and the file of the scores."""
-    name = f"{measurement} {row}.json".replace(" ", "-")
-    file = results / name
-    words = f"eval {measurement} {model} --dtype {dtype} {options} --json {file}"
-    return file, words.split()
+) -> str:
+    """Return the command that measures a model."""
+    name = f"{measurement} {row}".replace(" ", "-")
+    return f"eval {measurement} {model} --dtype {dtype} {options} --json {results}/{name}.json"
 
 
-def perplexity(row: str, model: str, documents: str, options: str, dtype: str = "bfloat16") -> Command:
+def perplexity(row: str, model: str, documents: str, options: str, dtype: str = "bfloat16") -> str:
     """Return the command that measures the first 16,384 tokens of each document of a part of the novels."""
     part, *_ = documents.split("/")
     options = f"--data {BOOKS}/{documents} {options} --truncate {TARGET}"
     return score("perplexity", f"{part} {row}", model, options, dtype=dtype)
 
 
-def training(run: Path, keys: str, sources: str = MIXTURE) -> Command:
-    """Return the command that tunes, and the file that says that the run is complete."""
-    return run / "run.json", train_words("smollm2_135m_16k_cpu", run, *keys.split(), f"data.source=[{sources}]")
+def training(run: Path, keys: str, sources: str = MIXTURE) -> str:
+    """Return the command that tunes."""
+    return f"train smollm2_135m_16k_cpu {keys} data.source=[{sources}] --output {run}"
 
 
 def extension(scaling: str) -> str:
@@ -117,8 +116,8 @@ def extension(scaling: str) -> str:
     return f"context.target={TARGET} context.original={ORIGINAL} scaling={scaling}"
 
 
-def tuning(name: str, scaling: str, rate: str, steps: int) -> Command:
-    """Return the command that tunes with a scaling, and the file that says that the run is complete."""
+def tuning(name: str, scaling: str, rate: str, steps: int) -> str:
+    """Return the command that tunes with a scaling."""
     schedule = f"training.learning_rate={rate} training.steps={steps} training.precision=bfloat16"
     return training(RUNS / name, f"model.name={BASE} {extension(scaling)} {schedule}")
 
@@ -128,19 +127,13 @@ def untuned(scaling: str, base: str = BASE, original: int = ORIGINAL, target: in
     return f"{base} --original {original} --target {target} --scaling {scaling}"
 
 
-def merging(name: str) -> Command:
-    """Return the command that merges a run, and the file that says that the merged model is complete."""
-    merged = MERGED / name
-    return merged / "config.json", ["merge", str(RUNS / name), "--output", str(merged)]
-
-
-def commands() -> Iterator[Command]:
+def commands() -> Iterator[str]:
     """Yield the commands in order."""
     yield from validation_commands()
     yield from test_commands()
 
 
-def validation_commands() -> Iterator[Command]:
+def validation_commands() -> Iterator[str]:
     """Yield the commands that tune, and those whose results chose rates and scalings."""
     for scaling in SCALINGS:
         yield perplexity(f"untuned {scaling}", untuned(scaling), "validation", AT_TARGET)
@@ -148,25 +141,22 @@ def validation_commands() -> Iterator[Command]:
         window = ORIGINAL if scaling == CONTROL else TARGET
         for rate in rates:
             name = f"{scaling}_{rate}"
-            options = f"--windows {window} --stride {STRIDE}"
-            file, words = perplexity(name, str(RUNS / name), "validation", options)
-            if not file.exists():
-                yield tuning(name, scaling, rate, TRIAL_STEPS)
-            yield file, words
+            yield tuning(name, scaling, rate, TRIAL_STEPS)
+            yield perplexity(name, f"{RUNS}/{name}", "validation", f"--windows {window} --stride {STRIDE}")
         yield tuning(scaling, scaling, CHOSEN_RATES[scaling], STEPS)
     for scaling in SCALINGS:
-        yield perplexity(f"tuned {scaling}", str(RUNS / scaling), "validation", AT_TARGET)
+        yield perplexity(f"tuned {scaling}", f"{RUNS}/{scaling}", "validation", AT_TARGET)
 
 
-def test_commands() -> Iterator[Command]:
+def test_commands() -> Iterator[str]:
     """Yield the commands whose results are published."""
     # Once, on novels and passkeys that chose nothing, and of the tuned models as they are served: merged.
     for name in (*SCALINGS, CONTROL):
-        yield merging(name)
+        yield f"merge {RUNS}/{name} --output {MERGED}/{name}"
     models = {"base": BASE}
     models |= {f"untuned {scaling}": untuned(scaling) for scaling in SCALINGS}
-    models |= {f"tuned {scaling}": str(MERGED / scaling) for scaling in SCALINGS}
-    models[CONTROL] = str(MERGED / CONTROL)
+    models |= {f"tuned {scaling}": f"{MERGED}/{scaling}" for scaling in SCALINGS}
+    models[CONTROL] = f"{MERGED}/{CONTROL}"
     for row, model in models.items():
         yield perplexity(row, model, "test", f"--windows {ORIGINAL},{TARGET} --stride {STRIDE}")
     for row in ("base", BEST, CONTROL):
@@ -195,17 +185,33 @@ def to_target(model: str, target: int) -> str:
     return model if "--target" in model else f"{model} --target {target}"
 
 
-def run_missing(commands: Iterable[Command]) -> None:
-    """Run the commands whose result does not exist, and note on what machine a result was measured. They run in this
-    process: starting one would take longer than many of them take on a GPU.
+def missing(commands: Iterable[str]) -> list[str]:
+    """Return the commands whose result is missing. A run or merged model that others read is made for them alone."""
+    lines = [*commands]
+    needed: list[str] = []
+    for command in reversed(lines):
+        *_, result = command.split()
+        readers = [other for other in lines if f" {result} " in other]
+        is_kept = result.startswith("benchmarks/") or not readers
+        if not Path(result).exists() and (is_kept or any(reader in needed for reader in readers)):
+            needed.insert(0, command)
+    return needed
+
+
+def run_missing(commands: Iterable[str]) -> None:
+    """Run what is missing, and note on what machine a result was measured. The commands run in this process: starting
+    one would take longer than many of them take on a GPU.
     """
-    for file, words in commands:
-        if not file.exists():
-            print("pi-lora", *words, file=sys.stderr, flush=True)
-            cli.run(words)
-            if words[0] == "eval":
-                results = file.parent.resolve().relative_to(record.RESULTS)
-                record.write_row(f"{results}/machines", (file.stem,), {})
+    for command in missing(commands):
+        print("pi-lora", command, file=sys.stderr, flush=True)
+        name, *_, last = words = command.split()
+        result = Path(last)
+        if name == "train" and staging_path(result).exists():
+            words.append("--resume")
+        cli.run(words)
+        if name == "eval":
+            results = result.parent.relative_to("benchmarks/results")
+            record.write_row(f"{results}/machines", (result.stem,), {})
 
 
 def main() -> None:

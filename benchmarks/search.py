@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import record  # first: it finds scripts/
-from experiment import BASE, BOOKS, ORIGINAL, TARGET, Command, run_missing, score
+from experiment import BASE, BOOKS, ORIGINAL, TARGET, run_missing, score
 from pages import machines_of, table
 from pi_lora.models.device import has_fast_bfloat16
 from pi_lora.report.comparison import compare
@@ -70,27 +70,26 @@ KNOWN = {
 }
 
 
-def commands(name: str) -> Iterator[Command]:
+def commands(name: str) -> Iterator[str]:
     """Yield the commands in order."""
     setting = SETTINGS[name]
     dtype = setting.dtype if has_fast_bfloat16() else "float32"
     file = RESULTS / f"{name}.json"
     at_target = f"{setting.model} --target {setting.target}"
     # One document is left out of the search: the rows below test it on other text.
-    words = f"search {at_target} {setting.search} --documents 1 --dtype {dtype} --output {file}"
-    yield file, words.split()
+    yield f"search {at_target} {setting.search} --documents 1 --dtype {dtype} --output {file}"
     # The divisors first.
     for row in (FOUND, *ROWS[:-1]):
-        models = {"perplexity": f"{at_target} --scaling {row}", "passkey": f"{at_target} --scaling {row}"}
+        model = f"{at_target} --scaling {row}"
+        models = {"perplexity": model, "passkey": model}
         if row == "base":
             models = {"perplexity": setting.model, "passkey": at_target}
+        if row == FOUND:
+            models = dict.fromkeys(models, f"{model} --factors {file}")
         for measurement, model in models.items():
-            if (name, measurement, row) in KNOWN or row in REMOVED:
-                continue
-            if row == FOUND:
-                model += f" --factors {file}"
-            options = getattr(setting, measurement)
-            yield score(measurement, row, model, options, results=RESULTS / name, dtype=dtype)
+            if (name, measurement, row) not in KNOWN and row not in REMOVED:
+                options = getattr(setting, measurement)
+                yield score(measurement, row, model, options, results=RESULTS / name, dtype=dtype)
 
 
 def scores_of(name: str, measurement: str, row: str) -> Any:

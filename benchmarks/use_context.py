@@ -19,10 +19,8 @@ from experiment import (
     BASE,
     BOOKS,
     CONTROL,
-    MIXTURE,
     ORIGINAL,
     TARGET,
-    Command,
     extension,
     run_missing,
     score,
@@ -63,7 +61,7 @@ GEMMA_RESULTS = Path("benchmarks/results/gemma3_64k")
 GEMMA_RUNS = Path("adapters/gemma3_64k")
 
 
-def context(row: str, model: object, text: str, sizes: Sizes, results: Path) -> Command:
+def context(row: str, model: str, text: str, sizes: Sizes, results: Path) -> str:
     """Return the command that measures the use of context on a text, on the key tokens of the evaluator."""
     windows = sizes.windows if text == "novels" else 1
     options = (
@@ -72,11 +70,11 @@ def context(row: str, model: object, text: str, sizes: Sizes, results: Path) -> 
     )
     if row != "evaluator":
         options += f" --key-tokens {results}/context-evaluator-{text}.json"
-    return score("context", f"{row} {text}", str(model), options, results=results)
+    return score("context", f"{row} {text}", model, options, results=results)
 
 
-def tuning(name: str, rate: str, seed: int = 0) -> Command:
-    """Return the command that tunes on whole sequences, and the file that says that the run is complete."""
+def tuning(name: str, rate: str, seed: int = 0) -> str:
+    """Return the command that tunes on whole sequences."""
     scaling = "yarn"
     sequences = 1
     if name.startswith(CONTROL):
@@ -88,10 +86,10 @@ def tuning(name: str, rate: str, seed: int = 0) -> Command:
         f"training.steps=26 training.learning_rate={rate} training.warmup_steps=2 "
         "training.precision=bfloat16 training.log_every=1 training.save_every=1000"
     )
-    return training(RUNS / name, keys, MIXTURE)
+    return training(RUNS / name, keys)
 
 
-def commands() -> Iterator[Command]:
+def commands() -> Iterator[str]:
     """Yield the commands of SmolLM2: the rates, the runs at the best ones, and the tests."""
     for row, rates in {"whole": RATES, CONTROL: RATES[:3]}.items():
         window = ORIGINAL if row == CONTROL else TARGET
@@ -99,14 +97,14 @@ def commands() -> Iterator[Command]:
             name = f"{row}_{rate}"
             yield tuning(name, rate)
             options = f"--data {BOOKS}/validation --truncate {TARGET} --windows {window} --stride {window}"
-            yield score("perplexity", f"validation {name}", str(RUNS / name), options, results=RESULTS)
+            yield score("perplexity", f"validation {name}", f"{RUNS}/{name}", options, results=RESULTS)
     models = {"base": BASE, "untuned": untuned("yarn"), "released": RELEASED}
     for row, rate in CHOSEN_RATES.items():
         yield tuning(row, rate)
-        models[row] = str(RUNS / row)
+        models[row] = f"{RUNS}/{row}"
         for seed in SEEDS:
             yield tuning(f"{row}_{seed}", rate, seed)
-            models[f"{row} seed {seed}"] = str(RUNS / f"{row}_{seed}")
+            models[f"{row} seed {seed}"] = f"{RUNS}/{row}_{seed}"
     for text in TEXTS:
         yield context("evaluator", GEMMA, text, SMOLLM2, RESULTS)
     for row, model in models.items():
@@ -114,29 +112,22 @@ def commands() -> Iterator[Command]:
             yield context(row, model, text, SMOLLM2, RESULTS)
         at_target = to_target(model, TARGET)
         yield score("passkey", row, at_target, "--depths 8 --trials 5 --seed 11", results=RESULTS)
-    talking = f"{RUNS / 'whole'} {RELEASED} {RUNS / CONTROL}"
+    talking = f"{RUNS}/whole {RELEASED} {RUNS}/{CONTROL}"
     yield score("chat", "whole released control", talking, f"--data {CHATS} --divergence-from {BASE}", results=RESULTS)
 
 
-def road() -> Iterator[Command]:
+def road() -> Iterator[str]:
     """Yield the commands of a user with Gemma 3 and novels, and the use of context under untuned scalings."""
     to_extend = f"{GEMMA} --target {GEMMA3.target}"
-    probe = GEMMA_RESULTS / "probe.json"
-    words = f"probe {to_extend} --data {BOOKS}/validation --documents 1 --trials 3 --json {probe}"
-    yield probe, words.split()
-    recipe = GEMMA_RESULTS / "recipe.yaml"
-    words = f"new {to_extend} --data {BOOKS}/train --gpu 80GB --output {recipe}"
-    yield recipe, words.split()
-    run = GEMMA_RUNS / "road"
+    recipe = f"{GEMMA_RESULTS}/recipe.yaml"
+    run = f"{GEMMA_RUNS}/road"
     # Fewer prompts and passes than `new` asks for.
-    fewer = ("evaluation.passkey={depths: 8, trials: 3}", f"evaluation.perplexity.stride={GEMMA3.stride}")
-    yield run / "run.json", ["train", str(recipe), *fewer, "--output", str(run)]
-    comparison = GEMMA_RESULTS / "compare.json"
-    words = f"compare {GEMMA} {run} --dtype bfloat16 --json {comparison}"
-    yield comparison, words.split()
-    merged = GEMMA_RUNS / "merged"
-    words = f"merge {run} --check logits --output {merged}"
-    yield merged / "config.json", words.split()
+    fewer = f'evaluation.passkey={{"depths":8,"trials":3}} evaluation.perplexity.stride={GEMMA3.stride}'
+    yield f"probe {to_extend} --data {BOOKS}/validation --documents 1 --trials 3 --json {GEMMA_RESULTS}/probe.json"
+    yield f"new {to_extend} --data {BOOKS}/train --gpu 80GB --output {recipe}"
+    yield f"train {recipe} {fewer} --output {run}"
+    yield f"compare {GEMMA} {run} --dtype bfloat16 --json {GEMMA_RESULTS}/compare.json"
+    yield f"merge {run} --check logits --output {GEMMA_RUNS}/merged"
     scalings = {"evaluator": "pi", "yarn": "yarn", "theta": "theta"}
     rows = {row: untuned(scaling, GEMMA, GEMMA3.original, GEMMA3.target) for row, scaling in scalings.items()}
     for row, model in {**rows, "base": GEMMA, "tuned": run}.items():

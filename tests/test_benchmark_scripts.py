@@ -37,6 +37,7 @@ from pi_lora.cli import app  # noqa: E402
 from pi_lora.models.resolve import resolve_model  # noqa: E402
 from pi_lora.recipe.files import load_recipe  # noqa: E402
 from pi_lora.serving.reference import reference_of  # noqa: E402
+from pi_lora.staging import staging_path  # noqa: E402
 
 SCRIPTS = [
     script
@@ -143,26 +144,43 @@ def test_every_method_that_is_compared_is_a_recipe(words: list[str]) -> None:
     ],
     ids=["chats", "experiment", "use_context", "road", "builtin", "smollm2"],
 )
-def test_the_commands_of_the_experiments_parse(commands: Iterator[experiment.Command], tmp_path: Path) -> None:
+def test_the_commands_of_the_experiments_parse(commands: Iterator[str], tmp_path: Path) -> None:
     found = tmp_path / "found.json"
     found.write_text('{"factors": [1.0]}')
-    for _, words in commands:
-        words = [str(found) if word.endswith(("smollm2.json", "builtin.json")) else word for word in words]
+    for command in commands:
+        words = [str(found) if word.endswith(("smollm2.json", "builtin.json")) else word for word in command.split()]
         app.parse_args(words, exit_on_error=False, print_error=False)
 
 
-def test_a_command_whose_result_exists_is_left_out(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    ran: list[list[str]] = []
+def test_a_command_runs_if_its_result_is_missing_and_a_tuning_if_a_missing_result_needs_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    ran: list[str] = []
     noted: list[str] = []
-    monkeypatch.setattr(experiment.cli, "run", ran.append)
-    monkeypatch.setattr(record, "RESULTS", tmp_path)
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(experiment.cli, "run", lambda words: ran.append(" ".join(words)))
     monkeypatch.setattr(record, "write_row", lambda name, path, _row: noted.append(f"{name} {path}"))
-    (tmp_path / "search").mkdir()
-    (tmp_path / "search" / "done.json").touch()
-    rows = [(tmp_path / "search" / f"{name}.json", ["eval", name]) for name in ("done", "new")]
-    experiment.run_missing([*rows, (tmp_path / "run.json", ["train"])])
-    assert ran == [["eval", "new"], ["train"]]
+    folder = tmp_path / "benchmarks" / "results" / "search"
+    folder.mkdir(parents=True)
+    (folder / "done.json").touch()
+    staging_path(Path("runs/a_1")).mkdir(parents=True)
+    commands = [
+        "train recipe --output runs/a",
+        "eval passkey runs/a --json benchmarks/results/search/done.json",
+        "train recipe --output runs/a_1",
+        "merge runs/a_1 --output merged",
+        "eval passkey merged --json benchmarks/results/search/new.json",
+        "merge runs/a_1 --output checked",
+    ]
+    experiment.run_missing(commands)
+    assert ran == [f"{commands[2]} --resume", *commands[3:]]
     assert noted == ["search/machines ('new',)"]
+
+
+def test_sources_without_spaces_are_those_of_a_recipe() -> None:
+    for sources in chats.MIXTURES.values():
+        recipe = load_recipe(compare_methods.RECIPE, [f"data.source=[{sources}]"]).recipe
+        assert sum(source.weight for source in recipe.data.source) == pytest.approx(1)
 
 
 def test_pages_agree_with_the_results() -> None:
