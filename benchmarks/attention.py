@@ -5,13 +5,12 @@
     python benchmarks/attention.py
 
 Gemma 3 270M has windows of 512 tokens in 15 of 18 layers, SmolLM2-135M has none. The layers alone run at two
-lengths. At the first one there are a training step of `pi-lora train`, and the losses of a text of twice that length.
-Each kernel has a process of its own. A row is kept in benchmarks/results/attention.json when it is measured.
+lengths, a training step of `pi-lora train` at the first one. Each kernel has a process of its own. A row is kept in
+benchmarks/results/attention.json when it is measured.
 """
 
 import tempfile
 from collections.abc import Callable, Mapping
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +18,6 @@ from plan_memory import CHECKPOINTING, DATA, MODEL, RECIPE
 from record import apart, cost_here, parser_of, training_log, write_row
 
 GEMMA = "models/gemma3_270m"
-TEXT = "100_english_novels/corpus/Hardy_Tess_1891.txt"
 KERNELS = ("sdpa", "auto")
 LENGTHS = (8192, 32768)
 STEPS = 3
@@ -65,24 +63,6 @@ def training(model: str, tokens: int, kernel: str) -> Cost:
     }
 
 
-def losses(model: str, tokens: int, windows: list[int], stride: int) -> Cost:
-    """The losses of the beginning of a novel, by `pi_lora.evaluate` on a loaded model."""
-    import pi_lora
-
-    loaded = pi_lora.load(pi_lora.ModelRef(model, dtype=fast_dtype()))
-    measure = partial(
-        pi_lora.evaluate,
-        loaded,
-        "perplexity",
-        data=TEXT,
-        documents=1,
-        truncate=tokens,
-        windows=windows,
-        stride=stride,
-    )
-    return cost_here(measure)
-
-
 def fast_dtype() -> str:
     """The dtype in which this processor is the fastest."""
     from pi_lora.models.device import has_fast_bfloat16
@@ -91,31 +71,21 @@ def fast_dtype() -> str:
 
 
 def compare(name: str, work: Callable[[str, int, str], Cost], model: str, tokens: int) -> None:
-    """Measure with both kernels, and keep the costs."""
+    """Measure with both kernels, keep the costs, and print them."""
     costs = {kernel: apart(work, model, tokens, kernel) for kernel in KERNELS}
     faster = costs["sdpa"]["seconds"] / costs["auto"]["seconds"]
-    keep(name, tokens, {**costs, "times_as_fast": round(faster, 3)})
-
-
-def keep(name: str, tokens: int, row: Mapping[str, Any]) -> None:
-    """Keep a row, and print it."""
-    print(name, tokens, row, flush=True)
-    facts = {"name": name, "tokens": tokens, "dtype": fast_dtype()}
-    write_row("attention", ("rows", f"{name}, {tokens} tokens"), {**facts, **row})
+    row = {"name": name, "tokens": tokens, "dtype": fast_dtype(), **costs, "times_as_fast": round(faster, 3)}
+    print(row, flush=True)
+    write_row("attention", ("rows", f"{name}, {tokens} tokens"), row)
 
 
 def main() -> None:
     parser_of(__doc__).parse_args()
-    for tokens in LENGTHS:
-        compare("layers of Gemma 3 270M", layers, GEMMA, tokens)
-    length, *_ = LENGTHS
-    compare("layers of SmolLM2-135M", layers, MODEL, length)
-    compare("training step of Gemma 3 270M", training, GEMMA, length)
-    stride = length // 16
-    for windows in ([stride, length // 4, length], [2 * length]):
-        cost = apart(losses, GEMMA, 2 * length, windows, stride)
-        lengths = ", ".join(f"{window:,}" for window in windows)
-        keep(f"losses of Gemma 3 270M, windows {lengths}", 2 * length, {"auto": cost})
+    short, long = LENGTHS
+    compare("layers of Gemma 3 270M", layers, GEMMA, short)
+    compare("layers of Gemma 3 270M", layers, GEMMA, long)
+    compare("layers of SmolLM2-135M", layers, MODEL, short)
+    compare("training step of Gemma 3 270M", training, GEMMA, short)
 
 
 if __name__ == "__main__":

@@ -1,16 +1,14 @@
-"""The memory that `pi-lora plan` computes for a CPU, beside the peak of the training process: a row a setting.
+"""The memory that `pi-lora plan` computes, beside that of a training step on fake tensors (simulate.py): of trainings on
+this CPU, whose process is measured as well, of the shipped recipes on the first of their devices, and of the recipes
+that `pi-lora new` chooses for models and GPUs of several sizes.
 
     python benchmarks/plan_memory.py [--simulate]
 
-Each row is a process of its own that tunes two steps; its peak is that of the whole process (resident), libraries
-included, as training.jsonl has it. The plan is that for this machine, as `pi-lora train` makes it. Rows of 8 layers are
-of a random model with SmolLM2's widths, so that none takes two minutes. A row is kept in
-benchmarks/results/plan_memory.json when it is measured. Rows of Gemma 3 need the 270M model as
-models/gemma3_270m, and are left out without it.
-
---simulate measures nothing: it writes, beside the plans, the bytes of a training step on fake tensors (simulate.py), of
-these rows, of the shipped recipes on the first of their devices, and of the recipes that `pi-lora new` chooses for
-models and GPUs of several sizes.
+Each training on the CPU is a process of its own that tunes two steps; its peak is that of the whole process (resident),
+libraries included, as training.jsonl has it. The plan is that for this machine, as `pi-lora train` makes it. Rows of 8
+layers are of a random model with SmolLM2's widths, so that none takes two minutes. Rows of Gemma 3 need the 270M model
+as models/gemma3_270m, and are left out without it. A row is kept in benchmarks/results/plan_memory.json when it is
+done. --simulate measures nothing.
 """
 
 import tempfile
@@ -23,11 +21,12 @@ from typing import Any
 
 import record  # first: it finds scripts/
 from family_plans import MODELS, chosen_plan
+from machine import machine
 from pi_lora.errors import PiLoraError
 from pi_lora.models.resolve import resolve_for_training, resolve_model
 from pi_lora.planning.gpus import CPU, Gpu, device_here, find_gpu
 from pi_lora.planning.training_plan import plan_training
-from pi_lora.recipe.files import load_recipe, recipe_paths, shipped_recipes
+from pi_lora.recipe.files import dump_recipe, load_recipe, recipe_paths, shipped_recipes
 from pi_lora.recipe.schema import Recipe
 from record import parser_of
 
@@ -113,9 +112,10 @@ def random_model(folder: Path, vocabulary: int) -> None:
     record.add_tokenizer(folder)
 
 
-def settings(folder: Path) -> Iterator[tuple[str, Path, tuple[str, ...]]]:
-    """Yield the rows that this machine has models for: names, recipe files, and changes."""
-    for row, (tokens, vocabulary, changes) in ROWS.items():
+def trainings(folder: Path) -> Iterator[tuple[str, Recipe]]:
+    """Yield the names and recipes of the trainings that this machine has models for."""
+    file = folder / "two_steps.yaml"
+    for name, (tokens, vocabulary, changes) in ROWS.items():
         if GEMMA[0] in changes and not Path(GEMMA_FOLDER).exists():
             continue
         model = Path(MODEL)
@@ -123,23 +123,36 @@ def settings(folder: Path) -> Iterator[tuple[str, Path, tuple[str, ...]]]:
             model = folder / str(vocabulary)
             if not model.exists():
                 random_model(model, vocabulary)
-        recipe = folder / "two_steps.yaml"
-        recipe.write_text(RECIPE.format(model=model, data=DATA), encoding="utf-8")
+        file.write_text(RECIPE.format(model=model, data=DATA), encoding="utf-8")
         if "data.positions=contiguous" not in changes:
             changes = (f"data.sequence_tokens={tokens}", *changes)
-        yield row, recipe, changes
+        yield name, load_recipe(file, changes).recipe
 
 
-def measure(row: str, file: Path, changes: tuple[str, ...]) -> None:
-    """Measure a row, and keep it beside its plan."""
-    recipe = load_recipe(file, changes).recipe
-    step = simulated(recipe, device_here())
-    log = record.training_log(str(file), *changes, "--force")
-    peak = log[-1]["peak_memory"]
-    planned = step["planned"]
-    result = {**step, "measured": peak, "ratio": planned / peak}
-    record.write_row("plan_memory", ("rows", row), result)
-    print(f"{row}: planned {planned / 2**30:.2f} GiB, measured {peak / 2**30:.2f} GiB")
+def shipped() -> Iterator[tuple[str, Recipe, Gpu]]:
+    """Yield the shipped recipes on their first device, without measurements between steps."""
+    for file in recipe_paths(shipped_recipes()):
+        recipe = load_recipe(file, LEFT_OUT).recipe
+        if not recipe.sharded:
+            recipe = load_recipe(file, (*LEFT_OUT, *ONE_DEVICE)).recipe
+        name = file.relative_to(shipped_recipes()).with_suffix("")
+        yield str(name), recipe, find_gpu(recipe.hardware.gpu or CPU)
+
+
+def chosen() -> Iterator[tuple[str, Recipe, Gpu]]:
+    """Yield the recipes that `pi-lora new` chooses, where one fits."""
+    for model, gpu_name in product((*SMALL_MODELS, *MODELS), GPUS):
+        source = resolve_model(model, shipped=True)
+        with suppress(PiLoraError):  # no candidate fits
+            plan = chosen_plan(source, 2 * source.window, gpu_name)
+            yield f"{model}, {gpu_name}", plan.recipe, plan.gpu
+
+
+def measured(recipe: Recipe, folder: Path) -> dict[str, Any]:
+    """The peak of the process that trains, and the machine."""
+    file = folder / "measured.yaml"
+    file.write_text(f"# Two steps.\n{dump_recipe(recipe)}", encoding="utf-8")
+    return {"measured": record.training_log(str(file), "--force")[-1]["peak_memory"], "machine": machine()}
 
 
 def simulated(recipe: Recipe, gpu: Gpu) -> dict[str, Any]:
@@ -166,44 +179,32 @@ def simulated(recipe: Recipe, gpu: Gpu) -> dict[str, Any]:
     }
 
 
-def simulate_all(folder: Path) -> None:
-    """Simulate the rows, and the shipped recipes on their first device, without measurements between steps."""
-    result = record.read("plan_memory")
-    # The rows were measured on a CPU with instructions for bfloat16.
-    cpu = replace(device_here(), bfloat16=True)
-    for row, file, changes in settings(folder):
-        kept = result["rows"][row]
-        kept |= simulated(load_recipe(file, changes).recipe, cpu)
-        kept["ratio"] = kept["planned"] / kept["measured"]
-    result["recipes"] = {}
-    for file in recipe_paths(shipped_recipes()):
-        recipe = load_recipe(file, LEFT_OUT).recipe
-        if not recipe.sharded:
-            recipe = load_recipe(file, (*LEFT_OUT, *ONE_DEVICE)).recipe
-        gpu = find_gpu(recipe.hardware.gpu or CPU)
-        name = file.relative_to(shipped_recipes()).with_suffix("")
-        result["recipes"][str(name)] = simulated(recipe, gpu)
-        print(file, flush=True)
-    result["chosen"] = {}
-    for model, gpu_name in product((*SMALL_MODELS, *MODELS), GPUS):
-        source = resolve_model(model, shipped=True)
-        with suppress(PiLoraError):  # no candidate fits
-            plan = chosen_plan(source, 2 * source.window, gpu_name)
-            result["chosen"][f"{model}, {gpu_name}"] = simulated(plan.recipe, plan.gpu)
-            print(f"{model}, {gpu_name}", flush=True)
-    record.write("plan_memory", result)
-
-
 def main() -> None:
     parser = parser_of(__doc__)
     parser.add_argument("--simulate", action="store_true", help="measure nothing")
     only_simulate = parser.parse_args().simulate
+    result = {"rows": {}, **record.read("plan_memory"), "recipes": {}, "chosen": {}}
+    here = device_here()
+    if only_simulate:  # the rows were measured on a CPU with instructions for bfloat16
+        here = replace(here, bfloat16=True)
     with tempfile.TemporaryDirectory() as temporary:
-        if only_simulate:
-            simulate_all(Path(temporary))
-            return
-        for row, path, row_changes in settings(Path(temporary)):
-            measure(row, path, row_changes)
+        folder = Path(temporary)
+        for name, recipe in trainings(folder):
+            row = result["rows"].setdefault(name, {})
+            row |= simulated(recipe, here)
+            if not only_simulate:
+                row |= measured(recipe, folder)
+            keep(result, name)
+    for section, cases in {"recipes": shipped(), "chosen": chosen()}.items():
+        for name, recipe, gpu in cases:
+            result[section][name] = simulated(recipe, gpu)
+            keep(result, name)
+
+
+def keep(result: dict[str, Any], name: str) -> None:
+    """Write the rows that are done."""
+    record.write("plan_memory", result)
+    print(name, flush=True)
 
 
 if __name__ == "__main__":

@@ -1,7 +1,7 @@
 """A training step on fake tensors: the bytes and operations of the real program, without its numbers or its device.
 
 transformers, PEFT, TRL and torch run as in `pi-lora train`, on tensors that have a shape, a dtype and a device but no
-memory (torch's FakeTensorMode). Every storage is counted while it lives. Replaced are the kernels that need the device:
+memory (torch's FakeTensorMode). Every storage is counted while it lives. Replaced are the kernels that need a GPU:
 attention, the gated delta rule as flash-linear-attention 0.5 allocates, the Triton kernels of TRL's loss, which
 allocate nothing, and the quantized layers of bitsandbytes. All tokens have labels. FSDP2 runs as the first of its
 ranks, on torch's fake process group. Not simulated are the allocator, libraries, loading, and measurements during
@@ -64,23 +64,19 @@ def attend(
     dropout_p: float = 0.0,
     is_causal: bool = False,
     scale: float | None = None,
-    on_cpu: bool,
     **_: Any,
 ) -> Any:
-    """Return the output of the kernel that torch chooses: FlashAttention; with a mask on a GPU the memory-efficient
+    """Return the output of the kernel that torch chooses on a GPU: FlashAttention; with a mask the memory-efficient
     one, for which the mask becomes numbers.
     """
     if torch.is_autocast_enabled("cpu"):
         query, key, value = (tensor.to(torch.bfloat16) for tensor in (query, key, value))
-    if attn_mask is not None and attn_mask.dtype == torch.bool:
-        attn_mask = torch.zeros_like(attn_mask, dtype=query.dtype)
     inputs = (query, key, value)
     options = (dropout_p, is_causal)
-    if on_cpu:
-        flash_on_cpu = aten._scaled_dot_product_flash_attention_for_cpu
-        return flash_on_cpu(*inputs, *options, attn_mask=attn_mask, scale=scale)[0]
     if attn_mask is None:
         return aten._scaled_dot_product_flash_attention(*inputs, *options, scale=scale)[0]
+    if attn_mask.dtype == torch.bool:
+        attn_mask = torch.zeros_like(attn_mask, dtype=query.dtype)
     bias = attn_mask.expand(*query.shape[:3], key.shape[2])
     keeps_sums = True
     return aten._scaled_dot_product_efficient_attention(*inputs, bias, keeps_sums, *options, scale=scale)[0]
@@ -317,9 +313,9 @@ def simulate(recipe: Recipe, config: PreTrainedConfig, original: int, gpu: Gpu) 
             shard(tuned, mesh)
         stack.enter_context(patch.object(modeling_utils, "save_on_cpu", partial(offload, simulation)))
         stack.enter_context(patch.object(masking_utils, "is_tracing", lambda *_: False))
-        chosen = partial(attend, on_cpu=on_cpu)
-        stack.enter_context(patch.object(nn.functional, "scaled_dot_product_attention", chosen))
-        stack.enter_context(patch.object(attention, "scaled_dot_product_attention", chosen))
+        if not on_cpu:
+            stack.enter_context(patch.object(nn.functional, "scaled_dot_product_attention", attend))
+            stack.enter_context(patch.object(attention, "scaled_dot_product_attention", attend))
         stack.enter_context(simulation)
         for tensor in (*tuned.parameters(), *tuned.buffers()):
             simulation.follow(storage_of(tensor))

@@ -260,12 +260,11 @@ def test_files_of_the_authors_are_converted_to_tasks(tmp_path: Path) -> None:
     for name, content in contents.items():
         (tmp_path / name).parent.mkdir(exist_ok=True)
         (tmp_path / name).write_text(content)
-    found = convert_tasks.convert(tmp_path, tmp_path / "converted")
-    assert json.loads(found["boolq"].read_text())["label"] == 1
-    assert [found[name].read_text() for name in ("piqa", "winogrande")] == [
-        lines(ROWS["piqa"]),
-        lines(ROWS["winogrande"]),
-    ]
+    converted = tmp_path / "converted"
+    convert_tasks.convert(tmp_path, converted)
+    assert json.loads((converted / "boolq.jsonl").read_text())["label"] == 1
+    for name in ("piqa", "winogrande"):
+        assert (converted / f"{name}.jsonl").read_text() == lines(ROWS[name])
 
 
 @pytest.mark.parametrize(
