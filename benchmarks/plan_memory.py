@@ -1,14 +1,13 @@
-"""The memory that `pi-lora plan` computes, beside that of a training step on fake tensors (simulate.py): of trainings on
-this CPU, whose process is measured as well, of the shipped recipes on the first of their devices, and of the recipes
-that `pi-lora new` chooses for models and GPUs of several sizes.
+"""The memory that `pi-lora plan` computes, beside that of a training step on fake tensors (simulate.py).
 
     python benchmarks/plan_memory.py [--simulate]
 
-Each training on the CPU is a process of its own that tunes two steps; its peak is that of the whole process (resident),
-libraries included, as training.jsonl has it. The plan is that for this machine, as `pi-lora train` makes it. Rows of 8
-layers are of a random model with SmolLM2's widths, so that none takes two minutes. Rows of Gemma 3 need the 270M model
-as models/gemma3_270m, and are left out without it. A row is kept in benchmarks/results/plan_memory.json when it is
-done. --simulate measures nothing.
+There are rows of trainings on this CPU, of the shipped recipes on the first of their devices, and of the recipes that
+`pi-lora new` chooses for models and GPUs of several sizes. Each training on the CPU is a process of its own that tunes
+two steps; its peak is that of the whole process (resident), libraries included, as training.jsonl has it. The plan is
+that for this machine, as `pi-lora train` makes it. Rows of 8 layers are of a random model with SmolLM2's widths, so
+that none takes two minutes. Rows of Gemma 3 need the 270M model as models/gemma3_270m, and are left out without it. A
+row is kept in benchmarks/results/plan_memory.json when it is done. --simulate measures nothing.
 """
 
 import tempfile
