@@ -1,6 +1,5 @@
 """The jobs of benchmarks/gpu.py: a product of matrices, layers by attention kernel, and steps of a trainer."""
 
-import time
 from collections.abc import Callable, Mapping
 from functools import partial
 from pathlib import Path
@@ -11,17 +10,14 @@ from transformers import (
     AutoConfig,
     AutoModel,
     AutoModelForCausalLM,
-    AutoTokenizer,
     Gemma2Config,
     Gemma3TextConfig,
     GptOssConfig,
     PreTrainedConfig,
-    Trainer,
-    TrainerCallback,
 )
 
 import pi_lora
-from bare_trl import bare_trainer
+from contenders import ON_GPU, now, timed, train_with_pi_lora, train_with_trl
 from pi_lora.models import attention
 from pi_lora.models.attention import BLOCKWISE
 from pi_lora.models.device import device
@@ -32,7 +28,6 @@ from record import add_tokenizer
 
 Row = dict[str, Any]
 
-ON_GPU = torch.cuda.is_available()
 DEVICE = device()
 MODEL = "huggyllama/llama-7b"
 TINY = {
@@ -134,7 +129,7 @@ def row_of(part: str, name: str, file: Path) -> Row:
     recipe = load_recipe(file, JOBS[part][name]).recipe
     if part == "attention":
         return kernels(name, recipe.context.target)
-    return training(recipe, PLAIN if name == PLAIN else PI_LORA, file.parent)
+    return training(recipe, PLAIN if name == PLAIN else PI_LORA)
 
 
 def product() -> Row:
@@ -152,13 +147,6 @@ def best_seconds(work: Callable[[], object], rounds: int = 3) -> float:
         work()
         seconds.append(now() - started)
     return min(seconds[1:])
-
-
-def now() -> float:
-    """Seconds on a clock, when the device has done its work."""
-    if ON_GPU:
-        torch.cuda.synchronize()
-    return time.perf_counter()
 
 
 def kernels(shape: str, tokens: int) -> Row:
@@ -200,7 +188,7 @@ def peak() -> Row:
     return {"peak_bytes": torch.cuda.max_memory_allocated()} if ON_GPU else {}
 
 
-def training(recipe: Recipe, contender: str, folder: Path) -> Row:
+def training(recipe: Recipe, contender: str) -> Row:
     """Some steps of one contender, beside the plan."""
     card = "cpu"
     if ON_GPU:
@@ -213,67 +201,9 @@ def training(recipe: Recipe, contender: str, folder: Path) -> Row:
     if contender == PI_LORA:  # the plan is of its trainer, as it comes
         row["planned_bytes"] = plan.memory.highest
     train = {PI_LORA: train_with_pi_lora, PLAIN: train_with_trl}[contender]
-    Trainer.train = train_with_clock
     try:
-        train(recipe, folder / "run")
-    except Timed as timed:
-        row |= {"step_seconds": timed.seconds, **peak()}
+        row["step_seconds"] = timed(train, recipe, STEPS).seconds
+        row |= peak()
     except torch.OutOfMemoryError:
         row["out_of_memory"] = True
     return row
-
-
-class Timed(Exception):
-    """Ends a training whose steps are timed."""
-
-    def __init__(self, seconds: list[float]) -> None:
-        super().__init__(seconds)
-        self.seconds = seconds
-
-
-class Clock(TrainerCallback):
-    """Times steps, and ends the training after the last one; peak memory counts from the first one."""
-
-    def on_train_begin(self, *_: Any, **__: Any) -> None:
-        self.seconds: list[float] = []
-        if ON_GPU:
-            torch.cuda.reset_peak_memory_stats()
-        self.last = now()
-
-    def on_step_end(self, *_: Any, **__: Any) -> None:
-        ended = now()
-        self.seconds.append(ended - self.last)
-        self.last = ended
-        if len(self.seconds) == STEPS:
-            raise Timed(self.seconds)
-
-
-plain_train = Trainer.train
-
-
-def train_with_clock(trainer: Any, *arguments: Any, **options: Any) -> Any:
-    """Train as transformers' trainer does, whoever made it."""
-    trainer.add_callback(Clock())
-    return plain_train(trainer, *arguments, **options)
-
-
-def train_with_pi_lora(recipe: Recipe, output: Path) -> None:
-    """Train as `pi-lora train` does."""
-    pi_lora.train(recipe, output=output, force=True)
-
-
-def train_with_trl(recipe: Recipe, output: Path) -> None:
-    """Train as the documentation of TRL and PEFT has it: on the same model, tokens and rank."""
-    from datasets import Dataset
-
-    base = recipe.model.name
-    model = AutoModelForCausalLM.from_pretrained(base, dtype=torch.bfloat16, device_map="auto")
-    sizes = (recipe.training.steps, recipe.context.target)
-    ids = torch.randint(0, model.config.vocab_size, sizes).tolist()
-    bare_trainer(
-        recipe,
-        model,
-        AutoTokenizer.from_pretrained(base),
-        output=str(output),
-        train_dataset=Dataset.from_dict({"input_ids": ids, "labels": ids}),
-    ).train()
