@@ -9,13 +9,15 @@ lengths, a training step of `pi-lora train` at the first one. Each kernel has a 
 benchmarks/results/attention.json when it is measured.
 """
 
+import resource
 import tempfile
+import time
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
 from plan_memory import CHECKPOINTING, DATA, MODEL, RECIPE
-from record import apart, cost_here, parser_of, training_log, write_row
+from record import apart, parser_of, training_log, write_row
 
 GEMMA = "models/gemma3_270m"
 KERNELS = ("sdpa", "auto")
@@ -39,7 +41,11 @@ def layers(model: str, tokens: int, kernel: str) -> Cost:
     with torch.inference_mode():
         # What is slow the first time only, such as the choice of kernels, is nobody's.
         loaded.base_model(ids[:, :64], use_cache=False)
-        return cost_here(lambda: loaded.base_model(ids, use_cache=False))
+        started = time.perf_counter()
+        loaded.base_model(ids, use_cache=False)
+        seconds = time.perf_counter() - started
+    kibibytes = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    return {"seconds": round(seconds, 4), "peak_bytes": 1024 * kibibytes}
 
 
 def training(model: str, tokens: int, kernel: str) -> Cost:

@@ -57,18 +57,6 @@ def write_row(name: str, path: tuple[str, ...], row: Mapping[str, Any]) -> None:
     write(name, result)
 
 
-def cost_here(work: Callable[[], object]) -> dict[str, Any]:
-    """Seconds that `work` takes in this process, and the peak of the process meanwhile."""
-    Path("/proc/self/clear_refs").write_text("5")  # forget the peak of loading
-    started = time.perf_counter()
-    work()
-    seconds = time.perf_counter() - started
-    status = Path("/proc/self/status").read_text().splitlines()
-    peak = next(line for line in status if line.startswith("VmHWM"))
-    _, kibibytes, _unit = peak.split()
-    return {"seconds": round(seconds, 4), "peak_bytes": 1024 * int(kibibytes)}
-
-
 def training_log(*words: str) -> list[dict[str, Any]]:
     """The lines of training.jsonl, one a step, of `pi-lora train` with these words."""
     from pi_lora.run import Run
@@ -95,7 +83,7 @@ def apart(work: Callable[..., Result], *arguments: object) -> Result:
 
 
 def cost_of(command: list[str]) -> dict[str, float]:
-    """Seconds until all that `command` wrote is on the disk, processor seconds that it took, and its peak memory.
+    """Seconds until all that `command` wrote is on the disk, and its peak memory.
 
     The kernel counts the memory of a process from before it became another program: the caller has to be small.
     """
@@ -109,6 +97,5 @@ def cost_of(command: list[str]) -> dict[str, float]:
     os.sync()
     return {
         "seconds": round(time.monotonic() - started, 2),
-        "processor_seconds": round(usage.ru_utime + usage.ru_stime, 2),
         "peak_bytes": usage.ru_maxrss * 1024,
     }

@@ -170,21 +170,10 @@ class Simulation(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch h
         self.now -= self.sizes.pop(key)
 
 
-class Dequantized(torch.autograd.Function):
-    """The product with a matrix that is dequantized for the forward and again for the backward, as in bitsandbytes."""
-
-    @staticmethod
-    def forward(ctx: Any, inputs: torch.Tensor, layer: Any) -> torch.Tensor:
-        ctx.layer = layer
-        return nn.functional.linear(inputs, layer.dequantized(inputs.dtype))
-
-    @staticmethod
-    def backward(ctx: Any, gradient: torch.Tensor) -> Any:
-        return gradient @ ctx.layer.dequantized(gradient.dtype), None
-
-
 class NF4Linear(nn.Linear):
-    """A linear layer whose weight takes the bytes of NF4."""
+    """A linear layer whose weight takes the bytes of NF4. It is dequantized for the forward and again for the backward,
+    as in bitsandbytes.
+    """
 
     def quantize(self) -> None:
         """Replace the weight by bytes."""
@@ -192,13 +181,12 @@ class NF4Linear(nn.Linear):
             torch.empty(round(self.weight.numel() * NF4), dtype=torch.uint8), requires_grad=False
         )
 
-    def dequantized(self, dtype: torch.dtype) -> Any:
-        """Return the weight in a dtype."""
-        return torch.empty(self.out_features, self.in_features, dtype=dtype)
-
     def forward(self, inputs: torch.Tensor) -> Any:
         dtype = torch.get_autocast_dtype("cpu") if torch.is_autocast_enabled("cpu") else inputs.dtype
-        output = Dequantized.apply(inputs.to(dtype), self)  # type: ignore[no-untyped-call]  # torch has no types for it
+        dequantized = partial(torch.empty, dtype=dtype)
+        weight = dequantized((self.out_features, self.in_features))
+        with torch.autograd.graph.saved_tensors_hooks(lambda saved: saved.shape, dequantized):
+            output = nn.functional.linear(inputs.to(dtype), weight)
         return output if self.bias is None else output + self.bias.to(dtype)
 
 

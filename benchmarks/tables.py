@@ -38,9 +38,7 @@ def merge() -> Lines:
     yield f"{made_on(result['machine'])}\n"
     rows = []
     for way, row in result["ways"].items():
-        seconds = f"{row['seconds']:.1f} s"
-        peak = f"{row['peak_bytes'] / 1e9:.2f} GB"
-        rows.append((way, seconds, peak))
+        rows.append((way, f"{row['seconds']:.1f} s", f"{row['peak_bytes'] / 1e9:.2f} GB"))
     yield from table(("", "time", "peak memory"), rows)
 
 
@@ -151,16 +149,13 @@ def chats() -> Lines:
 
 def methods() -> Lines:
     """A way of tuning a row, mean and range of its seeds; then how and on what the rows were measured."""
-    files = {label: f"{name}-test" for name, (label, _) in UNTUNED.items()}
-    files |= {label: f"{name}-[0-9]*-test" for name, (label, _) in METHODS.items()}
+    labels = {name: label for name, (label, _) in UNTUNED.items()}
+    labels |= {f"{name}-[0-9]*": label for name, (label, _) in METHODS.items()}
     rows = []
     machines = {}
-    for label, pattern in files.items():
-        runs = list(runs_in(pattern).values())
-        perplexities = []
-        for window in WINDOWS:
-            of_runs = [run["perplexity"][str(window)] for run in runs]
-            perplexities.append(mean_and_range(of_runs, ".2f"))
+    for name, label in labels.items():
+        runs = [*runs_in(f"{name}-test").values()]
+        perplexities = [mean_and_range([run["perplexity"][str(window)] for run in runs], ".2f") for window in WINDOWS]
         k_max = mean_and_range([run["k_max"] for run in runs], ".0f")
         passkeys = mean_and_range([run["success_rate"] for run in runs], ".0%")
         rows.append((label, len(runs), *perplexities, k_max, passkeys))

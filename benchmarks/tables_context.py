@@ -1,7 +1,7 @@
 """The tables of the use of context, from the results of use_context.py."""
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from statistics import fmean
 
 import record
@@ -11,7 +11,7 @@ from pi_lora.evaluation.context import Context, ContextScores
 from pi_lora.evaluation.intervals import Pairs, of_means
 from pi_lora.report.comparison import Comparison
 from shown import changes_table, metrics_table, outcomes_of, read_scores, retrieved
-from tables_smollm2 import validation_perplexity
+from tables_smollm2 import validation_cells
 from use_context import RATES, SEEDS, TEXTS
 
 SMOLLM2 = {
@@ -56,9 +56,10 @@ def names_of(row: str) -> list[str]:
     return [row, *further] if row in SEEDED else [row]
 
 
-def of_row(row: str, text: str) -> list[ContextScores]:
-    """The scores of a row, a seed each."""
-    return [scores_of(name, text) for name in names_of(row)]
+def cells_of(row: str, text: str) -> list[object]:
+    """The label of a row, how many seeds it has, and their perplexities."""
+    seeds = [scores_of(name, text) for name in names_of(row)]
+    return [SMOLLM2[row], len(seeds), *perplexities(seeds)]
 
 
 def perplexities(seeds: Sequence[ContextScores]) -> list[str]:
@@ -74,23 +75,16 @@ def _perplexities(scores: ContextScores) -> tuple[float, float, float, float]:
     return math.exp(loss + gain.value), math.exp(loss), long_near.value, long_whole.value
 
 
-def with_interval(pairs: Pairs) -> list[float]:
-    """The mean difference in nats, and the interval over documents."""
+def with_interval(pairs: Pairs, shown: Callable[[float], str], unit: str = "") -> str:
+    """The mean difference of losses in nats, and the interval over documents."""
     mean = fmean([after - before for before, after, _ in pairs], [weight for *_, weight in pairs])
     low, high = of_means([pairs]) or (mean, mean)
-    return [mean, low, high]
+    return f"{shown(mean)}{unit} ({shown(low)} to {shown(high)})"
 
 
-def in_nats(pairs: Pairs) -> str:
-    """A difference in nats, with the interval."""
-    mean, low, high = (f"{nats:+.2f}" for nats in with_interval(pairs))
-    return f"{mean} ({low} to {high})"
-
-
-def in_percent(pairs: Pairs) -> str:
-    """The change of the perplexity that belongs to a difference in nats, with the interval."""
-    mean, low, high = (f"{100 * math.expm1(nats):+.1f}" for nats in with_interval(pairs))
-    return f"{mean} % ({low} to {high})"
+def in_percent(nats: float) -> str:
+    """The change of the perplexity that belongs to a difference in nats."""
+    return f"{100 * math.expm1(nats):+.1f}"
 
 
 def vs_untuned(name: str, text: str) -> Pairs:
@@ -140,10 +134,7 @@ def key_tokens(scores: ContextScores) -> int:
 
 def readme() -> Iterator[str]:
     """Five rows for the README, and where they were measured."""
-    rows = []
-    for row in IN_README:
-        seeds = of_row(row, "novels")
-        rows.append((SMOLLM2[row], len(seeds), *perplexities(seeds), passkeys(row)))
+    rows = [(*cells_of(row, "novels"), passkeys(row)) for row in IN_README]
     head = ("model", "seeds", *heads("perplexity"), *heads("key tokens"), "passkeys at 16k")
     yield from table(head, rows)
     sample = amounts(scores_of(CONTROL, "novels"))
@@ -154,14 +145,11 @@ def readme() -> Iterator[str]:
 def smollm2() -> Iterator[str]:
     """All rows on novels and on mathematics; what became of chats."""
     for text in TEXTS:
-        rows = []
-        for row, label in SMOLLM2.items():
-            seeds = of_row(row, text)
-            rows.append((label, len(seeds), *perplexities(seeds)))
+        rows = [cells_of(row, text) for row in SMOLLM2]
         yield from table((text, "seeds", *heads("perplexity"), *heads("LongPPL")), rows)
         yield (
             f"\n{amounts(scores_of(CONTROL, text))}. Three seeds: mean and range. The evaluator has another tokenizer, "
-            f"and {key_tokens(seeds[0])} key tokens in the same texts.\n"
+            f"and {key_tokens(scores_of('evaluator', text))} key tokens in the same texts.\n"
         )
     chats = zip(("whole", "released", CONTROL), read_scores(CHATS), strict=True)
     yield from metrics_table({SMOLLM2[row]: [scores] for row, scores in chats})
@@ -178,8 +166,8 @@ def by_seed() -> Iterator[str]:
         for seed, name in enumerate(names_of(row)):
             cells = [label, seed]
             for text in TEXTS:
-                cells.append(in_nats(vs_untuned(name, text)))
-                cells.append(in_percent(vs_control(name, text)))
+                cells.append(with_interval(vs_untuned(name, text), "{:+.2f}".format))
+                cells.append(with_interval(vs_control(name, text), in_percent, " %"))
             rows.append((*cells, retrieved(f"use_context/passkey-{name}")))
     columns = [f"{text}: {column}" for text in TEXTS for column in ("vs. untuned", "vs. control")]
     yield from table(("row", "seed", *columns, "passkeys"), rows)
@@ -192,13 +180,12 @@ def by_seed() -> Iterator[str]:
 
 def gemma3() -> Iterator[str]:
     """The rows of Gemma 3, and the table of `pi-lora compare`."""
-    rows = []
-    for row, label in GEMMA3.items():
-        scores = scores_of(row, "novels", "gemma3_64k")
-        rows.append((label, *perplexities([scores])))
+    measured = {label: scores_of(row, "novels", "gemma3_64k") for row, label in GEMMA3.items()}
+    rows = [(label, *perplexities([scores])) for label, scores in measured.items()]
     columns = [*heads("perplexity", "24k-32k", "64k"), *heads("LongPPL", "24k-32k", "64k")]
     yield from table(("Gemma 3 270M", *columns), rows)
-    yield f"\n{scores.documents} novels, 65,536 tokens of each; {key_tokens(scores)} key tokens of untuned PI.\n"
+    sample = measured["base"]
+    yield f"\n{sample.documents} novels, 65,536 tokens of each; {key_tokens(sample)} key tokens of untuned PI.\n"
     comparison = Comparison.model_validate(record.read("gemma3_64k/compare"))
     yield from changes_table("`pi-lora compare`", comparison.rows)
     yield f"\n{comparison.settings['perplexity']}.\n"
@@ -207,8 +194,5 @@ def gemma3() -> Iterator[str]:
 
 def validation() -> Iterator[str]:
     """Perplexity of the validation novels, a rate a column."""
-    rows = []
-    for name in SEEDED:
-        cells = [validation_perplexity("use_context", f"{name}_{rate}") for rate in RATES]
-        rows.append((name, *cells))
+    rows = [validation_cells("use_context", name, [f"{name}_{rate}" for rate in RATES]) for name in SEEDED]
     yield from table(("26 steps at", *RATES), rows)

@@ -125,17 +125,18 @@ def validation() -> Iterator[str]:
     most = max(RATES.values(), key=len)
     for scaling in RATES:
         trials = [f"{scaling}_{rate}" for rate in most]
-        names = [f"untuned {scaling}", *trials, f"tuned {scaling}"]
-        cells = [validation_perplexity(RESULTS, name) for name in names]
-        rows.append((scaling, *cells))
+        rows.append(validation_cells(RESULTS, scaling, [f"untuned {scaling}", *trials, f"tuned {scaling}"]))
     columns = (f"{TRIAL_STEPS} steps at {rate}" for rate in most)
     yield from table(("", "untuned", *columns, f"{STEPS} steps at the best rate"), rows)
 
 
-def validation_perplexity(results: str, name: str) -> str:
-    """The perplexity of the longest window on the validation novels; empty if it is not measured."""
-    measured = read_scores(f"{results}/perplexity-validation-{name}")
-    return ", ".join(f"{scores.windows[-1].perplexity:.2f}" for scores in measured)
+def validation_cells(results: str, label: str, rows: Iterable[str]) -> list[str]:
+    """A label, and perplexities of the longest window on the validation novels; empty where none is measured."""
+    cells = [label]
+    for row in rows:
+        measured = read_scores(f"{results}/perplexity-validation-{row}")
+        cells.append("".join(f"{scores.windows[-1].perplexity:.2f}" for scores in measured))
+    return cells
 
 
 def picture(file: Path) -> None:

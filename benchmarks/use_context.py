@@ -12,7 +12,6 @@ result exists is left out.
 
 from collections.abc import Iterator
 from pathlib import Path
-from typing import NamedTuple
 
 import record  # noqa: F401  first: it finds scripts/
 from experiment import (
@@ -35,39 +34,23 @@ RELEASED = "adapters/smollm2_135m_16k"
 GEMMA = "models/gemma3_270m"
 # As chats.py makes them.
 CHATS = "chats/test.jsonl"
-# The documents of a text.
-TEXTS = {"novels": f"{BOOKS}/test/*[0-9].txt", "mathematics": "math"}
+# The documents of a text, three windows of a novel and one of mathematics.
+TEXTS = {"novels": f"{BOOKS}/test/*[0-9].txt --truncate {3 * TARGET}", "mathematics": f"math --truncate {TARGET}"}
 # The rates that were tried, of the control the first three, and those that validation chose.
 RATES = ("1e-3", "2e-3", "4e-3", "8e-3")
 CHOSEN_RATES = {"whole": "1e-3", CONTROL: "2e-3"}
-
-
-class Sizes(NamedTuple):
-    """An extension in tokens: L, L', the window that is near, the stride, and how many windows of how many novels."""
-
-    original: int
-    target: int
-    near: int
-    stride: int
-    windows: int
-    documents: int
-
-
-SMOLLM2 = Sizes(original=ORIGINAL, target=TARGET, near=6144, stride=2048, windows=3, documents=10)
-GEMMA3 = Sizes(original=32768, target=65536, near=24576, stride=8192, windows=1, documents=7)
+SMOLLM2 = f"--window {TARGET} --short-window 6144 --stride 2048 --documents 10 --seed 0"
+GEMMA_ORIGINAL = 32768
+GEMMA_TARGET = 65536
+GEMMA_STRIDE = 8192
 RESULTS = Path("benchmarks/results/use_context")
 RUNS = Path("adapters/use_context")
 GEMMA_RESULTS = Path("benchmarks/results/gemma3_64k")
 GEMMA_RUNS = Path("adapters/gemma3_64k")
 
 
-def context(row: str, model: str, text: str, sizes: Sizes, results: Path) -> str:
+def context(row: str, model: str, text: str, options: str, results: Path) -> str:
     """Return the command that measures the use of context on a text, on the key tokens of the evaluator."""
-    windows = sizes.windows if text == "novels" else 1
-    options = (
-        f"--data {TEXTS[text]} --window {sizes.target} --short-window {sizes.near} --stride {sizes.stride} "
-        f"--documents {sizes.documents} --truncate {windows * sizes.target} --seed 0"
-    )
     if row != "evaluator":
         options += f" --key-tokens {results}/context-evaluator-{text}.json"
     return score("context", f"{row} {text}", model, options, results=results)
@@ -105,11 +88,10 @@ def commands() -> Iterator[str]:
         for seed in SEEDS:
             yield tuning(f"{row}_{seed}", rate, seed)
             models[f"{row} seed {seed}"] = f"{RUNS}/{row}_{seed}"
-    for text in TEXTS:
-        yield context("evaluator", GEMMA, text, SMOLLM2, RESULTS)
+    for row, model in {"evaluator": GEMMA, **models}.items():
+        for text, documents in TEXTS.items():
+            yield context(row, model, text, f"--data {documents} {SMOLLM2}", RESULTS)
     for row, model in models.items():
-        for text in TEXTS:
-            yield context(row, model, text, SMOLLM2, RESULTS)
         at_target = to_target(model, TARGET)
         yield score("passkey", row, at_target, "--depths 8 --trials 5 --seed 11", results=RESULTS)
     talking = f"{RUNS}/whole {RELEASED} {RUNS}/{CONTROL}"
@@ -118,20 +100,24 @@ def commands() -> Iterator[str]:
 
 def road() -> Iterator[str]:
     """Yield the commands of a user with Gemma 3 and novels, and the use of context under untuned scalings."""
-    to_extend = f"{GEMMA} --target {GEMMA3.target}"
+    to_extend = f"{GEMMA} --target {GEMMA_TARGET}"
     recipe = f"{GEMMA_RESULTS}/recipe.yaml"
     run = f"{GEMMA_RUNS}/road"
     # Fewer prompts and passes than `new` asks for.
-    fewer = f'evaluation.passkey={{"depths":8,"trials":3}} evaluation.perplexity.stride={GEMMA3.stride}'
+    fewer = f'evaluation.passkey={{"depths":8,"trials":3}} evaluation.perplexity.stride={GEMMA_STRIDE}'
     yield f"probe {to_extend} --data {BOOKS}/validation --documents 1 --trials 3 --json {GEMMA_RESULTS}/probe.json"
     yield f"new {to_extend} --data {BOOKS}/train --gpu 80GB --output {recipe}"
     yield f"train {recipe} {fewer} --output {run}"
     yield f"compare {GEMMA} {run} --dtype bfloat16 --json {GEMMA_RESULTS}/compare.json"
     yield f"merge {run} --check logits --output {GEMMA_RUNS}/merged"
     scalings = {"evaluator": "pi", "yarn": "yarn", "theta": "theta"}
-    rows = {row: untuned(scaling, GEMMA, GEMMA3.original, GEMMA3.target) for row, scaling in scalings.items()}
+    rows = {row: untuned(scaling, GEMMA, GEMMA_ORIGINAL, GEMMA_TARGET) for row, scaling in scalings.items()}
+    options = (
+        f"--data {BOOKS}/test/*[0-9].txt --truncate {GEMMA_TARGET} --window {GEMMA_TARGET} --short-window 24576 "
+        f"--stride {GEMMA_STRIDE} --documents 7 --seed 0"
+    )
     for row, model in {**rows, "base": GEMMA, "tuned": run}.items():
-        yield context(row, model, "novels", GEMMA3, GEMMA_RESULTS)
+        yield context(row, model, "novels", options, GEMMA_RESULTS)
 
 
 EXPERIMENTS = {"smollm2": commands, "gemma3": road}
