@@ -13,7 +13,6 @@ import sys
 import tempfile
 import tomllib
 import zipfile
-from collections.abc import Callable
 from pathlib import Path
 
 from packaging.metadata import Metadata
@@ -41,16 +40,17 @@ def versions(file: Path) -> dict[str, str]:
     return pins
 
 
-def fill(folder: Path, machine: dict[str, str], python: str) -> dict[str, str]:
+def fill(folder: Path) -> dict[str, str]:
     """Put the wheels into `folder`; return what is left to the machine, package to version."""
     wanted = project_requirements()
     pins = versions(ROOT / "constraints.txt")
+    machine = versions(MACHINE)
     seen: set[str] = set()
     own: dict[str, str] = {}
     while wanted:
         requirement = wanted.pop()
         name = canonicalize_name(requirement.name)
-        if requirement.marker and not requirement.marker.evaluate(environment(python)):
+        if requirement.marker and not requirement.marker.evaluate(environment()):
             continue
         # Empty: any version will do.
         version = machine.get(name)
@@ -60,7 +60,7 @@ def fill(folder: Path, machine: dict[str, str], python: str) -> dict[str, str]:
             seen.add(name)
             print(f"  {name}", flush=True)
             pinned = f"{name}=={pins[name]}" if name in pins else str(requirement)
-            wheel = download(folder, pinned, python)
+            wheel = download(folder, pinned)
             wanted += requirements_of(wheel)
     return own
 
@@ -75,20 +75,20 @@ def project_requirements() -> list[Requirement]:
     return [Requirement(name) for name in names]
 
 
-def environment(python: str) -> dict[str, str]:
+def environment() -> dict[str, str]:
     """The markers of that machine."""
     return {
         "sys_platform": "linux",
         "platform_system": "Linux",
         "platform_machine": "x86_64",
-        "python_version": python,
-        "python_full_version": f"{python}.0",
+        "python_version": PYTHON,
+        "python_full_version": f"{PYTHON}.0",
     }
 
 
-def download(folder: Path, requirement: str, python: str) -> Path:
+def download(folder: Path, requirement: str) -> Path:
     """Fetch the wheel of one package, and return its file."""
-    options = f"--no-deps --only-binary=:all: --implementation cp --python-version {python}".split()
+    options = f"--no-deps --only-binary=:all: --implementation cp --python-version {PYTHON}".split()
     options += [f"--platform={platform}" for platform in PLATFORMS]
     before = set(folder.iterdir())
     pip(["download", *options, "--dest", str(folder), requirement])
@@ -109,51 +109,46 @@ def requirements_of(wheel: Path) -> list[Requirement]:
     return metadata.requires_dist or []
 
 
-def keep(wheel: Path, stays: Callable[[str], bool]) -> None:
-    """Drop the files of a wheel but those that stay, and their lines in its record."""
+def leave_out_libraries(wheel: Path) -> None:
+    """Drop the libraries of a wheel that the machine does not need, and their lines in its record."""
     smaller = wheel.with_suffix(".part")
     with zipfile.ZipFile(wheel) as old, zipfile.ZipFile(smaller, "w", zipfile.ZIP_DEFLATED) as new:
         for entry in old.infolist():
-            if not stays(entry.filename):
-                continue
             content = old.read(entry)
             if entry.filename.endswith(".dist-info/RECORD"):
                 lines = content.decode().splitlines(keepends=True)
-                remaining = [line for line in lines if stays(line.split(",")[0])]
-                content = "".join(remaining).encode()
-            new.writestr(entry, content)
+                content = "".join(line for line in lines if is_needed(line.split(",")[0])).encode()
+            if is_needed(entry.filename):
+                new.writestr(entry, content)
     smaller.replace(wheel)
 
 
-def is_for_that_machine(name: str) -> bool:
-    """Whether a file of bitsandbytes is needed there."""
+def is_needed(name: str) -> bool:
+    """Whether a file of bitsandbytes is needed on that machine."""
     return not name.endswith(".so") or name.endswith(KEPT_LIBRARIES)
+
+
+def make(folder: Path) -> dict[str, str]:
+    """Make the folder anew; return what is left to the machine."""
+    shutil.rmtree(folder, ignore_errors=True)
+    with tempfile.TemporaryDirectory(dir=folder.parent) as temporary:
+        part = Path(temporary) / "wheels"
+        part.mkdir()
+        own = fill(part)
+        # For the metadata: the package itself is in the tree, which comes first.
+        pip(["wheel", "--no-deps", "--wheel-dir", str(part), str(ROOT)])
+        leave_out_libraries(next(part.glob("bitsandbytes-*")))
+        part.rename(folder)
+    return own
 
 
 def main() -> None:
     parser = parser_of(__doc__)
     parser.add_argument("folder", nargs="?", type=Path, default=ROOT / "wheels")
     folder = parser.parse_args().folder
-    make(folder, versions(MACHINE), PYTHON)
+    make(folder)
     size = sum(file.stat().st_size for file in folder.iterdir())
     print(f"{folder}: {size / 2**20:.1f} MiB")
-
-
-def make(folder: Path, machine: dict[str, str], python: str) -> dict[str, str]:
-    """Make the folder anew, with the metadata of pi-lora itself; return what is left to the machine."""
-    shutil.rmtree(folder, ignore_errors=True)
-    with tempfile.TemporaryDirectory(dir=folder.parent) as temporary:
-        part = Path(temporary) / "wheels"
-        part.mkdir()
-        own = fill(part, machine, python)
-        pip(["wheel", "--no-deps", "--wheel-dir", str(part), str(ROOT)])
-        bitsandbytes = next(part.glob("bitsandbytes-*"))
-        keep(bitsandbytes, is_for_that_machine)
-        # The package itself is in the tree.
-        package = next(part.glob("pi_lora-*"))
-        keep(package, lambda name: ".dist-info/" in name)
-        part.rename(folder)
-    return own
 
 
 if __name__ == "__main__":

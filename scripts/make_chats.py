@@ -1,9 +1,9 @@
 """Chats that a model writes itself from short prompts, as data against forgetting: `data.source: {column: messages}`.
 
-    python scripts/make_chats.py models/smollm2_135m_instruct chats.jsonl [--chats 500] [--turns 2] [--batch-size 16]
+    python scripts/make_chats.py models/smollm2_135m_instruct chats.jsonl [--chats 500] [--seed 0]
 
 No outside data is needed: prompts are made from lists of tasks and topics, and every answer is sampled from the model.
-A chat has up to `--turns` questions. Each line is a chat; the same command continues a file that was not finished.
+A chat has one or two questions. Each line is a chat; the same command continues a file that was not finished.
 """
 
 import json
@@ -47,16 +47,18 @@ Why is that?
 Say it in one sentence.
 Are you sure? Explain.
 """.splitlines()
-# Tokens of an answer.
+# Questions of a chat, tokens of an answer, and chats that are answered at once.
+TURNS = 2
 LONGEST = 256
+BATCH = 16
 
 
-def questions(number: int, turns: int, seed: int) -> list[str]:
-    """Return the questions of chat `number`, up to `turns`, which follow from number and seed alone."""
+def questions(number: int, seed: int) -> list[str]:
+    """Return the questions of chat `number`, which follow from number and seed alone."""
     rng = random.Random(f"{seed} {number}")
     topic, other = rng.sample(TOPICS, 2)
     first = rng.choice(TASKS).format(topic=topic, other=other)
-    return [first, *rng.sample(FOLLOW_UPS, min(len(FOLLOW_UPS), rng.randrange(turns)))]
+    return [first, *rng.sample(FOLLOW_UPS, rng.randrange(TURNS))]
 
 
 def answer(model: pi_lora.LoadedModel, chats: Sequence[list[Json]], seed: int) -> list[str]:
@@ -106,8 +108,8 @@ def main() -> None:
     parser = parser_of(__doc__)
     parser.add_argument("model")
     parser.add_argument("output", type=Path)
-    for name, default in {"chats": 500, "turns": 2, "batch-size": 16, "seed": 0}.items():
-        parser.add_argument(f"--{name}", type=int, default=default)
+    parser.add_argument("--chats", type=int, default=500)
+    parser.add_argument("--seed", type=int, default=0)
     asked = parser.parse_args()
     asked.output.parent.mkdir(parents=True, exist_ok=True)
     # A line that a kill cut off is written again.
@@ -117,9 +119,9 @@ def main() -> None:
     done = whole.count("\n")
     model = pi_lora.load(asked.model)
     with asked.output.open("a", encoding="utf-8") as file, tqdm(total=asked.chats, initial=done) as bar:
-        for start in range(done, asked.chats, asked.batch_size):
-            numbers = range(start, min(start + asked.batch_size, asked.chats))
-            asks = [questions(number, asked.turns, asked.seed) for number in numbers]
+        for start in range(done, asked.chats, BATCH):
+            numbers = range(start, min(start + BATCH, asked.chats))
+            asks = [questions(number, asked.seed) for number in numbers]
             chats = answered(model, asks, asked.seed + start)
             file.writelines(json.dumps({"messages": chat}, ensure_ascii=False) + "\n" for chat in chats)
             file.flush()

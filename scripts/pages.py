@@ -1,5 +1,6 @@
 """The parts of documentation that scripts write: tables, and blocks of pages between two comments."""
 
+import re
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from statistics import fmean
@@ -49,20 +50,16 @@ def mean_and_range(values: Sequence[float], style: str) -> str:
 
 def block(page: Path, name: str) -> str:
     """The text between `<!-- name -->` and `<!-- end of name -->` in a page."""
-    return _around(page, name)[1]
+    return _parts(page, name)[1]
 
 
 def write_block(page: Path, name: str, text: str) -> None:
     """Replace what stands there."""
-    before, _, after = _around(page, name)
+    before, _, after = _parts(page, name)
     page.write_text(before + text + after, encoding="utf-8")
 
 
-def _around(page: Path, name: str) -> tuple[str, str, str]:
-    begin = f"<!-- {name} -->\n"
-    end = f"<!-- end of {name} -->\n"
-    text = page.read_text(encoding="utf-8")
-    before, opening, rest = text.partition(begin)
-    inside, closing, after = rest.partition(end)
-    assert closing, f"{page}: has no block of {name}"
-    return before + opening, inside, closing + after
+def _parts(page: Path, name: str) -> list[str]:
+    parts = re.split(rf"(?<=<!-- {name} -->\n)|(?=<!-- end of {name} -->\n)", page.read_text(encoding="utf-8"))
+    assert len(parts) == 3, f"{page}: has no block of {name}"
+    return parts

@@ -7,7 +7,6 @@ recall. It begins with sequences of 64 tokens, half of them repeated random toke
 with 256, the model's window. Muon (Jordan 2024) at a constant rate that falls to zero along a line at the end.
 """
 
-import math
 import time
 from pathlib import Path
 from typing import Any
@@ -60,22 +59,6 @@ def new_model() -> LlamaForCausalLM:
     return LlamaForCausalLM(config)
 
 
-def stdlib_texts(split: str) -> list[str]:
-    """The modules of Python's standard library in a split."""
-    table = find_table(Source(name=STDLIB, split=split))
-    return [document.text for document in table.documents()]
-
-
-@torch.no_grad()
-def held_out_loss(model: torch.nn.Module, rows: torch.Tensor) -> float:
-    """Mean loss in nats per token over `rows`, float32."""
-    losses: list[float] = []
-    for batch in torch.split(rows, 16):
-        loss = model(input_ids=batch, labels=batch, use_cache=False).loss
-        losses.append(loss.item())
-    return sum(losses) / len(losses)
-
-
 def main() -> None:
     parser = parser_of(__doc__)
     parser.add_argument("--output", type=Path, required=True)
@@ -83,13 +66,11 @@ def main() -> None:
     torch.manual_seed(SEED)
     logging.set_verbosity_error()
     logging.disable_progress_bar()
-    texts = stdlib_texts("train")
-    held_out = stdlib_texts("validation")
+    table = find_table(Source(name=STDLIB, split="train"))
+    texts = [document.text for document in table.documents()]
     tokenizer = train_tokenizer(texts, VOCABULARY, WINDOW, SEED)
     model = new_model()
     mixture = Mixture(tokenizer, texts, SHARES, SEED)
-    ids = [token for text in held_out for token in tokenizer(text, verbose=False)["input_ids"]]
-    held_out_rows = torch.tensor(ids[: 64 * WINDOW]).view(64, WINDOW)
     optimizers = optimizers_for(model, RATE)
     compiled: Any = torch.compile(model)
     steps = TOKENS // BATCH_TOKENS
@@ -100,12 +81,8 @@ def main() -> None:
         batch = mixture.rows(BATCH_TOKENS // length, length)
         loss = train_step(compiled, optimizers, batch, rate)
         if step % 100 == 99 or step == steps - 1:
-            perplexity = math.exp(held_out_loss(model, held_out_rows))
             seconds = time.monotonic() - started
-            print(
-                f"step {step + 1} of {steps}: loss {loss:.4f}, held out {perplexity:.3f}, {seconds:.0f} s",
-                flush=True,
-            )
+            print(f"step {step + 1} of {steps}: loss {loss:.4f}, {seconds:.0f} s", flush=True)
     model.to(torch.float16).save_pretrained(output)
     save_tokenizer(tokenizer, output)
 
