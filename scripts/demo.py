@@ -15,6 +15,7 @@ import time
 from collections.abc import Sequence
 from pathlib import Path
 from statistics import median
+from timeit import repeat
 from typing import Any
 
 import torch
@@ -107,12 +108,7 @@ def minutes_here() -> float:
 def pass_seconds(model: Any) -> float:
     """Return the median seconds of a forward pass over TARGET tokens."""
     tokens = torch.zeros(1, TARGET, dtype=torch.long, device=model.device)
-    seconds = []
-    for _ in range(PASSES):
-        started = time.monotonic()
-        model(input_ids=tokens)
-        seconds.append(time.monotonic() - started)
-    return median(seconds)
+    return median(repeat(lambda: model(input_ids=tokens), number=1, repeat=PASSES))
 
 
 def show(models: dict[str, list[Any]]) -> None:
