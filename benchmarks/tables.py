@@ -199,8 +199,6 @@ BLOCKS: dict[str, dict[str, Callable[[], Iterable[str]]]] = {
     "docs/experiments.md": {
         "validation": tables_smollm2.validation,
         "whole_sequences": tables_context.validation,
-        "probe_builtin": partial(probe, "probe_builtin"),
-        "gemma3_64k": tables_context.gemma3,
         "methods": methods,
     },
     "docs/performance.md": {"gpu": tables_gpu.measured, "attention": attention},
@@ -209,7 +207,11 @@ BLOCKS: dict[str, dict[str, Callable[[], Iterable[str]]]] = {
     "adapters/smollm2_135m_16k/README.md": {"control": tables_smollm2.compared},
     "benchmarks/README.md": {"train_overhead": partial(speeds, "train_overhead", "median_ratio", "times as many")},
     "benchmarks/results/methods.md": {"rates": rates},
-    "benchmarks/results/probe_smollm2.md": {"probe_smollm2": partial(probe, "probe_smollm2")},
+    "benchmarks/results/gemma3_64k.md": {"gemma3_64k": tables_context.gemma3},
+    "benchmarks/results/probes.md": {
+        "probe_builtin": partial(probe, "probe_builtin"),
+        "probe_smollm2": partial(probe, "probe_smollm2"),
+    },
     "benchmarks/results/use_context.md": {"seeds": tables_context.by_seed},
     "benchmarks/results/plan_memory.md": {"plan_memory": plan_memory},
     "benchmarks/results/engines.md": {"engines": engines},

@@ -482,8 +482,10 @@ def published_cells(model: Mapping[str, Any]) -> Iterator[str]:
     """Declared window, trained window, scaling in the config, scalings that extend it, the makers' extension."""
     entries = model["entries"]
     text = entries.get("text_config", entries)
-    yield f"{model.get('window', text['max_position_embeddings']):,}"
-    yield f"{model['trained']['tokens']:,}" if "trained" in model else ""
+    window = model.get("window", text["max_position_embeddings"])
+    yield f"{window:,}"
+    trained = model["trained"]["tokens"] if "trained" in model else window
+    yield f"{trained:,}" if trained < window else ""
     yield scaling_in_words(text.get("rope_scaling") or text.get("rope_parameters") or {})
     if "extends" in model:
         methods = ", ".join(f"`{method}`" for method in model["extends"])
@@ -579,8 +581,8 @@ angles, and logits to float32 precision. `pi-lora eval` measures how well a real
 ## Published models
 
 The numbers of published `config.json` files, each read and extended on a small body. *Trained* is the longest sequence of the training, where the makers say
-so. It is L by default: `pi-lora new`, `plan`, `probe` and `extend` use it, and name it where the config declares another window; `context.original`
-and `--original` change it. *By its makers* is how far the makers extend the model. `python tests/architectures.py --published` writes the table from
+that it is shorter than the window. It is L by default: `pi-lora new`, `plan`, `probe` and `extend` use it and name it; `context.original` and `--original`
+change it. *By its makers* is how far the makers extend the model. `python tests/architectures.py --published` writes the table from
 `tests/models/published.yaml`, which names the sources.
 
 | models | window | trained | scaling in the config | extended by | by its makers |
