@@ -187,6 +187,15 @@ def rates() -> Lines:
     yield from table(("method", *columns), rows)
 
 
+def lora_rates() -> Lines:
+    """Rates on validation documents, named batch, rate and seed, and seeds of the best ones on test documents."""
+    for names in (("untuned-validation", "validation-2", "validation-8"), ("untuned-test", "test")):
+        measured = [scores for name in names for scores in read_scores(f"rates/{name}")]
+        yield from metrics_table({Path(scores.model).name: [scores] for scores in measured})
+        yield ""
+    yield from machines_of(record.read("rates/machines"))
+
+
 # What writes the blocks of each page.
 BLOCKS: dict[str, dict[str, Callable[[], Iterable[str]]]] = {
     "README.md": {"use_context": tables_context.readme},
@@ -206,7 +215,7 @@ BLOCKS: dict[str, dict[str, Callable[[], Iterable[str]]]] = {
     "docs/merging.md": {"merge": merge},
     "adapters/smollm2_135m_16k/README.md": {"control": tables_smollm2.compared},
     "benchmarks/README.md": {"train_overhead": partial(speeds, "train_overhead", "median_ratio", "times as many")},
-    "benchmarks/results/methods.md": {"rates": rates},
+    "benchmarks/results/methods.md": {"rates": rates, "lora_rates": lora_rates},
     "benchmarks/results/gemma3_64k.md": {"gemma3_64k": tables_context.gemma3},
     "benchmarks/results/probes.md": {
         "probe_builtin": partial(probe, "probe_builtin"),
