@@ -12,6 +12,7 @@ import sys
 import weakref
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
+from copy import deepcopy
 from functools import partial
 from typing import Any
 from unittest.mock import patch
@@ -295,7 +296,7 @@ def simulate(recipe: Recipe, config: PreTrainedConfig, original: int, gpu: Gpu) 
         if not on_cpu:
             use_kernels_of_linear_attention(tuned, stack)
         stack.enter_context(FakeTensorMode(allow_non_fake_inputs=True))
-        make_fake(tuned)
+        tuned = made_fake(tuned)
         prepare(tuned, recipe, on_cpu)
         if mesh:
             shard(tuned, mesh)
@@ -341,20 +342,15 @@ def offload(simulation: Simulation, **_: Any) -> Any:
     return torch.autograd.graph.saved_tensors_hooks(to_host, lambda saved: saved())
 
 
-def make_fake(model: nn.Module) -> None:
-    """Replace the parameters and buffers of a model on the meta device by fake ones; tied ones stay tied."""
-    made: dict[int, Any] = {}
-    for module in model.modules():
-        for tensors in (module._parameters, module._buffers):
-            for name, tensor in tensors.items():
-                if tensor is None:
-                    continue
-                if id(tensor) not in made:
-                    fake = torch.empty_like(tensor, device="cpu")
-                    if isinstance(tensor, nn.Parameter):
-                        fake = nn.Parameter(fake, tensor.requires_grad)
-                    made[id(tensor)] = fake
-                tensors[name] = made[id(tensor)]
+def made_fake(model: nn.Module) -> Any:
+    """Return a copy of a model on the meta device whose parameters and buffers are fake; tied ones stay tied."""
+    fakes: dict[int, Any] = {}
+    for tensor in (*model.parameters(), *model.buffers()):
+        fake = torch.empty_like(tensor, device="cpu")
+        if isinstance(tensor, nn.Parameter):
+            fake = nn.Parameter(fake, tensor.requires_grad)
+        fakes[id(tensor)] = fake
+    return deepcopy(model, fakes)
 
 
 @contextmanager
