@@ -15,7 +15,6 @@ Cell = Callable[[Row], object]
 TERA = 1e12
 # Operations a second of a dense bfloat16 product by the data sheets of H100 SXM and H200, the usual base of MFU.
 DATA_SHEET = 989e12
-OUT_OF_MEMORY = "out of memory"
 
 
 def measured() -> Iterator[str]:
@@ -52,7 +51,7 @@ def tokens_per_second(row: Row) -> float:
 def speed(row: Row) -> str:
     """Tokens a second, or that memory was too little."""
     tokens = tokens_per_second(row)
-    return f"{tokens:,.0f}" if tokens else OUT_OF_MEMORY
+    return f"{tokens:,.0f}" if tokens else "out of memory"
 
 
 def compared(row: Row) -> str:
