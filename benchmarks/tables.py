@@ -211,10 +211,12 @@ BLOCKS: dict[str, dict[str, Callable[[], Iterable[str]]]] = {
         "methods": methods,
     },
     "docs/performance.md": {"gpu": tables_gpu.measured, "attention": attention},
-    "docs/chats.md": {"packing": partial(speeds, "packing", "tokens_per_second", "tokens per processor second")},
     "docs/merging.md": {"merge": merge},
     "adapters/smollm2_135m_16k/README.md": {"control": tables_smollm2.compared},
-    "benchmarks/README.md": {"train_overhead": partial(speeds, "train_overhead", "median_ratio", "times as many")},
+    "benchmarks/README.md": {
+        "train_overhead": partial(speeds, "train_overhead", "median_ratio", "times as many"),
+        "packing": partial(speeds, "packing", "tokens_per_second", "tokens per processor second"),
+    },
     "benchmarks/results/methods.md": {"rates": rates, "lora_rates": lora_rates},
     "benchmarks/results/gemma3_64k.md": {"gemma3_64k": tables_context.gemma3},
     "benchmarks/results/probes.md": {
