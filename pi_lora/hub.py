@@ -1,6 +1,7 @@
 """The Hugging Face hub: the commit of a name, files at a commit, and errors by their kind, a line each."""
 
 import difflib
+import functools
 import logging
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -16,11 +17,13 @@ from huggingface_hub.errors import (  # type: ignore[attr-defined]
     HfHubHTTPError,
     HTTPError,
     LocalEntryNotFoundError,
+    NotASafetensorsRepoError,
     OfflineModeIsEnabled,
     RemoteEntryNotFoundError,
     RepositoryNotFoundError,
     RevisionNotFoundError,
     RevisionResolutionError,
+    SafetensorsParsingError,
 )
 
 from pi_lora.errors import DataError, ModelError, PiLoraError, first_line
@@ -83,6 +86,23 @@ def download_file(name: str, file: str, commit: str, kind: Kind = "model") -> Pa
             return None
 
 
+@functools.cache
+def tensors_on_hub(name: str, commit: str) -> dict[str, Any]:
+    """Return the headers of the tensors of a model by name, without downloading weights; raise ModelError if its files
+    are no safetensors.
+    """
+    with hub_errors(name):
+        try:
+            metadata = HfApi().get_safetensors_metadata(name, revision=commit)
+        except (NotASafetensorsRepoError, SafetensorsParsingError) as error:
+            problem = f"weights cannot be read ({first_line(error)}); name another base"
+            raise ModelError(f"{name}: {problem}") from None
+    tensors: dict[str, Any] = {}
+    for file in metadata.files_metadata.values():
+        tensors |= file.tensors
+    return tensors
+
+
 @contextmanager
 def hub_errors(name: str, kind: Kind = "model", revision: str = "main") -> Iterator[None]:
     """Turn any exception of the hub's clients into a line with what to do: DataError of a data set, else ModelError."""
@@ -116,7 +136,8 @@ def _problem(name: str, kind: Kind, revision: str, error: BaseException) -> str:
             return f"{name}: the hub asks for a valid token; {LOG_IN}, or correct HF_TOKEN"
         return f"{name}: the hub refuses it ({reason}); check the name and the rights of the token"
     if not isinstance(cause, HTTPError | ConnectionError | LocalEntryNotFoundError | RevisionResolutionError):
-        return f"{name}: the hub cannot serve it ({_messages(error)}); check the name, and subset and split of data"
+        check = "check the name, subset and split" if kind == "dataset" else "check the name"
+        return f"{name}: the hub cannot serve it ({_messages(error)}); {check}"
     reason = f"{constants.ENDPOINT} does not answer ({first_line(cause)}); check the network"
     if constants.HF_HUB_OFFLINE:
         reason = "the hub did not answer" if _Hub.fell_back else "HF_HUB_OFFLINE=1 is set"

@@ -1,14 +1,13 @@
 """The checks of a recipe before anything is downloaded, tokenized or loaded; all mistakes are reported together."""
 
 import importlib.util
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import torch
-from huggingface_hub import HfApi, constants
-from huggingface_hub.errors import NotASafetensorsRepoError, SafetensorsParsingError
+from huggingface_hub import constants
 from transformers import get_scheduler
 
 from pi_lora.data.batches import packing_problems
@@ -16,7 +15,7 @@ from pi_lora.data.checks import amount_problems, data_problems
 from pi_lora.errors import ModelError, PiLoraError, RecipeError, first_line
 from pi_lora.evaluation.measurement import Preview
 from pi_lora.evaluation.suite import problems_of, requested_measurements
-from pi_lora.hub import hub_errors
+from pi_lora.hub import tensors_on_hub
 from pi_lora.models.adapter import check_shape, check_targets
 from pi_lora.models.files import BUILTIN, methods_on, quantization_of
 from pi_lora.models.loaded import check_shapes
@@ -149,20 +148,15 @@ def _check_quantization(base: Base, method: str) -> None:
 
 def _check_weights(model: ModelSource, ask_hub: bool) -> None:
     base = model.base
+    stored: Mapping[str, Header]
     if base.commit is None or constants.HF_HUB_OFFLINE:
-        check_shapes(base)
-        check_loadable(base, base.read_weights())
+        stored = base.read_weights()
     elif ask_hub:
-        with hub_errors(base.name):
-            try:
-                metadata = HfApi().get_safetensors_metadata(base.name, revision=base.commit)
-            except (NotASafetensorsRepoError, SafetensorsParsingError) as error:
-                problem = f"weights cannot be read ({first_line(error)}); name another base"
-                raise ModelError(f"{base.name}: {problem}") from None
-        stored: dict[str, Header] = {}
-        for file in metadata.files_metadata.values():
-            stored |= file.tensors
-        check_loadable(base, stored)
+        stored = tensors_on_hub(base.name, base.commit)
+    else:
+        return
+    check_shapes(base, stored)
+    check_loadable(base, stored)
 
 
 def _evaluation_problems(recipe: Recipe, model: ModelSource | None, tokenizer: Any, ask_hub: bool) -> Iterator[str]:

@@ -17,7 +17,7 @@ import pytest
 import torch
 from huggingface_hub import constants
 from safetensors.torch import load_file, save_file
-from transformers import AutoConfig, AutoModelForCausalLM
+from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForSequenceClassification
 
 from conftest import refused, run_captured, small_recipe, train
 from hub import OTHER_TOKEN, TOKEN, Fault, Hub, forget_commits
@@ -76,7 +76,10 @@ def test_a_model_is_read_at_one_commit_with_one_request_for_each_file(hub: Hub, 
     asked = hub.asked()
     assert asked[0] == "GET /api/models/me/tiny/revision/main"
     names = sorted(path.name for path in small_model.iterdir() if path.suffix != ".safetensors")
-    assert sorted(line.rpartition("/")[2] for line in hub.asked("GET /me/tiny/resolve/")) == names
+    # Of the weights only the header is read: whether they hold a head of their own.
+    assert sorted(line.rpartition("/")[2] for line in hub.asked("GET /me/tiny/resolve/")) == sorted(
+        [*names, "model.safetensors"]
+    )
     assert [line for line in asked if "main" in line] == asked[:1]
     hub.log.clear()
     assert torch.equal(logits("me/tiny"), logits(str(small_model)))
@@ -111,20 +114,32 @@ def test_sharded_weights_are_read_from_all_their_files(hub: Hub, small_model: Pa
         api.load("me/sharded")
 
 
-def test_another_head_than_the_config_ties_is_known_before_weights_are_downloaded(
-    hub: Hub, small_model: Path, tmp_path: Path
+@pytest.mark.parametrize("size", ["60KB", "1GB"])
+def test_another_head_than_the_config_ties_is_known_when_a_model_is_resolved(
+    hub: Hub, small_model: Path, tmp_path: Path, size: str
 ) -> None:
-    """As in Mistral Small, whose outer config ties what the language model does not."""
+    """As in Mistral Small, whose outer config ties what the language model does not; in several files and in one."""
     folder = shutil.copytree(small_model, tmp_path / "own_head")
     (folder / "model.safetensors").unlink()
     config = AutoConfig.from_pretrained(small_model)
     config.tie_word_embeddings = False
-    AutoModelForCausalLM.from_config(config).save_pretrained(folder, max_shard_size="60KB")
+    AutoModelForCausalLM.from_config(config).save_pretrained(folder, max_shard_size=size)
     tied = json.loads((folder / "config.json").read_text()) | {"tie_word_embeddings": True}
     (folder / "config.json").write_text(json.dumps(tied))
     hub.add("models/me/own_head", folder)
-    assert torch.equal(logits("me/own_head"), logits(str(folder)))
-    assert resolve_model("me/own_head").config["tie_word_embeddings"] is False
+    for _ in ("nothing is in the cache", "all files are"):
+        assert resolve_model("me/own_head").config["tie_word_embeddings"] is False
+        assert torch.equal(logits("me/own_head"), logits(str(folder)))
+
+
+def test_a_dry_run_refuses_a_model_with_the_head_of_a_classifier(hub: Hub, small_model: Path, tmp_path: Path) -> None:
+    folder = shutil.copytree(small_model, tmp_path / "classifier")
+    config = AutoConfig.from_pretrained(small_model, pad_token_id=0)
+    AutoModelForSequenceClassification.from_config(config).save_pretrained(folder)
+    hub.add("models/me/classifier", folder)
+    recipe = small_recipe("me/classifier")
+    with refused(ModelError, "me/classifier: ", "score.weight", "LlamaForSequenceClassification"):
+        check(recipe, tmp_path / "run", ask_hub=True)
 
 
 def test_a_composite_is_read_as_its_language_model(hub: Hub, tmp_path: Path) -> None:

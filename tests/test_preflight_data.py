@@ -9,10 +9,11 @@ import pyarrow
 import pyarrow.parquet
 import pytest
 
-from conftest import refused, run_command, small_recipe
+from conftest import refused, run_captured, run_command, small_recipe
 from hub import Hub
+from pi_lora.data import packing
 from pi_lora.data.checks import data_problems
-from pi_lora.errors import DataError, RecipeError
+from pi_lora.errors import PiLoraError, RecipeError
 from pi_lora.preflight import check, check_data
 from pi_lora.recipe.data import Data
 from pi_lora.recipe.files import dump_recipe
@@ -86,11 +87,11 @@ def test_a_dry_run_refuses_what_packing_refuses(kind: str, small_model: Path, tm
     for number in (1, 60):
         data = rows_of(kind, tmp_path, number).model_dump()
         recipe = small_recipe(model, data=data, training={"steps": 2, "global_batch_size": 1})
-        source = check_data(recipe)
         said = None
         try:
+            source = check_data(recipe)
             pack_data(recipe, source)
-        except DataError as error:
+        except PiLoraError as error:
             said = str(error)
         assert (said is None) == (number > 1)
         if said is None:
@@ -103,9 +104,52 @@ def test_a_dry_run_refuses_what_packing_refuses(kind: str, small_model: Path, tm
 def test_a_dry_run_reads_every_row_of_a_small_file(small_model: Path, tmp_path: Path) -> None:
     file = tmp_path / "rows.jsonl"
     file.write_text("\n".join([json.dumps({"text": "the lamp burns low " * 20})] * 9 + ["{"]))
-    recipe = small_recipe(small_model, data={"source": str(file)}, training={"steps": 40, "global_batch_size": 1})
+    recipe = small_recipe(small_model, data={"source": str(file)}, training={"steps": 12, "global_batch_size": 1})
     with refused(RecipeError, f"{file}:10: "):
         check(recipe, tmp_path / "run", ask_hub=True)
+
+
+@pytest.fixture
+def large(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A file of rows that is too large for a dry run to pack, as files of over 8 MB are."""
+    monkeypatch.setattr(packing, "SMALL_BYTES", 2000)
+    file = tmp_path / "rows.jsonl"
+    file.write_text("\n".join([json.dumps({"text": "the lamp burns low " * 20})] * 90))
+    return file
+
+
+@pytest.mark.parametrize(("steps", "is_packed"), [(1, True), (30, False)])
+def test_a_dry_run_says_whether_it_packed_a_large_file(
+    large: Path,
+    small_model: Path,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+    steps: int,
+    is_packed: bool,
+) -> None:
+    """Packed is what a few sequences need."""
+    monkeypatch.chdir(tmp_path)
+    training = {"steps": steps, "global_batch_size": 1, "warmup_steps": 1}
+    Path("r.yaml").write_text(dump_recipe(small_recipe(small_model, data={"source": str(large)}, training=training)))
+    status, _, err = run_captured(capsys, monkeypatch, "train", "r.yaml", "--dry-run")
+    assert (status, f"{large}: is not packed" in err) == (0, not is_packed), err
+
+
+def test_a_dry_run_reads_the_rows_of_a_large_file(large: Path, small_model: Path, tmp_path: Path) -> None:
+    recipe = small_recipe(small_model, data={"source": str(large)}, training={"steps": 30, "global_batch_size": 1})
+    with large.open("a") as file:
+        file.write('\n{"text": 1}')
+    with refused(RecipeError, f"{large}:91: "):
+        check(recipe, tmp_path / "run", ask_hub=True)
+
+
+def test_rows_that_cannot_hold_the_sequences_are_refused_by_their_size(
+    large: Path, small_model: Path, tmp_path: Path
+) -> None:
+    recipe = small_recipe(small_model, data={"source": str(large)}, training={"steps": 900, "global_batch_size": 1})
+    with refused(RecipeError, f"data.source: {large}: ", "900"):
+        check(recipe, tmp_path / "run")
 
 
 def test_a_dry_run_counts_a_small_file_beside_other_sources(small_model: Path, tmp_path: Path) -> None:

@@ -1,13 +1,19 @@
 """The remedy of a message is tried: a key, value, option or command that a message names ends well."""
 
+import json
+import os
 import re
 import shutil
+import signal
+import threading
+import time
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from conftest import run_captured
+from conftest import run_captured, run_command, small_recipe
+from pi_lora.recipe.files import dump_recipe
 
 RECIPE = """\
 model: {name: 'builtin:tiny'}
@@ -106,6 +112,31 @@ REMEDIES = {
         r'Choose from: "(\w+)"',
         "generate builtin:tiny --dtype {0} --prompt x --tokens 1",
     ),
+    "an extended base under another scaling": (
+        "train r.yaml model.name=extended context.target=1024 --dry-run",
+        r"; use (yarn)",
+        "train r.yaml model.name=extended context.target=1024 scaling={0} --dry-run",
+    ),
+    "an extended base at its own window": (
+        "train r.yaml model.name=extended scaling=yarn --dry-run",
+        r"by (scaling): (keep) within",
+        "train r.yaml model.name=extended {0}={1} --dry-run",
+    ),
+    "a target beyond a window that is kept": (
+        "train r.yaml model.name=extended context.target=1024 scaling=keep --dry-run",
+        r"window of extended, (\d+) tokens.* lower the target",
+        "train r.yaml model.name=extended context.target={0} scaling=keep --dry-run",
+    ),
+    "a run to tune further": (
+        "train r.yaml model.name=run context.target=128 tuning.rank=4 --dry-run",
+        r"in a recipe: (scaling): (keep)",
+        "train r.yaml model.name=run context.target=128 tuning.rank=4 {0}={1} --dry-run",
+    ),
+    "an adapter that names no base": (
+        "merge nobase --output merged",
+        r"with (--base) MODEL",
+        "merge nobase --output merged {0} base",
+    ),
     "a base to merge": ("merge builtin:tiny", r"name a (run) of lora", "merge {0} --output merged"),
 }
 
@@ -125,9 +156,15 @@ def test_the_remedy_of_a_message_ends_well(
     Path("long.txt").write_text("The road is long and the door is open. " * 400)
     Path("probe.json").write_text('{"model": "other", "original": 64, "targets": []}')
     refused, pattern, advised = REMEDIES[kind]
-    if "{0}" in advised and "run" in pattern:
+    if "run" in refused + pattern or "nobase" in refused:
         lora_run: Any = request.getfixturevalue("lora_run")
+        Path("base").symlink_to(request.getfixturevalue("small_model"))
         shutil.copytree(lora_run, "run")
+        shutil.copytree(lora_run, "nobase")
+        settings = json.loads(Path("nobase/adapter_config.json").read_text())
+        Path("nobase/adapter_config.json").write_text(json.dumps(settings | {"base_model_name_or_path": None}))
+    if "extended" in refused:
+        assert run_command(*words("extend builtin:tiny --target 512 --scaling yarn --output extended")) == 0
     status, _, errors = run_captured(capsys, monkeypatch, *words(refused))
     remedy = re.search(pattern, errors)
     assert (status, bool(remedy)) == (2, True), errors
@@ -135,6 +172,51 @@ def test_the_remedy_of_a_message_ends_well(
     assert not Path("new.yaml").exists()
     status, _, errors = run_captured(capsys, monkeypatch, *words(advised.format(*remedy.groups())))
     assert status == 0, errors
+
+
+def test_an_interrupted_run_is_resumed_as_its_message_says(
+    small_model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    steps = {"steps": 9, "global_batch_size": 2, "warmup_steps": 1, "log_every": 1}
+    Path("r.yaml").write_text(dump_recipe(small_recipe(small_model, training=steps)))
+    log = tmp_path / ".run.partial" / "training.jsonl"
+
+    def interrupt() -> None:
+        while not log.exists():
+            time.sleep(0.001)
+        os.kill(os.getpid(), signal.SIGINT)
+
+    thread = threading.Thread(target=interrupt)
+    thread.start()
+    status, _, errors = run_captured(capsys, monkeypatch, *words("train r.yaml --output run"))
+    thread.join()
+    assert status == 130, errors
+    status, _, errors = run_captured(capsys, monkeypatch, *words("merge run --output merged"))
+    remedy = re.search(r"pi-lora (train run --resume)", errors)
+    assert status == 2
+    assert remedy, errors
+    assert run_command(*words(remedy[1])) == 0
+    assert run_command(*words("merge run --output merged")) == 0
+
+
+@pytest.mark.parametrize(
+    "plan",
+    [
+        "7b_16k tuning.method=lora training.activation_checkpointing=false --gpu 48GB",
+        "7b_16k tuning.method=lora --gpu 24GB",
+    ],
+)
+def test_the_change_that_a_plan_suggests_fits(
+    plan: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    status, out, _ = run_captured(capsys, monkeypatch, "plan", *words(plan))
+    remedy = re.search(r"does not fit.*change that fits: (.+)", out)
+    assert status == 0
+    assert remedy, out
+    _, changed, _ = run_captured(capsys, monkeypatch, "plan", *words(plan), *words(remedy[1]))
+    assert "memory: " in changed
+    assert "does not fit" not in changed
 
 
 def words(command: str) -> list[str]:

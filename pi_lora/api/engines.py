@@ -164,7 +164,7 @@ def extend(
         scores = probed.scores_by_stage(extension.target, extension.scaling)
     check_can_make(folder)
     check_quantization(source.base)
-    check_shapes(source.base)
+    check_shapes(source.base, source.base.read_weights())
     files = weight_files(source)
     with staged(folder) as staging, ui.progress("linking weights") as linked:
         run = MeasuredRun(staging, untuned=True, base_name=source.base.name)

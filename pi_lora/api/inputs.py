@@ -211,7 +211,7 @@ def section_of(kind: type[SectionT], values: Mapping[str, Any]) -> SectionT:
         unknown = sorted(values.keys() - kind.model_fields.keys())
         if unknown:
             raise PiLoraError(f"{unknown[0]}: unknown option; {suggestion(unknown[0], kind)}") from None
-        raise PiLoraError(first_problem(error)) from None
+        raise PiLoraError(*first_problem(error).splitlines()) from None
 
 
 def tokens_of(target: int | str) -> int:

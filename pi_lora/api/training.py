@@ -212,8 +212,7 @@ def prepare(
     allow_mismatch: bool = False,
     progress: bool = True,
 ) -> list[str]:
-    """Tokenize and pack the training data of a recipe into the cache, and return what was made and left out. Documents
-    that the recipe selects by gain are scored first, by the base.
+    """Tokenize and pack the training data of a recipe into the cache, and return what was made and left out.
 
     Args:
         recipe: A recipe file, or the name of one that comes with pi-lora.

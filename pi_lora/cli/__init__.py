@@ -49,7 +49,7 @@ def main() -> NoReturn:
     try:
         run(sys.argv[1:])
     except CycloptsError as mistake:
-        _fail(2, _usage_problem(mistake))
+        _fail(2, *_usage_problems(mistake))
     except KeyboardInterrupt:
         kept = ", ".join(map(str, written()))
         _fail(INTERRUPTED, f"interrupted; written before: {kept}" if kept else "interrupted; nothing was written")
@@ -78,17 +78,20 @@ def run(words: Sequence[str]) -> Any:
         return app(words, exit_on_error=False, print_error=False, result_action="return_value")
 
 
-def _usage_problem(mistake: CycloptsError) -> str:
-    """Return where and what is wrong on the command line; of a group of options the first one that is."""
+def _usage_problems(mistake: CycloptsError) -> list[str]:
+    """Return where and what is wrong on the command line; of a group of options the first one that is, or all that
+    exclude each other.
+    """
     if isinstance(mistake.__cause__, ValidationError):
         first = mistake.__cause__.errors()[0]
         option = ".".join(map(str, first["loc"][:1])).replace("_", "-")
-        return f"--{option}: {problem_text(first)}" if option else f"--{problem_text(first)}"
+        lines = problem_text(first).splitlines()
+        return [f"--{option}: {line}" if option else f"--{line}" for line in lines]
     command = " ".join(["pi-lora", *(mistake.command_chain or ())])
     if isinstance(mistake, MissingArgumentError) and mistake.argument:
-        return f"{command}: {mistake.argument.name}: missing; see {command} --help"
+        return [f"{command}: {mistake.argument.name}: missing; see {command} --help"]
     message = str(mistake).partition(" Available commands")[0].rstrip(".?")
-    return f"{command}: {message}; see {command} --help"
+    return [f"{command}: {message}; see {command} --help"]
 
 
 def _unforeseen(error: Exception) -> str:

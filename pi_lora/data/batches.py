@@ -20,7 +20,7 @@ from torch.nn.utils.rnn import pad_sequence
 
 from pi_lora.data.chats import NO_CHATS_WARNING
 from pi_lora.data.examples import NO_EXAMPLE, Task
-from pi_lora.data.packing import Row, Stream, shortfalls, training_rows
+from pi_lora.data.packing import Row, Stream, say_unpacked, shortfalls, training_rows
 from pi_lora.data.sources import Table, find_table, format_counts, streamed, with_size
 from pi_lora.data.tokens import in_batches, padding_id, tokenizer_identity
 from pi_lora.errors import DataError, ModelError
@@ -107,7 +107,9 @@ def training_data(
 
 
 def packing_problems(data: Data, training: Training, tokenizer: Any, original: int, target: int) -> list[str]:
-    """Return the errors that `training_data` raises about small sources. No large one is read to its end."""
+    """Return the errors that `training_data` raises. What takes more than seconds to tokenize is only read; large
+    sources on the hub are not.
+    """
     try:
         tables = [find_table(streamed(source)) for source in data.source]
         columns = Task(data).columns if data.has_examples else ()
@@ -116,9 +118,14 @@ def packing_problems(data: Data, training: Training, tokenizer: Any, original: i
         if not data.has_examples:
             number = training.steps * training.global_batch_size
             return [str(problem) for problem in shortfalls(streams, original, number)]
-        if all(stream.is_small for stream in streams):
+        if all(stream.is_small() for stream in streams):
             examples = sum(1 for _ in training_rows(streams, original, target, 0))
             _check_epochs(examples, data, training)
+            return []
+        for stream in streams:
+            say_unpacked(stream, "enough examples that fit")
+        if all(table.size for table in tables):
+            _check_epochs(sum(stream.read_rows() for stream in streams), data, training)
     except DataError as problem:
         return [str(problem)]
     return []

@@ -8,7 +8,7 @@ from typing import Any
 
 from huggingface_hub import constants
 
-from pi_lora.data.documents import COMPRESSION, NamedJson, looks_local
+from pi_lora.data.documents import NamedJson, files_named, is_compressed, looks_local
 from pi_lora.data.encoders import Encoder, encoder_of
 from pi_lora.data.examples import Task
 from pi_lora.data.sources import BUILTIN_TEXTS, COUNTED_ROWS, Table, find_table, format_counts, streamed
@@ -140,8 +140,8 @@ def too_short_for(source: Source, tokens: int, tokenizer: Any = None) -> str | N
 
 def amount_problems(recipe: Recipe, original: int) -> list[str]:
     """Return the sources whose text is too short for their share of a training even if every byte is a token: one line
-    each; and PoSE chunks that a sequence cannot hold. Only text files are known without reading them; `original` is the
-    window L in tokens.
+    each; and PoSE chunks that a sequence cannot hold. Chats and compressed files are not known without reading them;
+    `original` is the window L in tokens.
     """
     data = recipe.data
     if data.has_examples:
@@ -156,9 +156,9 @@ def amount_problems(recipe: Recipe, original: int) -> list[str]:
     for source in data.source:
         if not looks_local(source.name) or source.name in BUILTIN_TEXTS:
             continue
-        table = find_table(source)
-        if not table.texts or any(COMPRESSION.search(name) for name in table.texts):
+        if source.has_chats or any(map(is_compressed, files_named(source.name))):
             continue
+        table = find_table(source)
         training_bytes = table.size * (1 - (source.hold_out or 0))
         # Every text begins with BOS.
         most_tokens = (training_bytes + len(table.texts)) * data.epochs

@@ -80,6 +80,11 @@ def looks_local(name: str) -> bool:
     return has_prefix or has_suffix or glob.has_magic(name) or Path(name).exists()
 
 
+def is_compressed(file: Path) -> bool:
+    """Whether the size of a file tells nothing about the size of its text."""
+    return COMPRESSION.search(file.name) is not None or file.suffix in (PARQUET, ARROW)
+
+
 def files_named(name: str) -> list[Path]:
     """Return the files that a file, folder or glob names, those of a folder at any depth but for hidden ones. In a
     folder with files of rows, files about them are not read. A file that is named, without a suffix, is text. Raise

@@ -1,6 +1,7 @@
 """Text, chats and examples of the sources of a recipe to rows of token ids; packed sequences are mixed by weight."""
 
 import itertools
+import math
 import random
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -10,10 +11,12 @@ from typing import Any
 
 from pi_lora.data.chats import ChatTemplate
 from pi_lora.data.encoders import encoder_of
-from pi_lora.data.sources import SMALL_BYTES, Table, format_counts
+from pi_lora.data.examples import Task
+from pi_lora.data.sources import BYTES_PER_TOKEN, SMALL_BYTES, Table, format_counts
 from pi_lora.data.tokens import Labelled, added_prefix, padding_id
 from pi_lora.errors import DataError
 from pi_lora.recipe.data import RECALL, Data, Source
+from pi_lora.types import ui
 
 # Columns of lists: `input_ids`, `position_ids` of PoSE, `loss_mask`, `lengths` of sequences.
 Row = Mapping[str, Sequence[int]]
@@ -152,10 +155,27 @@ class Stream:
         """The source as the recipe names it."""
         return self.table.source
 
-    @property
-    def is_small(self) -> bool:
-        """Whether the rows are so few that they are made in seconds."""
-        return self.source.name != RECALL and 0 < self.table.size * self.data.epochs <= SMALL_BYTES
+    def is_small(self, needed: float = math.inf) -> bool:
+        """Whether so many sequences, or all there are, are made in seconds. A file of text is tokenized whole."""
+        num_bytes: float = self.table.size * self.data.epochs
+        if not self.table.texts:
+            num_bytes = min(num_bytes, needed * self.length * BYTES_PER_TOKEN)
+        return self.source.name != RECALL and self.table.size > 0 and num_bytes <= SMALL_BYTES
+
+    def read_rows(self, needed: float = math.inf) -> int:
+        """Read the rows of so many sequences, rather too many, and return their number. It takes a hundredth of the
+        time of tokenizing. Raise DataError if a row cannot be read.
+        """
+        columns = Task(self.data).columns if self.data.has_examples else [self.source.column]
+        most_bytes = 2 * needed * self.length * BYTES_PER_TOKEN
+        num_bytes = 0
+        number = 0
+        for _, row in self.table.read(columns, self.data.seed):
+            number += 1
+            num_bytes += sum(len(str(value)) for value in row.values())
+            if num_bytes > most_bytes:
+                break
+        return number
 
     @cached_property
     def prefix(self) -> list[int]:
@@ -254,15 +274,27 @@ def _row(sequences: Sequence[Labelled], stream: Stream, rng: random.Random, targ
 
 def shortfalls(streams: Sequence[Stream], original: int, number: int) -> Iterator[DataError]:
     """Yield the errors with which `training_rows` ends for `number` sequences, one for each stream with too little
-    text; only streams of little text are read.
+    text; what is not packed in seconds is only read, and a line says so.
     """
     drawn, order = _drawn(streams, original, number)
     for index, stream in enumerate(drawn):
-        if stream.is_small:
-            needed = order.count(index)
+        needed = order.count(index)
+        if stream.is_small(needed):
             available = sum(1 for _ in itertools.islice(stream.rows(), needed))
             if available < needed:
                 yield _too_little_text(stream, available, needed)
+        elif not stream.short:
+            say_unpacked(stream, f"{needed:,} sequences")
+            if stream.table.size:
+                stream.read_rows(needed)
+
+
+def say_unpacked(stream: Stream, needed: str) -> None:
+    """Say what a dry run does not know of a stream."""
+    if stream.source.name != RECALL:
+        ui.say(
+            f"data: {stream.source.name}: is not packed by a dry run; pi-lora prepare shows whether it holds {needed}"
+        )
 
 
 def _drawn(streams: Sequence[Stream], original: int, number: int) -> tuple[list[Stream], list[int]]:

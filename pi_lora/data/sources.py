@@ -47,6 +47,8 @@ FIRST_OF_TEST = "e"
 COUNTED_ROWS = 500
 # A source of at most so many bytes is packed by a dry run, which takes seconds.
 SMALL_BYTES = 2**23
+# More than any tokenizer has in English or code, so that tokens are rather underestimated.
+BYTES_PER_TOKEN = 5
 # The column of chats in TRL.
 MESSAGES = "messages"
 # As many rows of a file as `datasets` (5.2) holds of a stream.
@@ -145,7 +147,11 @@ def _with_messages(row: Json) -> Json:
 
 
 def _is_chat(value: Any) -> bool:
-    return isinstance(value, list) and bool(value) and all(isinstance(turn, dict) for turn in value)
+    return _is_rows(value) and all("role" in turn or "from" in turn for turn in value)
+
+
+def _is_rows(value: Any) -> bool:
+    return isinstance(value, list) and bool(value) and all(isinstance(row, dict) for row in value)
 
 
 def _advice(row: Json) -> str:
@@ -163,6 +169,9 @@ def _advice(row: Json) -> str:
     if chats and row.keys().isdisjoint(CHAT_COLUMNS):
         chat = answer if answer in chats else chats[0]
         return f"rename {chat} to {MESSAGES}, and name that column"
+    for column, value in row.items():
+        if _is_rows(value) and not chats:
+            return f"save the rows in {column} as a file of their own"
     return (
         "name the column of texts, or of chats (messages or conversations), or leave the file out by a pattern such "
         "as *.txt"

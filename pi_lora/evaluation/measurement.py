@@ -174,6 +174,7 @@ class Scores(Result):
     dtype: str | None = None
     kernel: str | None = None
     window: int | None = None
+    versions: dict[str, str] = {}
     step: int | None = None
     tuned_on: bool = False
     options: Any
@@ -193,6 +194,8 @@ class Scores(Result):
         return f"{text} ({self.scaling})" if self.scaling else text
 
 
+# The libraries whose versions are kept with scores.
+COMPUTING = ("pi-lora", "torch", "transformers", "peft")
 # Suffixes of the files in a model's folder that reports write, and that change no number.
 REPORT_SUFFIXES = (".md", ".html", ".png")
 
@@ -327,7 +330,7 @@ def append_journal(item: str | int, result: Any, folder: Path) -> None:
 
 def header_of(loaded: LoadedModel, window: int | None = None) -> Json:
     """Return the fields of scores that describe a loaded model, measured at `window`, by default the model's own: name,
-    scale L'/L, scaling, dtype, attention kernel, window in tokens.
+    scale L'/L, scaling, dtype, attention kernel, window in tokens, versions of the libraries that compute.
     """
     dtype = loaded.dtype
     if loaded.autocast:
@@ -339,6 +342,7 @@ def header_of(loaded: LoadedModel, window: int | None = None) -> Json:
         "dtype": dtype,
         "kernel": loaded.kernel,
         "window": window or loaded.window,
+        "versions": versions(COMPUTING),
     }
 
 
@@ -406,7 +410,7 @@ class Measurement(Protocol[OptionsT, ScoresT]):
         return ()
 
     def check(self, options: OptionsT) -> None:
-        """Raise PiLoraError before weights are read if a package is missing or examples cannot be read."""
+        """Raise PiLoraError before weights are read if examples cannot be read."""
         return
 
     def run(self, model: LoadedModel, options: OptionsT, session: Session) -> ScoresT:

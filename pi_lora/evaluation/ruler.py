@@ -30,6 +30,7 @@ from pi_lora.models.loaded import LoadedModel
 from pi_lora.models.source import ModelSource
 from pi_lora.recipe.budget import MAX_SAMPLES, affordable
 from pi_lora.recipe.evaluation import RulerOptions, default_windows
+from pi_lora.storage import digest_of
 
 ALL_TASKS = 13
 # Llama-2-7B at 4,096 tokens, over all 13 tasks (Hsieh et al. 2024, section 4).
@@ -39,6 +40,7 @@ PAPERS_THRESHOLD = 0.856
 class RulerTask(Result):
     """A task of RULER at one window. The score is the mean of `outcomes`, the share of answers retrieved from each
     prompt. Prompts are made for `length` tokens; the longest one and the text generated after it have `tokens`.
+    `prompts` is a digest of all.
     """
 
     score: Annotated[float, Field(ge=0, le=1)]
@@ -46,6 +48,7 @@ class RulerTask(Result):
     length: int
     tokens: int
     outcomes: list[float]
+    prompts: str = ""
 
 
 class RulerWindow(Result):
@@ -142,6 +145,7 @@ class Ruler(Measurement[RulerOptions, RulerScores]):
                 length=lm.length,
                 tokens=tokens,
                 outcomes=outcomes,
+                prompts=digest_of([sample["prompt_hash"] for sample in samples]),
             )
         mean = fmean(task.score for task in tasks.values())
         return RulerWindow(window=window, score=mean, tasks=tasks)
@@ -152,7 +156,7 @@ class Ruler(Measurement[RulerOptions, RulerScores]):
         for length in scores.lengths:
             values: list[Value] = []
             for name, task in length.tasks.items():
-                prompts = f"{name} {scores.options.seed} of {task.length} tokens"
+                prompts = f"{name} {task.prompts or scores.options.seed} of {task.length} tokens"
                 values += [Value(f"{prompts}: {i}", outcome, group=name) for i, outcome in enumerate(task.outcomes)]
                 details.append(proportion(name, task.score, task.samples, at=length.window))
             yield proportion(

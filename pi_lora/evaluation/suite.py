@@ -251,13 +251,15 @@ def requested_of_run(run: Run, data: str | None = None) -> dict[str, Any]:
     return {name_of_text_scores(data): options, **requested}
 
 
-def name_of_text_scores(data: str) -> str:
-    """Return the name of the scores of another text: texts of one name in two folders have two names."""
+def name_of_text_scores(data: str, measurement: str = "perplexity") -> str:
+    """Return the name of the scores of another text than the one that a run names: texts of one name in two folders
+    have two names.
+    """
     path = Path(data).expanduser()
     identity = digest_of(str(path.resolve()) if path.exists() else data)[:8]
     text = re.sub(r"\W+", "_", path.name).strip("_")
     # `text_`, as a stage follows a hyphen, and a text may have the name of a stage, such as `base`.
-    return f"perplexity-text_{text}_{identity}"
+    return f"{measurement}-text_{text}_{identity}"
 
 
 def metrics_of(scores: Scores) -> list[Metric]:
@@ -292,6 +294,19 @@ def differences(requested: Section, scores: Scores, *, exclude_defaults: bool = 
     """
     options = requested.model_dump(exclude=SPEED_OPTIONS, exclude_defaults=exclude_defaults)
     return [key for key, value in options.items() if getattr(scores.options, key) != value]
+
+
+def other_arithmetic(before: Scores, after: Scores) -> str:
+    """Return the dtypes, kernels and versions of libraries in which two results differ, as `torch 2.12.0 and 2.13.0`;
+    empty if there are none. The results stay comparable: what is measured is in the options and digests.
+    """
+    facts, others = ({"dtype": each.dtype, "kernel": each.kernel, **each.versions} for each in (before, after))
+    pairs = []
+    for name in facts.keys() & others.keys():
+        values = [facts[name], others[name]]
+        if None not in values and values[0] != values[1]:
+            pairs.append(f"{name} {values[0]} and {values[1]}")
+    return ", ".join(sorted(pairs))
 
 
 def read_scores(file: Path) -> Scores | None:

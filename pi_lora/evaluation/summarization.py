@@ -79,6 +79,8 @@ class Summarization(Measurement[SummarizationOptions, SummarizationScores]):
         """Fill in the rows and the prompt, the same for all models: by default those of the first model that was tuned
         on examples, of rows those that were held out, or GovReport. Raise DataError if all of them trained.
         """
+        import rouge_score  # noqa: F401  # before weights are read
+
         chosen = next(filter(has_task, models), models[0])
         completed, data = complete(options, chosen.recipe)
         [source] = data.source
@@ -111,10 +113,6 @@ class Summarization(Measurement[SummarizationOptions, SummarizationScores]):
             tokenizer=preview.tokenizer,
             window=preview.window,
         )
-
-    def check(self, options: SummarizationOptions) -> None:
-        """Import the package that scores summaries."""
-        import rouge_score  # noqa: F401
 
     def measure(self, model: LoadedModel, options: SummarizationOptions, session: Session) -> SummarizationScores:
         """Score the summaries of a model. Raise DataError if the data cannot be read, lacks a column or is empty, or if

@@ -1,6 +1,6 @@
 """A model with its weights: read on the accelerator, quantized, in host memory, or left out."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -20,7 +20,7 @@ from pi_lora.models.device import (
     measured_under_autocast,
 )
 from pi_lora.models.files import quantization_of
-from pi_lora.models.quantized import DEQUANTIZED_ON_LOADING, check_is_quantized, check_loadable
+from pi_lora.models.quantized import DEQUANTIZED_ON_LOADING, Header, check_is_quantized, check_loadable
 from pi_lora.models.quiet import quiet_loading
 from pi_lora.models.source import Base, ModelSource
 from pi_lora.models.tokenizer import end_of_turn
@@ -37,6 +37,8 @@ Placement = Literal["device", "quantized", "host", "empty"]
 QUANTIZED_FROM = torch.bfloat16
 # The most problems that a message names.
 MAX_PROBLEMS = 3
+# The endings of the names of classes in `architectures` whose head predicts the next token.
+WITH_NEXT_TOKEN = ("LM", "LMHeadModel", "ForConditionalGeneration")
 
 
 @dataclass(frozen=True)
@@ -185,12 +187,12 @@ def load_base(
     for part in module.modules():
         if hasattr(part, "rope_deltas"):
             part.register_forward_pre_hook(_forget_rope_deltas, with_kwargs=True)
-    _check_complete(base.name, report, other_parts(module))
+    _check_complete(base, module, report)
     if module.all_tied_weights_keys != module.get_expanded_tied_weights_keys(all_submodels=True):
-        # transformers 5.23 does not tie what differs. Models on this machine are resolved without the tie.
+        # transformers 5.23 does not tie what differs. Heads of the usual names are found when a model is resolved.
         raise ModelError(
             f"{base.name}: the stored head differs from the embeddings, but config.json ties the two; "
-            "run this again now that the model is downloaded, or set tie_word_embeddings: false there"
+            "name a copy of it whose config.json has tie_word_embeddings: false"
         )
     if is_dequantized:
         # transformers 5.23 leaves the other weights of an FP8 model in the stored dtype.
@@ -263,11 +265,10 @@ def empty_module(config: PreTrainedConfig, dtype: torch.dtype, kernel: str | Non
     return model.eval()
 
 
-def check_shapes(base: Base) -> None:
-    """Raise ModelError if the files of a base hold other weights than its config describes, by their headers alone.
+def check_shapes(base: Base, stored: Mapping[str, Header]) -> None:
+    """Raise ModelError if the `stored` weights of a base are others than its config describes, by their headers alone.
     Quantized weights have other names and shapes in the files. Whether bitsandbytes quantized any is checked.
     """
-    stored = base.read_weights()
     check_is_quantized(base, stored)
     if quantization_of(base.config):
         return
@@ -275,7 +276,7 @@ def check_shapes(base: Base) -> None:
     for name, tensor in stored.items():
         shapes[name] = torch.empty(tensor.shape, device="meta")
     module, report = load_on_meta(base.meta_model, base.config, shapes)
-    _check_complete(base.name, report, other_parts(module))
+    _check_complete(base, module, report)
 
 
 def load_on_meta(
@@ -296,22 +297,24 @@ def load_on_meta(
     return module, report
 
 
-def _check_complete(name: str, report: Mapping[str, Any], left_out: Sequence[str]) -> None:
-    """Raise ModelError if the weights are not exactly those that the config describes, and those of parts that are
-    left out.
+def _check_complete(base: Base, module: PreTrainedModel, report: Mapping[str, Any]) -> None:
+    """Raise ModelError if the weights of a base are not exactly those of its module, and those of parts that are left
+    out.
 
     transformers would give random values to weights that are missing or have another shape, and ignore unexpected ones.
     """
     problems = problems_of(report)
-    prefixes = tuple(f"{part}." for part in left_out)
+    prefixes = tuple(f"{part}." for part in other_parts(module))
     for key in report["unexpected_keys"]:
         if not key.startswith(prefixes):
             problems.append(f"{key} is not in its config")
     if problems:
         named = "; ".join(sorted(problems)[:MAX_PROBLEMS])
-        raise ModelError(
-            f"{name}: its weights do not match config.json: {named}; download all of its files or correct config.json"
-        )
+        remedy = "download all of its files or correct config.json"
+        saved_as = ", ".join(base.config.get("architectures") or ())
+        if saved_as and not saved_as.endswith(WITH_NEXT_TOKEN):
+            remedy = f"a {saved_as} predicts no next token: name the language model that it was made from"
+        raise ModelError(f"{base.name}: its weights do not match config.json: {named}; {remedy}")
 
 
 def problems_of(report: Mapping[str, Any]) -> list[str]:

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from pi_lora.errors import ModelError, ScalingError
+from pi_lora.hub import download_file, tensors_on_hub
 from pi_lora.model_ref import ModelRef
 from pi_lora.models.files import (
     ADAPTER_CONFIG_FILE,
@@ -53,6 +54,8 @@ SHIPPED_CONFIGS = Path(__file__).parent / "configs"
 SHAPE_FILE = "shape.json"
 # Config entries that an adapter and its base have in common.
 COMMON_ENTRIES = ("model_type", "hidden_size", "num_hidden_layers", "num_attention_heads", "vocab_size")
+# The end of the name of most heads.
+HEAD = "lm_head.weight"
 # Config entries that an extension changes.
 WINDOW_ENTRIES = ("max_position_embeddings", "rope_parameters", "rope_scaling", "rope_theta")
 
@@ -372,7 +375,7 @@ def _resolve_base(name: str, revision: str | None, permissions: Permissions) -> 
         settings_file = find_file(folder, SETTINGS_FILE)
         settings = read_json(settings_file, Json, "download it again") if settings_file else {}
         own = normalize_max_positions(own, settings.get("model_max_length"))
-    if own.get("tie_word_embeddings") and _stores_another_head(folder):
+    if own.get("tie_word_embeddings") and _stores_another_head(name, folder, commit):
         own["tie_word_embeddings"] = False
     return Base(
         name=name,
@@ -397,11 +400,12 @@ def _check_causal(name: str, config: "PreTrainedConfig", language: type | None) 
         )
 
 
-def _stores_another_head(folder: Path) -> bool:
+def _stores_another_head(name: str, folder: Path, commit: str | None) -> bool:
     """Whether the weights hold a head that is not the embeddings, under the names that most models use.
 
     The same files decide before and after a download, or a resumed run would have another structure: of several files
-    the index alone, where transformers lists no tied head; a single file by its numbers.
+    the index alone, where transformers lists no tied head; a single file by its numbers. A single file on the hub is
+    downloaded if it holds a head.
     """
     from transformers.utils import SAFE_WEIGHTS_INDEX_NAME, SAFE_WEIGHTS_NAME
 
@@ -410,11 +414,14 @@ def _stores_another_head(folder: Path) -> bool:
     index = find_file(folder, SAFE_WEIGHTS_INDEX_NAME)
     single_file = find_file(folder, SAFE_WEIGHTS_NAME)
     if index and not single_file:
-        return any(name.endswith("lm_head.weight") for name in read_index(index))
+        return any(tensor.endswith(HEAD) for tensor in read_index(index))
     # A single file that is missing or damaged is reported when it is read.
     with suppress(ModelError, StopIteration):
+        if commit and not single_file:
+            next(tensor for tensor in tensors_on_hub(name, commit) if tensor.endswith(HEAD))
+            single_file = download_file(name, SAFE_WEIGHTS_NAME, commit)
         weights = read_header(single_file or folder / SAFE_WEIGHTS_NAME)
-        head = next(weights[name] for name in weights if name.endswith("lm_head.weight"))
-        embeddings = next(weights[name] for name in weights if name.endswith("embed_tokens.weight"))
+        head = next(weights[tensor] for tensor in weights if tensor.endswith(HEAD))
+        embeddings = next(weights[tensor] for tensor in weights if tensor.endswith("embed_tokens.weight"))
         return not head.equals(embeddings)
     return False

@@ -4,6 +4,7 @@ import json
 import shutil
 from collections.abc import Mapping
 from contextlib import suppress
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -44,14 +45,21 @@ def load_tokenizer(
     Raise ModelError if it cannot be read, has no EOS, or gives tokens that are not in the `vocabulary` of the model. A
     padding token that is not there is left out: the model never reads it.
     """
-    with readable(path, "tokenizer"), quiet_loading():
-        tokenizer = AutoTokenizer.from_pretrained(
-            path,
-            revision=revision,
-            trust_remote_code=trust_remote_code,
-            # The tokenizer of mistral-common, where it is installed, cannot read special tokens as text.
-            mistral_format=False,
-        )
+    try:
+        with readable(path, "tokenizer"), quiet_loading():
+            tokenizer = AutoTokenizer.from_pretrained(
+                path,
+                revision=revision,
+                trust_remote_code=trust_remote_code,
+                # The tokenizer of mistral-common, where it is installed, cannot read special tokens as text.
+                mistral_format=False,
+            )
+    except ModelError:
+        # transformers (5.23) asks for tiktoken, which does not read such a file.
+        file = find_file(Path(path), "tokenizer.model")
+        if file and find_spec("sentencepiece") is None and not find_file(Path(path), "tokenizer.json"):
+            raise ModelError(f"{file}: needs the package sentencepiece; pip install sentencepiece") from None
+        raise
     if tokenizer.eos_token_id is None:
         # As that of a tekken.json alone, which would not add BOS either.
         remedy = f"name eos_token, bos_token and add_bos_token in {SETTINGS_FILE}"

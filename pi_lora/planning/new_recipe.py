@@ -15,7 +15,7 @@ from jinja2 import Template
 from pi_lora.data.chats import NO_CHATS_WARNING
 from pi_lora.data.checks import data_problems, too_short_for
 from pi_lora.data.documents import looks_local
-from pi_lora.data.sources import find_table, held_out_text, share_to_hold_out
+from pi_lora.data.sources import BYTES_PER_TOKEN, find_table, held_out_text, share_to_hold_out
 from pi_lora.errors import DataError, PiLoraError, RecipeError, RunExistsError
 from pi_lora.models.files import BUILTIN
 from pi_lora.models.resolve import extension_of
@@ -55,8 +55,6 @@ COMPARED_SIZE: Changes = {"training.steps": STEPS, "training.global_batch_size":
 # Hours that a run may take while another size or kind of sequence takes fewer.
 MAX_HOURS = 48.0
 MAX_HOURS_ON_CPU = 12.0
-# More than any tokenizer has in English or code, so that tokens are rather underestimated.
-BYTES_PER_TOKEN = 5
 # Learning rates of LoRA for models with fewer parameters than the first number: chosen on validation text for the
 # built-in model and for SmolLM2-135M (docs/experiments.md); above them ten times the paper's 2e-5 for all weights, the
 # rule of Thinking Machines' LoRA Without Regret.

@@ -2,6 +2,7 @@
 together.
 """
 
+import itertools
 import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
@@ -89,8 +90,8 @@ def load_recipe(given: Path | Mapping[str, Any], overrides: Iterable[str] = ()) 
         for problem in error.errors():
             key, _ = _key_of(problem)
             problems.setdefault(key, []).append(problem)
-        found = [_problem(key, alternatives, origins) for key, alternatives in problems.items()]
-        raise RecipeError([*malformed, *found]) from None
+        found = [_problems(key, alternatives, origins) for key, alternatives in problems.items()]
+        raise RecipeError([*malformed, *itertools.chain.from_iterable(found)]) from None
     if malformed:
         raise RecipeError(malformed)
     return ResolvedRecipe(recipe, _origins_by_key(recipe, origins))
@@ -286,9 +287,9 @@ def _key_of(problem: Any) -> tuple[KeyPath, type[Section]]:
     return location, section
 
 
-def _problem(location: KeyPath, alternatives: Sequence[Any], origins: Mapping[KeyPath, str]) -> str:
-    """Return pydantic's errors about a key as a line with the origin of the value, or of the innermost section around
-    it that has one.
+def _problems(location: KeyPath, alternatives: Sequence[Any], origins: Mapping[KeyPath, str]) -> list[str]:
+    """Return pydantic's errors about a key, or the conflicts of a section, as lines with the origin of the value, or of
+    the innermost section around it that has one.
     """
     kind = alternatives[0]["type"]
     key = _dotted(location)
@@ -301,4 +302,4 @@ def _problem(location: KeyPath, alternatives: Sequence[Any], origins: Mapping[Ke
         problem = problem_text(*alternatives)
     while location not in origins:
         location = location[:-1]
-    return ": ".join(filter(None, [origins[location], key, problem]))
+    return [": ".join(filter(None, [origins[location], key, line])) for line in problem.splitlines()]

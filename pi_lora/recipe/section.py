@@ -68,7 +68,7 @@ class Section(BaseModel):
 
     @model_validator(mode="after")
     def _fits_together(self) -> Self:
-        if conflicts := "; ".join(self.conflicts()):
+        if conflicts := "\n".join(self.conflicts()):
             raise ValueError(conflicts)
         return self
 
@@ -77,7 +77,7 @@ class Section(BaseModel):
         try:
             return type(self).model_validate({**self.model_dump(), **values})
         except ValidationError as error:
-            raise RecipeError([first_problem(error)]) from None
+            raise RecipeError(first_problem(error).splitlines()) from None
 
 
 def sections_in(annotation: Any) -> Iterator[type[Section]]:

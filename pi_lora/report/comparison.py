@@ -15,12 +15,15 @@ from pi_lora.evaluation.measurement import Scores
 from pi_lora.evaluation.suite import (
     Requested,
     evaluate,
+    name_of_text_scores,
+    other_arithmetic,
     requested_of_run,
     scores_of,
     setting_of,
 )
 from pi_lora.models.resolve import extension_of, run_folder
 from pi_lora.models.source import ModelSource
+from pi_lora.recipe.evaluation import ChatOptions
 from pi_lora.report.scores import MeasuredRun, comparable_metrics, shown_metrics
 from pi_lora.report.verdict import verdict_of
 from pi_lora.run import BASE, STEP_0, TUNED
@@ -56,7 +59,7 @@ def compare_run(
     base: ModelSource,
     run: str,
     resolve: Callable[[], ModelSource],
-    requested: Requested,
+    requested: Mapping[str, ChatOptions],
     *,
     data: str | None,
     another: bool,
@@ -114,6 +117,8 @@ def compare_run(
         comparison.settings[name] = setting_of(scores)
         if scores.tuned_on:
             comparison.settings[name] += "; the run is tuned on it"
+        if differing := other_arithmetic(base_scores[name], scores):
+            comparison.settings[name] += f"; base and run were measured with {differing}"
         if not rows:
             comparison.settings[name] += "; not compared: the base reads other rows or tokens; see --again"
     return comparison
@@ -129,16 +134,21 @@ def _is_extended(base: ModelSource, run: MeasuredRun) -> bool:
     return base.rope.trained >= recipe.context.target
 
 
-def _all_requested(run: MeasuredRun, requested: Requested, data: str | None) -> Requested:
+def _all_requested(run: MeasuredRun, requested: Mapping[str, ChatOptions], data: str | None) -> Requested:
     """Return the measurements of the recipe, of the scores and of the command, in this order.
 
-    The options in the scores hold unless the recipe has others, and those of the command come before both.
+    The options in the scores hold unless the recipe has others, and those of the command come before both. Other chats
+    than those have scores of their own.
     """
     all_requested = dict(requested_of_run(run, data))
     for name, stages in run.scores.items():
         if TUNED in stages and name not in all_requested:
             all_requested[name] = stages[TUNED].options
-    all_requested.update(requested)
+    for name, options in requested.items():
+        kept = all_requested.get(name, options)
+        if (kept.data, kept.column) != (options.data, options.column):
+            name = name_of_text_scores(options.data, name)
+        all_requested[name] = options
     return all_requested
 
 

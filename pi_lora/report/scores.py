@@ -11,7 +11,7 @@ from typing import Any
 from huggingface_hub import EvalResult
 
 from pi_lora.evaluation.measurement import Metric, Scores
-from pi_lora.evaluation.suite import differences, metric_rows, metrics_of, read_scores, setting_of
+from pi_lora.evaluation.suite import differences, metric_rows, metrics_of, other_arithmetic, read_scores, setting_of
 from pi_lora.models.files import ADAPTER_CONFIG_FILE, public_name, read_adapter_settings, read_config
 from pi_lora.recipe.schema import Model
 from pi_lora.run import BASE, MERGE_FILE, STEP_0, MergeRecord, Run
@@ -131,6 +131,9 @@ def scores_section(run: MeasuredRun, name: str) -> Iterator[str]:
     rows = metric_rows([shown_metrics(scores) for scores in alike.values()])
     table = markdown_table(["metric", *alike], rows)
     yield table.rstrip("\n")
+    for stage, scores in alike.items():
+        if differing := other_arithmetic(scores, last):
+            yield f"The {stage} and the last column were measured with {differing}."
     for stage, scores in others.items():
         keys = ", ".join(differences(scores.options, last)).replace("_", " ")
         yield f"Not shown: {stage}, measured with other {keys} ({literal(public_setting(scores))})."

@@ -129,7 +129,7 @@ def check_extendable(rope: Rope, extension: Extension) -> None:
     longest = max(original, rope.window) if rope.is_scaled else original
     refused = [key for key, treatment in POSITION_ENTRIES.items() if treatment == "refused" and rope.config.get(key)]
     if target <= longest:
-        problem = f"context.target: {target} is not longer than the model's own window of {longest}; nothing to extend"
+        problem = f"context.target: {target} is not longer than the model's own window of {longest}; {WITHIN_WINDOW}"
     elif refused:
         why = "its own code changes positions by the length of the input"
         problem = f"model of type {model_type}: {refused[0]}: {why}; set it to false in config.json"

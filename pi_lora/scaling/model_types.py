@@ -76,10 +76,12 @@ def facts_of(model_type: str | None) -> ModelType:
 POSITION_ENTRIES: Mapping[str, Literal["scaled", "dropped", "refused"]] = {
     # vLLM takes this one if it is there (Command R), else the smallest of all.
     "model_max_length": "scaled",
+    "context_length": "scaled",
     "max_seq_len": "scaled",
     "max_seq_length": "scaled",
     "max_sequence_length": "scaled",
     "max_target_positions": "scaled",
+    "n_ctx": "scaled",
     "n_positions": "scaled",
     "seq_len": "scaled",
     "seq_length": "scaled",

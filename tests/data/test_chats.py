@@ -738,6 +738,7 @@ def test_the_completion_of_a_prompt_of_messages_is_learned(tmp_path: Path, token
         ({"prompt": "a", "chosen": "b", "rejected": "c"}, "text", ["data.completion: chosen"]),
         ({"input_ids": [5, 6], "labels": [5, 6]}, "text", ["token ids", "texts"]),
         ({"input_ids": [5, 6], "labels": [5, 6]}, "messages", ["token ids", "texts"]),
+        ({"data": [{"text": "Hello"}]}, "text", ["rows in data", "a file of their own"]),
         ({"messages": "Hello"}, "messages", ["no list of messages", "column messages"]),
         ({"text": "Hello"}, "messages", ["column messages", "columns: text"]),
     ],

@@ -18,6 +18,7 @@ from pi_lora.data.tokens import Labelled
 from pi_lora.evaluation import forward
 from pi_lora.evaluation.chat import Chats, ChatScores, chat_score
 from pi_lora.evaluation.measurement import Session
+from pi_lora.evaluation.suite import name_of_text_scores
 from pi_lora.models.loaded import LoadedModel
 from pi_lora.recipe.evaluation import ChatOptions, Evaluation
 from pi_lora.recipe.files import dump_recipe, load_recipe
@@ -150,6 +151,16 @@ def test_the_comparison_has_a_row_for_each_cost(
     assert (rows[names[1]]["base"], rows[names[1]]["run"]) == (0, found["divergence"])
     low, high = rows[names[1]]["interval"]
     assert low < found["divergence"] < high
+    # Other chats have a file of scores of their own.
+    (here / "others.jsonl").write_text(json.dumps(chat(TURNS[0])))
+    others = ("--data", "text.txt", "--chat", "others.jsonl", "--json", "rows.json")
+    status, _, err = run_captured(capsys, monkeypatch, "compare", "base", "run", *others)
+    assert status == 0, err
+    assert json.loads((here / "run" / "scores" / "chat.json").read_text()) == found
+    settings = json.loads((here / "rows.json").read_text())["settings"]
+    assert [name for name in settings if "data others.jsonl" in settings[name]] == [
+        name_of_text_scores("others.jsonl", "chat")
+    ]
 
 
 @pytest.mark.parametrize(

@@ -2,6 +2,7 @@
 
 import json
 import shutil
+import sys
 from collections import Counter
 from dataclasses import replace
 from pathlib import Path
@@ -97,6 +98,15 @@ def test_a_tokenizer_without_eos_is_refused(folder: Path) -> None:
     del settings["eos_token"]
     (folder / TOKENIZER[1]).write_text(json.dumps(settings))
     with refused(ModelError, str(folder), "eos_token", "bos_token", "add_bos_token", TOKENIZER[1]):
+        assert resolve_model(str(folder)).tokenizer
+
+
+def test_the_package_that_a_vocabulary_needs_is_named(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """transformers asks for another package, which does not read it."""
+    monkeypatch.setitem(sys.modules, "sentencepiece", None)
+    (folder / "tokenizer.json").rename(folder / "tokenizer.model")
+    edit(folder / TOKENIZER[1], tokenizer_class="LlamaTokenizer")
+    with refused(ModelError, f"{folder / 'tokenizer.model'}: ", "pip install sentencepiece"):
         assert resolve_model(str(folder)).tokenizer
 
 

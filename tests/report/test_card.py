@@ -365,10 +365,11 @@ def test_names_of_data_and_base_are_whole_cells(small_model: Path, tmp_path: Pat
 
 
 def test_no_path_of_an_option_is_in_a_setting() -> None:
-    options = {"data": "/home/me/chats.jsonl", "base": "/home/me/base", "window": 256}
+    options = {"data": "/home/me/chats.jsonl", "divergence_from": "/home/me/base", "window": 256}
     scores = {"model": "m", "scale": 2.0, "options": options, "chats": 3, "left_out": 0, "tokens": 9, "perplexity": 2.0}
     chats = ChatScores.model_validate({**scores, "per_chat": []})
-    assert public_setting(chats).startswith("data chats.jsonl, column messages, split train, base base, window 256")
+    expected = "data chats.jsonl, column messages, split train, divergence from base, window 256"
+    assert public_setting(chats).startswith(expected)
 
 
 def test_a_failed_write_keeps_the_previous_card(run: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -9,9 +9,10 @@ from statistics import fmean, stdev
 from typing import Any
 
 import pytest
+import torch
 
 import pi_lora
-from conftest import run_captured, small_recipe
+from conftest import run_captured, run_command, small_recipe
 from pi_lora.evaluation.benchmarks import BenchmarkScores
 from pi_lora.evaluation.changes import change_of
 from pi_lora.evaluation.intervals import of_means, of_successes, quantile
@@ -260,6 +261,16 @@ def test_compare_measures_missing_scores_on_a_named_text(
     shutil.copytree(small_model, "moved")
     assert run_captured(capsys, monkeypatch, "compare", "moved", "run", *words)[0] == 0
     assert {file.stem: json.loads(file.read_text()) for file in Path("run/scores").iterdir()} == kept
+    # Another version of a library is a line, and measures nothing again.
+    of_base = Path(f"run/scores/{of_text}-base.json")
+    kept[f"{of_text}-base"]["versions"]["torch"] = "1.0.0"
+    of_base.write_text(json.dumps(kept[f"{of_text}-base"]))
+    assert run_captured(capsys, monkeypatch, "compare", str(small_model), "run", *words)[0] == 0
+    assert json.loads(of_base.read_text()) == kept[f"{of_text}-base"]
+    settings = json.loads(Path("compared.json").read_text())["settings"]
+    assert [name for name in settings if f"torch 1.0.0 and {torch.__version__}" in settings[name]] == [of_text]
+    assert run_command("report", "run") == 0
+    assert f"torch 1.0.0 and {torch.__version__}" in Path("run/README.md").read_text()
 
 
 def test_another_model_than_the_base_is_refused_or_named(

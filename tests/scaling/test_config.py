@@ -302,7 +302,7 @@ def test_an_alpha_is_a_constant_theta(dialect: str) -> None:
 
 
 @pytest.mark.parametrize("method", ["pi", "yarn", "theta"])
-@pytest.mark.parametrize("key", ["model_max_length", "max_sequence_length", "seq_length", "n_positions"])
+@pytest.mark.parametrize("key", ["model_max_length", "max_sequence_length", "seq_length", "n_positions", "n_ctx"])
 def test_windows_under_other_names_follow_the_extension(method: Method, key: str) -> None:
     """vLLM takes `model_max_length`, or the smallest of the others."""
     base = {**LLAMA_5, "head_dim": 64, key: 2048}
