@@ -22,24 +22,32 @@ TABLE_HEAD = "| key | values | default | |\n|---|---|---|---|\n"
 
 def reference_page() -> str:
     """Return a table for each section of a recipe: key, values, default, description."""
-    parts = [HEAD, "\n## The recipe itself\n\n", TABLE_HEAD, *_rows("", Recipe)]
+    parts = [HEAD, "\n## The recipe itself\n\n", *_table("", Recipe)]
     for name, field in Recipe.model_fields.items():
         for section in sections_in(field.annotation):
-            parts += [f"\n## `{name}`\n\n{_summary(section)}\n\n", TABLE_HEAD]
-            parts += _rows(f"{name}.", section)
+            parts += [f"\n## `{name}`\n\n{_summary(section)}\n\n", *_table(f"{name}.", section)]
     return "".join(parts)
 
 
-def _rows(prefix: str, section: type[Section]) -> Iterator[str]:
-    """Yield the table rows of a section and of the sections inside it; those of the recipe itself have their own."""
+def _table(prefix: str, section: type[Section]) -> Iterator[str]:
+    """Yield the lines of a table; keys of several sections inside that agree in all of it share a row."""
+    keys: dict[tuple[str, str], list[str]] = {}
+    for key, cells in _rows(prefix, section):
+        keys.setdefault((key.rpartition(".")[2], cells), []).append(f"`{key}`")
+    yield TABLE_HEAD
+    for (_, cells), those in keys.items():
+        yield f"| {', '.join(those)} | {cells} |\n"
+
+
+def _rows(prefix: str, section: type[Section]) -> Iterator[tuple[str, str]]:
+    """Yield key and cells of a section and of the sections inside it; those of the recipe itself have their own table."""
     for name, field in section.model_fields.items():
         key = f"{prefix}{name}"
         subsection = next(sections_in(field.annotation), None)
         if subsection is None:
-            values = _values(field.annotation)
-            yield f"| `{key}` | {values} | {_default(field)} | {field.description or ''} |\n"
+            yield key, f"{_values(field.annotation)} | {_default(field)} | {field.description or ''}"
         elif prefix:
-            yield f"| `{key}` | section | {_default(field)} | {_summary(subsection)} |\n"
+            yield key, f"section | {_default(field)} | {_summary(subsection)}"
             yield from _rows(f"{key}.", subsection)
 
 
