@@ -40,7 +40,7 @@ def _table(prefix: str, section: type[Section]) -> Iterator[str]:
 
 
 def _rows(prefix: str, section: type[Section]) -> Iterator[tuple[str, str]]:
-    """Yield key and cells of a section and of the sections inside it; those of the recipe itself have their own table."""
+    """Yield key and cells of a section and of the sections inside it; sections of the recipe itself have tables."""
     for name, field in section.model_fields.items():
         key = f"{prefix}{name}"
         subsection = next(sections_in(field.annotation), None)
