@@ -1,14 +1,14 @@
 """The extension of a model config to a longer window, or why it is refused. No torch is needed."""
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from pi_lora.errors import ScalingError
 from pi_lora.scaling.config import Config, local_window, with_full_rope, with_legacy_rope_keys
 from pi_lora.scaling.model_types import POSITION_ENTRIES
 from pi_lora.scaling.rope import ORIGINAL_WINDOW, Rope
-from pi_lora.scaling.scalings import SCALINGS, Change, Method
+from pi_lora.scaling.scalings import SCALINGS, ExtensionOptions
 
 # A config entry beside the rope that transformers prefers to the one in the rope.
 ORIGINAL_BESIDE = "original_max_position_embeddings"
@@ -17,20 +17,12 @@ WITHIN_WINDOW = "tune it by scaling: keep within its window"
 
 
 @dataclass(frozen=True)
-class Extension:
+class Extension(ExtensionOptions):
     """The extension of an unextended base to `target` tokens. `original` is the window L, by default the longest
     sequences of the training. `theta` is the new base of the frequencies for the scaling `theta`, by default NTK-aware.
     `factors`, `attention_factor` and `searched` are those of the scaling `factors`: a divisor of each frequency, a
     factor of cosines and sines, and the windows L and L' that the divisors were searched for.
     """
-
-    target: int
-    original: int | None = None
-    scaling: Method = "pi"
-    theta: float | None = None
-    factors: tuple[float, ...] | None = None
-    attention_factor: float = 1.0
-    searched: tuple[int, int] | None = None
 
     def original_of(self, rope: Rope) -> int:
         """Return the original window L of the model in tokens."""
@@ -65,17 +57,9 @@ def extend_config(config: Config, extension: Extension) -> dict[str, Any]:
     """
     check_extendable(Rope(config), extension)
     rope = Rope(config).plain
-    original = extension.original_of(rope)
+    resolved = replace(extension, original=extension.original_of(rope))
     scaling = SCALINGS[extension.scaling]
-    change = Change(
-        scale=extension.scale_of(rope),
-        original=original,
-        target=extension.target,
-        theta=extension.theta,
-        factors=extension.factors or (),
-        attention_factor=extension.attention_factor,
-    )
-    after = Rope(with_full_rope(config, scaling.parameters(rope, change)))
+    after = Rope(with_full_rope(config, scaling.parameters(rope, resolved, extension.scale_of(rope))))
     divisor = 1.0 if after.kind.states_original else after.window_factor
     declared = round(extension.target / divisor)
     if after.factor == rope.factor and declared * divisor < extension.target:
@@ -89,7 +73,7 @@ def extend_config(config: Config, extension: Extension) -> dict[str, Any]:
         extended[ORIGINAL_BESIDE] = after.parameters[ORIGINAL_BESIDE]
     has_lists = after.rope_type == "longrope" and after.constant_divisor is None
     if has_lists or not scaling.is_recorded:
-        extended[ORIGINAL_WINDOW] = original
+        extended[ORIGINAL_WINDOW] = resolved.original
     if after.fixed_divisors:
         extended[ORIGINAL_BESIDE] = declared
     if _never_limits(rope):

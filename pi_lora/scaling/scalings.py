@@ -5,6 +5,7 @@ A new scaling is a record of `SCALINGS`, and its name in `Method`. No torch is n
 
 import math
 from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from functools import partial
 from typing import Any, Literal, NamedTuple, get_args
 
@@ -44,28 +45,30 @@ class RopeType(NamedTuple):
     in_gguf: Literal["name", "divisors"] | None = None
 
 
-class Change(NamedTuple):
-    """What a model is extended by: L'/L, L and L' in tokens, and the options of `Extension`."""
+@dataclass(frozen=True)
+class ExtensionOptions:
+    """What a user says of an extension: the fields of `pi_lora.scaling.extension.Extension`, which describes them."""
 
-    scale: float
-    original: int
     target: int
-    theta: float | None
-    factors: tuple[float, ...]
-    attention_factor: float
+    original: int | None = None
+    scaling: Method = "pi"
+    theta: float | None = None
+    factors: tuple[float, ...] | None = None
+    attention_factor: float = 1.0
+    searched: tuple[int, int] | None = None
 
 
 class Scaling(NamedTuple):
     """A scaling that extends a model.
 
     Attributes:
-        parameters: Return the parameters of a rope after the change.
+        parameters: Return the parameters of a rope after an extension with a known original window, by a scale.
         summary: What the model card says, with the numbers `scale` and `theta`.
         rope_types: The types of ropes in configs that it writes.
         is_recorded: Whether the parameters tell the extension.
     """
 
-    parameters: Callable[[RopeConfig, Change], Parameters]
+    parameters: Callable[[RopeConfig, ExtensionOptions, float], Parameters]
     summary: str
     rope_types: Mapping[str, RopeType] = {}
     is_recorded: bool = True
@@ -155,14 +158,13 @@ def ntk_theta(rope: RopeConfig, scale: float) -> float:
     return float(rope.parameters["rope_theta"]) * growth
 
 
-def _direct(rope: RopeConfig, change: Change) -> Parameters:
+def _direct(rope: RopeConfig, options: ExtensionOptions, scale: float) -> Parameters:
     """The paper's FT: the frequencies stay."""
     return rope.parameters
 
 
-def _pi(rope: RopeConfig, change: Change) -> Parameters:
+def _pi(rope: RopeConfig, options: ExtensionOptions, scale: float) -> Parameters:
     """All frequencies are divided by the scale (paper.tex, Eqn. 4)."""
-    scale = change.scale
     if rope.rope_type == "longrope" and rope.constant_divisor is None:
         long_factor = [factor * scale for factor in rope.parameters["long_factor"]]
         changed: Parameters = {**rope.parameters, "long_factor": long_factor}
@@ -171,26 +173,26 @@ def _pi(rope: RopeConfig, change: Change) -> Parameters:
         return changed
     factor = rope.factor * scale
     if rope.facts.accepts_longrope_only:
-        return _longrope(rope, change, (factor,) * len(rope.frequencies))
+        return _longrope(rope, options, (factor,) * len(rope.frequencies))
     rope_type = "proportional" if rope.rope_type == "proportional" else "linear"
     return {**rope.parameters, "rope_type": rope_type, "factor": factor}
 
 
-def _theta(rope: RopeConfig, change: Change) -> Parameters:
+def _theta(rope: RopeConfig, options: ExtensionOptions, scale: float) -> Parameters:
     """A larger base, by default that of NTK-aware scaling (bloc97 2023); Code Llama chose one (Roziere et al. 2023)."""
-    theta = change.theta or ntk_theta(rope, change.scale)
+    theta = options.theta or ntk_theta(rope, scale)
     theta_before = rope.parameters["rope_theta"]
     if theta <= theta_before:
         raise ScalingError(f"context.theta: {theta:g} is not larger than the model's own {theta_before:g}")
     return {**rope.parameters, "rope_theta": theta}
 
 
-def _dynamic(rope: RopeConfig, change: Change) -> Parameters:
+def _dynamic(rope: RopeConfig, options: ExtensionOptions, scale: float) -> Parameters:
     """NTK-aware scaling of inputs beyond L by their own length (Peng et al. 2023, appendix B.3)."""
-    return {**rope.parameters, "rope_type": "dynamic", "factor": change.scale}
+    return {**rope.parameters, "rope_type": "dynamic", "factor": scale}
 
 
-def _banded(method: Method, rope: RopeConfig, change: Change) -> Parameters:
+def _banded(method: Method, rope: RopeConfig, options: ExtensionOptions, scale: float) -> Parameters:
     """High frequencies stay and low ones are divided: `yarn` (Peng et al. 2023) and `llama3` (Dubey et al. 2024), of a
     default rope or one that was extended by the same method.
     """
@@ -199,12 +201,12 @@ def _banded(method: Method, rope: RopeConfig, change: Change) -> Parameters:
         changed |= {
             "rope_type": method,
             "factor": 1.0,
-            "original_max_position_embeddings": change.original,
+            "original_max_position_embeddings": options.original,
         }
         if method == "llama3":
             changed |= LLAMA3_BANDS
     factor_before = changed["factor"]
-    changed["factor"] = factor_before * change.scale
+    changed["factor"] = factor_before * scale
     stated = changed.get("attention_factor")
     default = 0.1 * math.log(factor_before) + 1
     if stated is not None and math.isclose(stated, default, rel_tol=1e-3):
@@ -213,23 +215,24 @@ def _banded(method: Method, rope: RopeConfig, change: Change) -> Parameters:
     return changed
 
 
-def _factors(rope: RopeConfig, change: Change) -> Parameters:
+def _factors(rope: RopeConfig, options: ExtensionOptions, scale: float) -> Parameters:
     """A divisor of its own for each frequency (LongRoPE2, Shang et al. 2025)."""
-    if set(change.factors) == {1.0}:
+    divisors = options.factors or ()
+    if set(divisors) == {1.0}:
         raise ScalingError("scaling: factors: divides no frequency of this model; choose another scaling")
-    return _longrope(rope, change, change.factors)
+    return _longrope(rope, options, divisors)
 
 
-def _longrope(rope: RopeConfig, change: Change, divisors: tuple[float, ...]) -> Parameters:
+def _longrope(rope: RopeConfig, options: ExtensionOptions, divisors: tuple[float, ...]) -> Parameters:
     """Return a `longrope` that divides the frequencies of short and of long inputs alike."""
-    attention_factor = change.attention_factor
+    attention_factor = options.attention_factor
     longrope = {
         **rope.parameters,
         "rope_type": "longrope",
         "short_factor": list(divisors),
         "long_factor": list(divisors),
         # Readers that know no `attention_factor` derive 1 from the two windows.
-        "original_max_position_embeddings": change.target,
+        "original_max_position_embeddings": options.target,
         "factor": 1.0,
         "attention_factor": attention_factor,
     }
