@@ -89,7 +89,7 @@ def first_plans() -> str:
         source = resolve_model(model, shipped=True)
         plans = [chosen_plan(source, target, gpu) for gpu in GPUS]
         cells = [cells_of(plan)[column] for plan in plans for column in FIRST_COLUMNS]
-        windows = f"{short(plans[0].target.original)} to {short(target)}"
+        windows = f"{short(plans[0].model.original)} to {short(target)}"
         rows.append([model, windows, *cells])
     on_gpus = [f"{gpu}: {head}" for gpu in GPUS for head in FIRST_COLUMNS]
     return "\n".join([*table(("model", "window", *on_gpus), rows), ""])

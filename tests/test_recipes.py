@@ -48,8 +48,8 @@ def test_a_recipe_fits_on_the_hardware_that_it_names_and_states_its_models_own_w
         assert hardware.gpu == plan.gpu.name
         assert f"on {gpus} {plan.gpu.name}" in summary
         assert "Not run here" in summary
-    assert plan.recipe.context.original in (None, plan.target.original)
-    assert planned(path, ("context.original=null",)).target.original == plan.target.original
+    assert plan.recipe.context.original in (None, plan.model.original)
+    assert planned(path, ("context.original=null",)).model.original == plan.model.original
 
 
 def test_shapes_are_shipped_for_the_models_of_the_recipes_and_of_families_and_no_others() -> None:

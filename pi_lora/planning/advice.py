@@ -3,11 +3,12 @@
 import json
 from collections.abc import Iterable, Iterator
 from contextlib import suppress
+from dataclasses import replace
 
 from pydantic import ValidationError
 
 from pi_lora.planning.gpus import CPU
-from pi_lora.planning.training_plan import TrainingPlan, plan_recipe
+from pi_lora.planning.training_plan import TrainingPlan
 from pi_lora.recipe.schema import Recipe
 
 Changes = dict[str, object]
@@ -55,7 +56,7 @@ def advice(plan: TrainingPlan) -> str:
 
 def _alternatives(plan: TrainingPlan) -> Iterator[Changes]:
     """Yield the changes that `advice` tries, the cheapest first."""
-    overrides = [change for change in FURTHER_OVERRIDES if change != QLORA or "qlora" in plan.target.methods]
+    overrides = [change for change in FURTHER_OVERRIDES if change != QLORA or "qlora" in plan.model.methods]
     for number in range(len(overrides) + 1):
         further: Changes = dict(overrides[:number])
         for saving in memory_saving_changes(plan):
@@ -68,7 +69,7 @@ def memory_saving_changes(plan: TrainingPlan) -> list[Changes]:
     if plan.gpu.name == CPU:
         # The activations are in the memory of the host already.
         overrides.remove(OFFLOAD_ACTIVATIONS)
-    if plan.target.shape.experts:
+    if plan.model.shape.experts:
         overrides.remove(CHUNKED_MLPS)
     return [dict(overrides[:number]) for number in range(len(overrides) + 1)]
 
@@ -88,4 +89,4 @@ def replanned(plan: TrainingPlan, alternatives: Iterable[Changes]) -> Iterator[t
                 overrides.append(f"{key}={json.dumps(value)}".replace('"', ""))
         with suppress(ValidationError):
             recipe = Recipe.model_validate(tree)
-            yield " ".join(overrides), plan_recipe(recipe, plan.target, plan.gpu)
+            yield " ".join(overrides), replace(plan, recipe=recipe)

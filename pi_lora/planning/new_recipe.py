@@ -197,7 +197,7 @@ def choose(first: TrainingPlan) -> TrainingPlan:
     """
     plans = [plan for _, plan in replanned(first, candidates(first)) if plan.has_room()]
     if not plans:
-        hardest = "by QLoRA with PoSE" if "qlora" in first.target.methods else "with PoSE (the base takes no QLoRA)"
+        hardest = "by QLoRA with PoSE" if "qlora" in first.model.methods else "with PoSE (the base takes no QLoRA)"
         raise PiLoraError(
             f"--gpu: {first.gpu.name}: is too small to tune {first.recipe.model.name}, even {hardest}; "
             "name a larger one, or see recipes/paper for several GPUs"
@@ -210,7 +210,7 @@ def candidates(first: TrainingPlan) -> Iterator[Changes]:
     """Yield every candidate, the best first: long sequences before short ones, LoRA before QLoRA, and last the changes
     that cost time.
     """
-    methods = [method for method in ("lora", "qlora") if method in first.target.methods]
+    methods = [method for method in ("lora", "qlora") if method in first.model.methods]
     saving = memory_saving_changes(first)
     for sequence, method, saved in itertools.product(_sequence_changes(first), methods, saving):
         yield COMPARED_SIZE | sequence | {"tuning.method": method} | saved
@@ -222,7 +222,7 @@ def _sequence_changes(first: TrainingPlan) -> Iterator[Changes]:
     """
     recipe = first.recipe
     target = recipe.context.target
-    longest = min(max(first.target.original, MIN_SEQUENCE_TOKENS), MAX_POSE_TOKENS)
+    longest = min(max(first.model.original, MIN_SEQUENCE_TOKENS), MAX_POSE_TOKENS)
     if recipe.data.has_examples or target <= longest or recipe.scaling == "pi":
         yield {"data.positions": "contiguous", "data.sequence_tokens": None}
     for length in reversed(default_windows(min(longest, target), MIN_SEQUENCE_TOKENS)):
@@ -246,7 +246,7 @@ def _with_size(plan: TrainingPlan) -> TrainingPlan:
     while batch_size > MIN_BATCH_SIZE and batch_size * STEPS > num_sequences:
         batch_size //= 2
     steps = int(min(STEPS, num_sequences / batch_size))
-    parameters = plan.target.shape.parameters
+    parameters = plan.model.shape.parameters
     changes: Changes = {
         "training.steps": max(MIN_STEPS, steps // 10 * 10),
         "training.global_batch_size": batch_size,

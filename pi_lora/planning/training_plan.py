@@ -23,7 +23,7 @@ CPU_UTILIZATION = {"float32": 0.38, "bfloat16": 0.28}
 
 
 @dataclass(frozen=True)
-class Target:
+class PlannedModel:
     """The model that a plan is for.
 
     Attributes:
@@ -43,10 +43,10 @@ class Target:
 
 @dataclass(frozen=True)
 class TrainingPlan:
-    """The plan of a recipe on one kind of device; `plan_recipe` makes it."""
+    """The plan of a recipe on one kind of device."""
 
     recipe: Recipe
-    target: Target
+    model: PlannedModel
     gpu: Gpu
 
     def __str__(self) -> str:
@@ -55,23 +55,23 @@ class TrainingPlan:
     @cached_property
     def trained(self) -> int:
         """The number of trained parameters."""
-        return trained_parameters(self.target.shape, self.recipe.tuning)
+        return trained_parameters(self.model.shape, self.recipe.tuning)
 
     @cached_property
     def memory(self) -> DeviceMemory:
         """The memory of one device."""
         return memory(
-            self.target.shape,
+            self.model.shape,
             self.recipe,
-            self.target.original,
+            self.model.original,
             self.gpu,
-            linear_bytes=self.target.linear_bytes,
+            linear_bytes=self.model.linear_bytes,
         )
 
     @property
     def sequence_tokens(self) -> int:
         """The tokens of a sequence."""
-        return self.recipe.data.tokens_per_sequence(self.target.original, self.recipe.context.target)
+        return self.recipe.data.tokens_per_sequence(self.model.original, self.recipe.context.target)
 
     @property
     def tokens_per_step(self) -> int:
@@ -82,7 +82,7 @@ class TrainingPlan:
     def flops(self) -> Flops:
         """The operations of the whole training."""
         return flops_of_training(
-            self.target.shape,
+            self.model.shape,
             self.recipe.tuning,
             self.recipe.training,
             self.sequence_tokens,
@@ -128,7 +128,7 @@ class TrainingPlan:
     def lines(self) -> list[str]:
         """Return the plan in words: the extension, the memory and the time."""
         name = self.recipe.model.name
-        original = self.target.original
+        original = self.model.original
         parts = ", ".join(f"{part} {_gib(size)}" for part, size in self.memory.components.items())
         lines = [
             f"{name}: {original} to {self.recipe.context.target} tokens, {self._tuning_in_words()}",
@@ -138,13 +138,13 @@ class TrainingPlan:
         ]
         if self.recipe.paper:
             lines.append(f"the paper has: {self.recipe.paper}")
-        return [*lines, *self.target.notes]
+        return [*lines, *self.model.notes]
 
     def _tuning_in_words(self) -> str:
         method = self.recipe.tuning.method
         words = f"{self.recipe.scaling}, {method}; {_count(self.trained)} parameters train"
         if method != "full":
-            words += f"; {_count(self.target.shape.parameters)} are frozen"
+            words += f"; {_count(self.model.shape.parameters)} are frozen"
         return words
 
     def _memory_in_words(self) -> str:
@@ -185,25 +185,22 @@ class TrainingPlan:
 
 
 def plan_training(recipe: Recipe, source: ModelSource, gpu: Gpu) -> TrainingPlan:
-    """Plan the training of `recipe` on `gpu`, from the shape of its model; raise PiLoraError as `plan_recipe` does."""
+    """Plan the training of `recipe` on `gpu`, from the shape of its model; raise PiLoraError if that is a CPU and the
+    recipe asks for GPUs.
+    """
     rope = source.base.rope if source.extension else source.rope
     original = recipe.context.original or rope.trained
     linear_bytes = bytes_of_linear_weights(source.base.config)
-    target = Target(
+    model = PlannedModel(
         source.shape,
         original,
         notes=tuple(source.notes),
         methods=("lora",) if linear_bytes else methods_on(source.base.config),
         linear_bytes=linear_bytes,
     )
-    return plan_recipe(recipe, target, gpu)
-
-
-def plan_recipe(recipe: Recipe, target: Target, gpu: Gpu) -> TrainingPlan:
-    """Plan `recipe` for a model on `gpu`; raise PiLoraError if that is a CPU and the recipe asks for GPUs."""
     if gpu.name == CPU and recipe.hardware.gpus:
         raise PiLoraError("--gpu: cpu: the recipe asks for hardware.gpus; name a GPU, or set hardware.gpus=null")
-    return TrainingPlan(recipe, target, gpu)
+    return TrainingPlan(recipe, model, gpu)
 
 
 def hours_in_words(hours: float) -> str:

@@ -100,7 +100,7 @@ class ScheduledMeasurements(TrainerCallback):
         names = requested_measurements(self.evaluation.in_short())
         is_missing = not all(self.run.scores_file(name, stage).is_file() for name in names)
         if any_process(is_main_process() and is_missing):
-            self.measure(state.global_step)
+            self.measure_at(state.global_step)
 
     def on_step_end(self, args: Any, state: TrainerState, control: TrainerControl, **_: Any) -> None:
         """Ask for the checkpoint that precedes a measurement."""
@@ -110,9 +110,9 @@ class ScheduledMeasurements(TrainerCallback):
     def on_save(self, args: Any, state: TrainerState, control: TrainerControl, **_: Any) -> None:
         """Measure after the checkpoint, unless a signal ends the training."""
         if self._is_due(state) and not self.stop.stopped:
-            self.measure(state.global_step)
+            self.measure_at(state.global_step)
 
-    def measure(self, step: int) -> None:
+    def measure_at(self, step: int) -> None:
         """Measure a step; raise Interrupted after a signal."""
 
         def stop_if_signalled(done: int, total: int, note: str = "") -> None:

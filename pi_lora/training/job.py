@@ -97,7 +97,7 @@ class TrainingJob:
                 if not any_process(run.is_trained):
                     tuned = self._train(data, run, stop, progress)
                 if is_main_process():
-                    complete(self.recipe, self.source, run)
+                    finish_run(self.recipe, self.source, run)
             finished = Run(self.output)
             if is_main_process():
                 write_card(self.output)
@@ -107,7 +107,7 @@ class TrainingJob:
                     source = resolve_model(ModelRef(self.output, **vars(self.source.permissions)))
                     tuned = load_model(source)
                 measurements = ScheduledMeasurements(self.recipe.evaluation, tuned, finished, stop)
-                measurements.measure(self.recipe.training.steps)
+                measurements.measure_at(self.recipe.training.steps)
                 if is_main_process():
                     write_card(self.output)
         return finished
@@ -282,7 +282,7 @@ def save_weights(recipe: Recipe, trainer: Trainer, log: list[Json], run: Run) ->
     run.save_last(log, lambda folder: save(trainer.model, folder, weights))
 
 
-def complete(recipe: Recipe, source: ModelSource, run: Run) -> None:
+def finish_run(recipe: Recipe, source: ModelSource, run: Run) -> None:
     """Make a run of its last checkpoint: with the extended config, the tokenizer, and how the training ended. If the
     disk is full, it is done again when the run is resumed.
     """

@@ -20,7 +20,7 @@ from pi_lora.models.resolve import resolve_model  # noqa: E402
 from pi_lora.planning.advice import advice  # noqa: E402
 from pi_lora.planning.gpus import CPU, find_gpu  # noqa: E402
 from pi_lora.planning.new_recipe import choose, first_plan  # noqa: E402
-from pi_lora.planning.training_plan import Target, TrainingPlan, plan_recipe  # noqa: E402
+from pi_lora.planning.training_plan import PlannedModel, TrainingPlan  # noqa: E402
 from pi_lora.recipe.files import load_recipe, recipe_paths, shipped_recipes  # noqa: E402
 from pi_lora.recipe.schema import Recipe  # noqa: E402
 
@@ -78,7 +78,7 @@ def of_plan(plan: TrainingPlan) -> Figures:
 
 
 def of_small(kind: str, recipe: Recipe, gpu: str) -> Figures:
-    return of_plan(plan_recipe(recipe, Target(small_shape(kind), 2048), find_gpu(gpu)))
+    return of_plan(TrainingPlan(recipe, PlannedModel(small_shape(kind), 2048), find_gpu(gpu)))
 
 
 def of_new(model: str, target: int, gpu: str) -> Figures:

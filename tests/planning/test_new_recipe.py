@@ -43,7 +43,7 @@ def chosen(
 
 def levers(plan: TrainingPlan) -> tuple[str, int, str]:
     recipe = plan.recipe
-    sequence = recipe.data.tokens_per_sequence(plan.target.original, recipe.context.target)
+    sequence = recipe.data.tokens_per_sequence(plan.model.original, recipe.context.target)
     return recipe.data.positions, sequence, recipe.tuning.method
 
 
@@ -160,7 +160,7 @@ def test_a_method_that_train_refuses_is_neither_chosen_nor_advised(tmp_path: Pat
     """LoRA alone on FP8: on a card that is too small for it, no change helps."""
     base = resolve_model(str(stored_as("fp8", tmp_path / "fp8")))
     first = first_plan(base, 8192, find_gpu("12GB"), {})
-    assert first.target.methods == ("lora",)
+    assert first.model.methods == ("lora",)
     assert {plan.recipe.tuning.method for _, plan in choosing.replanned(first, choosing.candidates(first))} == {"lora"}
     with refused(PiLoraError, "--gpu: 12GB: ", first.recipe.model.name):
         choose(first)
@@ -188,7 +188,7 @@ def test_weights_of_bitsandbytes_stay_as_they_are_stored(
         _, plan = next(choosing.replanned(first, [{"tuning.method": tuned_by}]))
         weights[name] = plan.memory.components["weights"]
     quantized, plain = weights.values()
-    assert (plain - quantized) / first.target.shape.linear_weights == pytest.approx(2 - stored, abs=1e-3)
+    assert (plain - quantized) / first.model.shape.linear_weights == pytest.approx(2 - stored, abs=1e-3)
 
 
 def test_the_recipe_says_that_the_base_is_stored_quantized(tmp_path: Path) -> None:
@@ -349,11 +349,11 @@ def test_the_window_that_a_model_was_trained_on_is_its_original(tmp_path: Path) 
     recipe = load_recipe(file).recipe
     assert (recipe.scaling, recipe.context.original, recipe.context.target) == ("yarn", 32768, 131072)
     planned = pi_lora.plan(file)
-    assert planned.target.original == 32768
+    assert planned.model.original == 32768
     [quoted] = [line for line in planned.lines() if line.startswith("context.original: 32768")]
     assert all(name in quoted for name in ("40960", "QwenLM/Qwen3"))
     without = pi_lora.plan(file, "context.original=null")
-    assert (without.target.original, quoted in without.lines()) == (32768, True)
+    assert (without.model.original, quoted in without.lines()) == (32768, True)
 
 
 @pytest.mark.parametrize(

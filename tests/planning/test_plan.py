@@ -29,7 +29,7 @@ from pi_lora.planning.advice import plan_lines
 from pi_lora.planning.flops import flops_of_training, linear_adapter_parameters
 from pi_lora.planning.gpus import CPU, GIB, GPUS, MIB, device_for, find_gpu, gpu_of_device
 from pi_lora.planning.layer import layer_bytes
-from pi_lora.planning.training_plan import Target, TrainingPlan, plan_recipe
+from pi_lora.planning.training_plan import PlannedModel, TrainingPlan
 from pi_lora.recipe.schema import Recipe, Training, Tuning
 from pi_lora.scaling.config import full_attention_rope
 from pi_lora.scaling.extension import Extension
@@ -122,8 +122,8 @@ def test_flops_equal_those_that_torch_counts(kind: str) -> None:
 @pytest.mark.parametrize("method", ["lora", "qlora", "full"])
 @pytest.mark.parametrize("kind", OTHERS)
 def test_any_architecture_has_a_plan(kind: str, method: str) -> None:
-    plan = plan_recipe(recipe(target=512, tuning={"method": method}), Target(small_shape(kind), 128), GPUS[CPU])
-    assert 0 < plan.trained <= plan.target.shape.parameters
+    plan = TrainingPlan(recipe(target=512, tuning={"method": method}), PlannedModel(small_shape(kind), 128), GPUS[CPU])
+    assert 0 < plan.trained <= plan.model.shape.parameters
     assert all(size > 0 for size in plan.memory.components.values())
     assert plan.hours > 0
 
@@ -193,7 +193,7 @@ def test_pinned_memory_is_rounded_up_and_has_to_fit_the_host() -> None:
     assert plan.memory.host == 32 * 4 * GIB
     assert plan.fits
     assert "128 GiB" in plan_lines(plan)[1]
-    small_host = plan_recipe(plan.recipe, plan.target, replace(plan.gpu, host=127 * GIB))
+    small_host = replace(plan, gpu=replace(plan.gpu, host=127 * GIB))
     assert not small_host.fits
     assert not small_host.has_room()
     assert changes_in(plan_lines(small_host)[-1]) == ["data.positions=pose"]
@@ -407,7 +407,7 @@ def test_a_plan_counts_the_arithmetic_of_the_step(gpu: str, sections: dict[str, 
     training = {"activation_checkpointing": False, **sections.get("training", {})}
     asked = recipe(target=4096, **{"hardware": {"gpus": 1}, **sections, "training": training})
     plan = plan_of(asked, gpu)
-    shape = plan.target.shape
+    shape = plan.model.shape
     kept, peak = layer_bytes(shape, asked.tuning, arithmetic)
     inputs = shape.layers * shape.hidden * 4 if arithmetic in ("autocast", "float32") else 0
     expected = 4096 * (inputs + (shape.layers - 1) * kept + peak)

@@ -47,7 +47,7 @@ def logits(run: Path) -> torch.Tensor:
 
 def test_an_adapter_is_tuned_further_as_one_adapter_of_its_base(lora_run: Path, rows: Path, tmp_path: Path) -> None:
     recipe = further(lora_run, rows)
-    assert plan_of(recipe, device_here()).target.original == 128
+    assert plan_of(recipe, device_here()).model.original == 128
     run = train(recipe, tmp_path / "further")
     first, second = (json.loads((each / "adapter_config.json").read_text()) for each in (lora_run, run))
     assert second["base_model_name_or_path"] == first["base_model_name_or_path"]
