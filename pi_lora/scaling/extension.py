@@ -28,13 +28,6 @@ class Extension(ExtensionOptions):
         """Return the original window L of the model in tokens."""
         return self.original or rope.trained
 
-    def scale_of(self, rope: Rope) -> float:
-        """Return the number by which an extension multiplies the `factor` of configs: L'/L. A base whose frequencies
-        are scaled already is extended from the window that it was scaled for.
-        """
-        before = rope.window if rope.is_scaled else self.original_of(rope)
-        return self.target / before
-
     def notes(self, rope: Rope) -> Iterator[str]:
         """Yield what a user should know of L, and of the entries of the config that are left out."""
         yield from original_notes(rope, self.original_of(rope))
@@ -57,9 +50,12 @@ def extend_config(config: Config, extension: Extension) -> dict[str, Any]:
     """
     check_extendable(Rope(config), extension)
     rope = Rope(config).plain
-    resolved = replace(extension, original=extension.original_of(rope))
+    original = extension.original_of(rope)
     scaling = SCALINGS[extension.scaling]
-    after = Rope(with_full_rope(config, scaling.parameters(rope, resolved, extension.scale_of(rope))))
+    # A base whose frequencies are scaled already is extended from the window that it was scaled for.
+    before = rope.window if rope.is_scaled else original
+    resolved = replace(extension, original=original)
+    after = Rope(with_full_rope(config, scaling.parameters(rope, resolved, extension.target / before)))
     divisor = 1.0 if after.kind.states_original else after.window_factor
     declared = round(extension.target / divisor)
     if after.factor == rope.factor and declared * divisor < extension.target:
@@ -73,7 +69,7 @@ def extend_config(config: Config, extension: Extension) -> dict[str, Any]:
         extended[ORIGINAL_BESIDE] = after.parameters[ORIGINAL_BESIDE]
     has_lists = after.rope_type == "longrope" and after.constant_divisor is None
     if has_lists or not scaling.is_recorded:
-        extended[ORIGINAL_WINDOW] = resolved.original
+        extended[ORIGINAL_WINDOW] = original
     if after.fixed_divisors:
         extended[ORIGINAL_BESIDE] = declared
     if _never_limits(rope):

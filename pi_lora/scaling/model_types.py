@@ -4,7 +4,7 @@ of positions beside the rope, and for each kind of models that was trained on sh
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Any, Literal, NamedTuple
+from typing import Literal, NamedTuple
 
 
 @dataclass(frozen=True)
@@ -121,11 +121,3 @@ TRAININGS = (
     Training(32768, "arXiv 2405.04434, section 3.1.4 (DeepSeek-V2)", "deepseek_v2", 163840, 1e4),
     Training(131072, "deepseek-ai/DeepSeek-V3: README.md", "deepseek_v3", 163840, 1e4),
 )
-
-
-def training_of(config: Mapping[str, Any], window: int, theta: float) -> Training | None:
-    """Return the training of the models that declare this window under this theta; None if they are not known."""
-    for training in TRAININGS:
-        if (training.model_type, training.window, training.theta) == (config.get("model_type"), window, theta):
-            return training
-    return None

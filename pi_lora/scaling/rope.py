@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from pi_lora.scaling.config import RopeConfig, refused, with_full_rope, without_dynamic
-from pi_lora.scaling.model_types import Training, training_of
+from pi_lora.scaling.model_types import TRAININGS, Training
 from pi_lora.scaling.scalings import ROPE_TYPES, Method, RopeType
 
 # The config key of the original window in tokens, if the model was extended by `theta`, or by `pi` under a `longrope`.
@@ -123,7 +123,11 @@ class Rope(RopeConfig):
     @property
     def training(self) -> Training | None:
         """The longest sequences of the training, if the makers of the model say so and declare another window."""
-        return training_of(self.config, self.window, self.parameters["rope_theta"])
+        declared = (self.config.get("model_type"), self.window, self.parameters["rope_theta"])
+        for training in TRAININGS:
+            if (training.model_type, training.window, training.theta) == declared:
+                return training
+        return None
 
     @property
     def trained(self) -> int:
