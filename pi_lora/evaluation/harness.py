@@ -58,6 +58,8 @@ MIN_WINDOWS = {"ruler_vt": 1536, "ruler_cwe": 1536, "ruler_fwe": 768, "niah_mult
 MIN_WINDOW = 400
 # `ruler_cwe` draws from a random generator that is seeded when lm-eval executes this module.
 WORDS_MODULE = "lm_eval.tasks.ruler.cwe_utils"
+# Tasks of RULER with needles in essays.
+ESSAYS = ("niah_single_2", "niah_single_3", "niah_multikey_1", "niah_multiquery", "niah_multivalue")
 # Tasks of RULER whose prompts need not contain the answer.
 QUESTIONS = ("ruler_qa_squad", "ruler_qa_hotpot")
 
@@ -200,6 +202,24 @@ def ruler_problems(tasks: Sequence[str], window: int) -> Iterator[str]:
     too_long = ", ".join(f"{name} needs {tokens}" for name, tokens in needed.items() if tokens > window)
     if too_long:
         yield f"a window of {window} tokens is too short ({too_long}); leave them out, or choose longer windows"
+
+
+def check_texts(tasks: Sequence[str]) -> None:
+    """Read the texts that tasks of RULER take from the network. Raise DataError for the first that cannot be read."""
+    for name in tasks:
+        try:
+            if name in ESSAYS:
+                from lm_eval.tasks.ruler.prepare_niah import get_haystack
+
+                get_haystack("essay")
+            if name in QUESTIONS:
+                from lm_eval.tasks.ruler import qa_utils
+
+                read = qa_utils.read_squad if name == QUESTIONS[0] else qa_utils.read_hotpotqa
+                read()
+        except (OSError, ValueError) as error:
+            reason = first_line(error)
+            raise DataError(f"--tasks: {name}: has no texts ({reason}); leave it out, or check the network") from error
 
 
 def find_benchmarks(options: BenchmarksOptions) -> dict[str, Any]:

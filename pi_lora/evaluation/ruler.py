@@ -100,6 +100,12 @@ class Ruler(Measurement[RulerOptions, RulerScores]):
         for problem in ruler_problems(options.tasks or RULER_TASKS, min(windows) - template):
             yield f"{preview.key('tasks')}: {problem}"
 
+    def check(self, options: RulerOptions) -> None:
+        """Read the texts of the tasks."""
+        from pi_lora.evaluation.harness import check_texts
+
+        check_texts(options.tasks or ())
+
     def measure(self, model: LoadedModel, options: RulerOptions, session: Session) -> RulerScores:
         """Measure the tasks, the shortest window first. Raise DataError if a window does not hold a prompt of a task,
         and Interrupted on Ctrl-C.

@@ -22,7 +22,16 @@ from conftest import refused, run_captured, small_recipe
 from pi_lora.api import load
 from pi_lora.errors import DataError, RecipeError
 from pi_lora.evaluation import harness
-from pi_lora.evaluation.harness import QUESTIONS, RULER, RULER_TASKS, WORDS_MODULE, RankedLM, ruler_task, save_tokenizer
+from pi_lora.evaluation.harness import (
+    ESSAYS,
+    QUESTIONS,
+    RULER,
+    RULER_TASKS,
+    WORDS_MODULE,
+    RankedLM,
+    ruler_task,
+    save_tokenizer,
+)
 from pi_lora.evaluation.measurement import Session
 from pi_lora.evaluation.ruler import Ruler, RulerTask
 from pi_lora.models.loaded import LoadedModel
@@ -31,7 +40,6 @@ from pi_lora.recipe.evaluation import RulerOptions
 
 wonderwords = pytest.importorskip("wonderwords", reason="RULER of lm-eval draws its words from it")
 
-ESSAYS = ("niah_single_2", "niah_single_3", "niah_multikey_1", "niah_multiquery", "niah_multivalue")
 OFFLINE = [name for name in RULER_TASKS if name not in (*ESSAYS, *QUESTIONS)]
 WINDOW, SAMPLES, SEED = 1536, 3, 5
 TEMPLATES = Path(__file__).parents[1] / "data" / "templates"
@@ -253,6 +261,11 @@ def test_a_task_that_does_not_exist_or_fit_is_refused_before_weights_are_read(
     assert "niah_single_1" in unknown
     assert too_short.startswith("--tasks: ")
     assert "ruler_vt needs 1536" in too_short
+    # Their texts are not on this machine.
+    for task in ("niah_single_2", "ruler_qa_squad"):
+        asked = ("--tasks", f"niah_single_1,{task}", "--windows", "1536")
+        status, _, err = run_captured(capsys, monkeypatch, "eval", "ruler", str(small_model), *asked)
+        assert (status, err.startswith(f"--tasks: {task}: ")) == (2, True), err
     recipe = small_recipe(small_model, evaluation={"ruler": {"tasks": ["ruler_vt"]}})
     with refused(RecipeError, "evaluation.ruler.tasks: ", "64 tokens", "ruler_vt needs 1536"):
         check(recipe, tmp_path / "run")
