@@ -5,7 +5,6 @@ import re
 from bisect import bisect_left
 from collections import Counter
 from collections.abc import Iterator
-from contextlib import suppress
 from datetime import date
 from functools import partial
 from typing import Any
@@ -88,26 +87,22 @@ def in_parts(messages: list[Json]) -> list[Json]:
 
 
 def chat_prompt(tokenizer: Any, text: str, beginning: str = "") -> str:
-    """Return the prompt that asks `text` as the turn of a user, with the `beginning` of the answer. It ends as the
-    template writes a turn of the assistant before the answer: with an empty thought, if the template has one. BOS is
-    left out where the tokenizer adds it. Raise DataError if there is no template, or if it cannot write the turn.
+    """Return the prompt that asks `text` as the turn of a user, with the `beginning` of the answer. It is what the
+    template writes before an answer: at the end an empty thought, if the template has one. BOS is left out where the
+    tokenizer adds it. Raise DataError if there is no template, or if it does not write both turns.
     """
     if tokenizer.chat_template is None:
         raise DataError("the model has no chat template")
     turns = [{"role": "user", "content": text}, {"role": "assistant", "content": ANSWER}]
     if takes_parts(tokenizer):
         turns = in_parts(turns)
-    render = partial(tokenizer.apply_chat_template, tokenize=False, **PROMPT_VARIABLES)
     try:
-        prompt: str = render(turns[:1], add_generation_prompt=True)
+        rendered: str = tokenizer.apply_chat_template(turns, tokenize=False, **PROMPT_VARIABLES)
     except REFUSALS as error:
         raise DataError(f"the chat template refuses the turn of a user ({first_line(error)})") from None
-    if text.strip() not in prompt:
-        raise DataError("the chat template leaves out the turn of a user")
-    with suppress(*REFUSALS):
-        before, answered, _ = render(turns).rpartition(ANSWER)
-        if answered:
-            prompt = before
+    prompt, answered, _ = rendered.rpartition(ANSWER)
+    if not answered or text.strip() not in prompt:
+        raise DataError("the chat template leaves out the turn of a user, or the answer")
     prompt = prompt.removeprefix("".join(tokenizer.convert_ids_to_tokens(added_prefix(tokenizer))))
     # A space at the end would be no part of the first word of the answer.
     return prompt + beginning if beginning else prompt.rstrip(" ")
@@ -115,9 +110,9 @@ def chat_prompt(tokenizer: Any, text: str, beginning: str = "") -> str:
 
 def chat_prompt_ids(tokenizer: Any, text: str) -> list[int]:
     """Return the token ids of `chat_prompt`. A special token in `text` is text: a space is put into it."""
-    special = "|".join(map(re.escape, special_tokens_of(tokenizer)))
-    plain = re.sub(special, lambda token: f"{token[0][0]} {token[0][1:]}", text)
-    ids: list[int] = prompt_ids(tokenizer, chat_prompt(tokenizer, plain))
+    for token in special_tokens_of(tokenizer):
+        text = text.replace(token, f"{token[0]} {token[1:]}")
+    ids: list[int] = prompt_ids(tokenizer, chat_prompt(tokenizer, text))
     return ids
 
 

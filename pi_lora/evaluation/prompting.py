@@ -6,7 +6,6 @@ from typing import TypeVar
 
 from pi_lora.data.chats import chat_problem, template_tokens
 from pi_lora.distributed import any_process
-from pi_lora.errors import DataError
 from pi_lora.evaluation.passkey import PasskeyTest
 from pi_lora.models.loaded import LoadedModel
 from pi_lora.models.source import ModelSource
@@ -53,17 +52,12 @@ def prefers_template(loaded: LoadedModel) -> bool:
     tokens = min(TOKENS + template_tokens(loaded.tokenizer), loaded.source.original)
     retrieved = []
     for chat in (False, True):
-        options = PasskeyOptions(depths=KEYS, trials=1, chat=chat)
-        try:
-            test = PasskeyTest(loaded, tokens, options)
-        except DataError:  # the window does not hold the prompt
-            return False
+        test = PasskeyTest(loaded, tokens, PasskeyOptions(depths=KEYS, trials=1, chat=chat))
         retrieved.append(sum(test.measure(depth)["success_rate"] for depth in range(KEYS)))
     raw, in_template = retrieved
     chat = any_process(in_template - raw >= MARGIN)
-    way = "in its chat template" if chat else f"as raw text (the template needs {MARGIN} more)"
     ui.say(
-        f"{loaded.name}: retrieves {raw:.0f} of {KEYS} passkeys as raw text, {in_template:.0f} in its chat template; "
-        f"asked {way}; --chat decides otherwise"
+        f"{loaded.name}: retrieves {raw:.0f} of {KEYS} passkeys as raw text, {in_template:.0f} in its chat template, "
+        f"which is used if it retrieves {MARGIN} more: asked with chat {chat}"
     )
     return chat
