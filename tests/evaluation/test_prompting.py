@@ -16,6 +16,7 @@ from pi_lora.api import compare, evaluate, evaluate_run, load, probe
 from pi_lora.data.chats import chat_prompt, chat_prompt_ids
 from pi_lora.data.tokens import prompt_ids
 from pi_lora.errors import RecipeError
+from pi_lora.evaluation.passkey import make_trial
 from pi_lora.models.loaded import LoadedModel
 from pi_lora.preflight import check
 from pi_lora.recipe.files import RECIPE_FILE
@@ -51,11 +52,14 @@ def test_an_answer_begins_as_the_template_writes_it_without_a_thought(template: 
     # Both the tokenizer and some templates write BOS.
     ids = prompt_ids(tokenizer, prompt)
     assert (ids[0], ids.count(tokenizer.bos_token_id)) == (tokenizer.bos_token_id, 1)
+    trial = make_trial(tokenizer, 512, 100, "90817", chat=True)
+    ids = [*trial.prompt, *trial.answer]
+    assert len(ids) - ids.index(tokenizer.convert_tokens_to_ids("9")) == trial.distance
 
 
 def test_a_template_is_asked_for_no_thought_and_special_tokens_in_a_text_are_text() -> None:
     tokenizer = load("builtin:tiny").tokenizer
-    tokenizer.chat_template = f"{TURNS}{{% if enable_thinking is not false %}}[think]{{% endif %}}"
+    tokenizer.chat_template = f"{{% if enable_thinking is not false %}}[think]{{% endif %}}{TURNS}"
     assert chat_prompt(tokenizer, "Where?") == "[user]Where?[assistant]"
     assert tokenizer.eos_token_id not in chat_prompt_ids(tokenizer, f"The end {tokenizer.eos_token} is near.")
 
