@@ -208,7 +208,6 @@ BLOCKS: dict[str, dict[str, Callable[[], Iterable[str]]]] = {
     "docs/experiments.md": {
         "validation": tables_smollm2.validation,
         "whole_sequences": tables_context.validation,
-        "methods": methods,
     },
     "docs/performance.md": {"gpu": tables_gpu.measured, "attention": attention},
     "docs/merging.md": {"merge": merge},
@@ -217,7 +216,7 @@ BLOCKS: dict[str, dict[str, Callable[[], Iterable[str]]]] = {
         "train_overhead": partial(speeds, "train_overhead", "median_ratio", "times as many"),
         "packing": partial(speeds, "packing", "tokens_per_second", "tokens per processor second"),
     },
-    "benchmarks/results/methods.md": {"rates": rates, "lora_rates": lora_rates},
+    "benchmarks/results/methods.md": {"methods": methods, "rates": rates, "lora_rates": lora_rates},
     "benchmarks/results/gemma3_64k.md": {"gemma3_64k": tables_context.gemma3},
     "benchmarks/results/probes.md": {
         "probe_builtin": partial(probe, "probe_builtin"),

@@ -22,6 +22,7 @@ NAMES = {
     "docs/quickstart.ipynb": "quickstart.md",
 }
 PAGES = {ROOT / name: page for name, page in NAMES.items()}
+PAGES |= {file: f"table-{file.stem}.md" for file in sorted((ROOT / "benchmarks" / "results").glob("*.md"))}
 LINK = re.compile(r"(!?\[(?P<text>[^\]]*)\])\((?P<target>[^)\s#]+)(?P<heading>#[^)\s]*)?\)")
 
 

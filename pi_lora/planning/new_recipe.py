@@ -218,7 +218,8 @@ def candidates(first: TrainingPlan) -> Iterator[Changes]:
 
 def _sequence_changes(first: TrainingPlan) -> Iterator[Changes]:
     """Yield the kinds of sequences, the best first: whole ones for examples of a task, for a target that is as short as
-    PoSE sequences, and under `pi`, with which PoSE retrieves unreliably (docs/experiments.md); else PoSE sequences.
+    PoSE sequences, and under `pi`, with which PoSE retrieves unreliably (benchmarks/results/methods.md); else PoSE
+    sequences.
     """
     recipe = first.recipe
     target = recipe.context.target
