@@ -4,7 +4,7 @@ import importlib.metadata
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated
 
 from cyclopts import App, Group, Parameter, Token
 
@@ -104,11 +104,6 @@ class ScalingOptions:
         default: Method = "factors" if self.factors else "pi"
         divisors = read_factors(self.factors).model_dump() if self.factors else {}
         return Extension(target, self.original, self.scaling or default, **divisors)
-
-
-def plain_ref(name: str, *, trust_remote_code: bool, **options: Any) -> ModelRef:
-    """Return a base that is no run."""
-    return ModelRef(name, trust_remote_code=trust_remote_code, **options)
 
 
 OfRun = Annotated[RunOptions, GROUP]

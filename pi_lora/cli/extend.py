@@ -28,8 +28,8 @@ from pi_lora.cli.app import (
     ScalingOptions,
     TrustCode,
     app,
-    plain_ref,
 )
+from pi_lora.model_ref import ModelRef
 from pi_lora.scaling.scalings import Method
 from pi_lora.terminal import out
 from pi_lora.types import NO_PERMISSIONS, Permissions
@@ -98,7 +98,7 @@ def extend(
 ) -> None:
     """Write MODEL with a window of --target tokens for every engine, without tuning; the weights do not change."""
     extension = ScalingOptions(original, scaling, factors).extension(target)
-    ref = plain_ref(model, trust_remote_code=trust_remote_code, extension=extension)
+    ref = ModelRef(model, trust_remote_code=trust_remote_code, extension=extension)
     api.extend(ref, output, probe=probe)
 
 

@@ -20,9 +20,9 @@ from pi_lora.cli.app import (
     Target,
     TrustCode,
     app,
-    plain_ref,
 )
 from pi_lora.errors import PiLoraError
+from pi_lora.model_ref import ModelRef
 from pi_lora.recipe.evaluation import Evaluation, PasskeyOptions, ProbeOptions, Sampling, SearchOptions
 from pi_lora.recipe.section import Section
 from pi_lora.terminal import out, working
@@ -98,7 +98,7 @@ def probe(
 
     The last line names the best scaling, and says whether tuning is needed.
     """
-    ref = plain_ref(model, trust_remote_code=trust_remote_code, dtype=dtype)
+    ref = ModelRef(model, trust_remote_code=trust_remote_code, dtype=dtype)
     api.probe(ref, json=json, **options.model_dump(exclude_unset=True))
 
 
@@ -116,7 +116,7 @@ def search(
 
     The last line is the command that compares the result with untuned scalings on other text.
     """
-    ref = plain_ref(model, trust_remote_code=trust_remote_code, dtype=dtype)
+    ref = ModelRef(model, trust_remote_code=trust_remote_code, dtype=dtype)
     api.search(ref, output=output, **options.model_dump(exclude_unset=True))
 
 

@@ -20,9 +20,9 @@ from pi_lora.cli.app import (
     Target,
     TrustCode,
     app,
-    plain_ref,
     read_length,
 )
+from pi_lora.model_ref import ModelRef
 from pi_lora.terminal import out, working
 
 GpuName = Annotated[str | None, Parameter(help="Name (4090, H100), memory size (48GB), or cpu.")]
@@ -43,7 +43,7 @@ def new(
 ) -> None:
     """Write a recipe that extends MODEL to --target tokens and fits this machine's GPU, or --gpu."""
     api.new(
-        plain_ref(model, trust_remote_code=trust_remote_code),
+        ModelRef(model, trust_remote_code=trust_remote_code),
         target,
         gpu=gpu,
         data=data or (),

@@ -155,7 +155,11 @@ class TrainingJob:
                     "hardware": devices.hardware(),
                 }
             )
-        trainer.train(self._checkpoint_to_resume(run))
+        checkpoint = None
+        if self.resume and is_main_process():
+            checkpoint = run.checkpoint_to_resume()
+        # All processes take the choice of the main process.
+        trainer.train(all_gather_objects([checkpoint])[0])
         if stop.stopped:
             raise Interrupted(
                 f"{self.output}: interrupted after step {trainer.state.global_step}, a checkpoint is kept; "
@@ -195,13 +199,6 @@ class TrainingJob:
         if is_main_process():
             # Until the run stands under its name, checkpoints are all that is left of it if the process is killed.
             shutil.rmtree(self.output / CHECKPOINTS, ignore_errors=True)
-
-    def _checkpoint_to_resume(self, run: Run) -> Path | None:
-        """Return the checkpoint that the main process chooses, in all processes."""
-        checkpoint = None
-        if self.resume and is_main_process():
-            checkpoint = run.checkpoint_to_resume()
-        return all_gather_objects([checkpoint])[0]
 
 
 def pack_data(recipe: Recipe, source: ModelSource, progress: Progress = silent) -> TrainingData:
