@@ -281,7 +281,7 @@ def check_server(
             known = read_json(path_of(reference), Reference, "write it again with --write-reference")
         else:
             known, compute = _reference(model, text, note)
-        verdicts = list(check.check_server(server, known, compute=compute, tolerance=tolerance, progress=note))
+        verdicts = check.check_server(server, known, compute=compute, tolerance=tolerance, progress=note)
     right = all(verdict.verdict == RIGHT for verdict in verdicts)
     if file:
         rows = [verdict.model_dump() for verdict in verdicts]

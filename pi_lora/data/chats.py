@@ -130,6 +130,17 @@ def template_tokens(tokenizer: Any) -> int:
     return 0 if chat_problem(tokenizer) else len(chat_prompt_ids(tokenizer, ""))
 
 
+def turn_ids(tokenizer: Any, text: str) -> list[int]:
+    """Return the tokens of the turn of a user, and of the beginning of the answer, as servers render them: thoughts are
+    not turned off.
+    """
+    turns = [{"role": "user", "content": text}]
+    if takes_parts(tokenizer):
+        turns = in_parts(turns)
+    ids: list[int] = tokenizer.apply_chat_template(turns, add_generation_prompt=True, return_dict=False)
+    return ids
+
+
 class Unusable(ValueError):
     """The reason why a chat is left out."""
 

@@ -5,7 +5,7 @@ The answers of the server to long prompts are compared with those computed here.
 
 import json
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from contextlib import suppress
 from http.client import HTTPException
 from math import inf, isfinite
@@ -19,7 +19,16 @@ from pydantic.dataclasses import dataclass
 from rich.table import Table
 
 from pi_lora.errors import PiLoraError
-from pi_lora.serving.reference import MAX_NEW_TOKENS, RIGHT, UNSCALED, Answer, Prompt, Reference
+from pi_lora.serving.reference import (
+    ADDS_BOS,
+    ADDS_EOS,
+    MAX_NEW_TOKENS,
+    RIGHT,
+    UNSCALED,
+    Answer,
+    Prompt,
+    Reference,
+)
 from pi_lora.types import Json, Progress, silent
 
 # Seconds that a server may take for a long prompt.
@@ -38,7 +47,17 @@ LOGPROBS_REQUESTS: tuple[Json, ...] = ({"logprobs": 1}, {"logprobs": True}, {})
 # What reading an answer raises that is not in the form of the OpenAI API.
 MALFORMED = (AttributeError, LookupError, TypeError, ValueError)
 # Verdicts beside the readings.
-CUT, REFUSED, DIFFERENT, UNCLEAR = "cut", "refused", "different", "unclear"
+CUT, REFUSED, DIFFERENT, UNCLEAR, OTHER_TEMPLATE = "cut", "refused", "different", "unclear", "other template"
+CORRECT = "correct add_eos_token, add_bos_token and the post_processor of its tokenizer"
+# What a server adds to the tokens of every prompt.
+ADDED = (ADDS_EOS, ADDS_BOS)
+DETAILS = {
+    ADDS_EOS: f"its tokenizer puts EOS after a prompt; {CORRECT}",
+    ADDS_BOS: f"its tokenizer puts a BOS before a prompt that the model does not read; {CORRECT}",
+    UNSCALED: "it computes the model without the scaling in its config.json",
+    OTHER_TEMPLATE: "it does not answer a chat as the model under its own chat template; start it with that template, "
+    "and without a default system prompt (a reference for a template that writes the date holds for one day)",
+}
 # Below this distance in nats between the first and the second choice, rounding decides which one a server takes.
 TIE_MARGIN = 0.5
 # Fewer equal tokens prove nothing. Some tokenizers need three for a blank and a code.
@@ -80,16 +99,20 @@ class Server:
             elif not name:
                 self.choices = listed
 
-    def complete(self, prompt: str) -> Completion | str:
-        """Return the greedy continuation of a prompt by `MAX_NEW_TOKENS` tokens, or the message of a refusal."""
-        body = {"prompt": prompt, "max_tokens": MAX_NEW_TOKENS, **GREEDY}
+    def complete(self, prompt: str, *, chat: bool = False) -> Completion | str:
+        """Return the greedy continuation of a prompt by `MAX_NEW_TOKENS` tokens, or the message of a refusal. With
+        `chat`, return the answer to the prompt as the turn of a user.
+        """
+        path = "/v1/chat/completions" if chat else "/v1/completions"
+        asked: Json = {"messages": [{"role": "user", "content": prompt}]} if chat else {"prompt": prompt}
+        body = {"max_tokens": MAX_NEW_TOKENS, **GREEDY, **asked}
         if self.name:
             body["model"] = self.name
-        for logprobs in LOGPROBS_REQUESTS:
+        for logprobs in LOGPROBS_REQUESTS[chat:]:
             content = None
             try:
-                content = self._call("/v1/completions", body | logprobs)
-                return _completion(content)
+                content = self._call(path, body | logprobs)
+                return _completion(content, chat=chat)
             except HTTPError as error:
                 refusal = error.read().decode(errors="replace") or str(error)
             except MALFORMED as error:  # LM Studio answers an error with status 200, a proxy with a page
@@ -114,15 +137,19 @@ class Server:
         return json.loads(answer)
 
 
-def _completion(content: Json) -> Completion:
+def _completion(content: Json, *, chat: bool) -> Completion:
     choice = content["choices"][0]
     usage: Json = content.get("usage") or {}
     # llama.cpp and mlx-lm name the numbers as the chat API does, the others as the API of completions does.
     scores: Json = choice.get("logprobs") or {}
     chat_scores: list[Json] = scores.get("content") or []
     logprobs = scores.get("token_logprobs") or [token["logprob"] for token in chat_scores]
+    text = choice["message"]["content"] if chat else choice["text"]
+    if chat and not text:
+        # The server takes thoughts out of an answer.
+        text = "".join(token["token"] for token in chat_scores)
     return Completion(
-        text=choice["text"],
+        text=text,
         prompt_tokens=usage.get("prompt_tokens"),
         logprobs=logprobs,
     )
@@ -133,7 +160,7 @@ class Verdict(BaseModel):
 
     Attributes:
         tokens: The tokens of the prompt.
-        depth: Where the code that is asked for stands, in percent of the prompt.
+        depth: Where the code that is asked for stands, in percent of the prompt; None in a chat.
         verdict: A reading, or `CUT`, `REFUSED`, `DIFFERENT` or `UNCLEAR`.
         detail: An explanation for the user.
         agreed: The tokens at the start of the answer that are equal.
@@ -141,7 +168,7 @@ class Verdict(BaseModel):
     """
 
     tokens: int
-    depth: int
+    depth: int | None
     verdict: str
     detail: str = ""
     agreed: int = 0
@@ -156,7 +183,7 @@ def verdicts_table(title: str, verdicts: list[Verdict]) -> Table:
     table.caption = "\n".join(dict.fromkeys(details))
     for verdict in verdicts:
         tokens = f"{verdict.tokens:,}"
-        asked = f"at {verdict.depth} %"
+        asked = "in a chat" if verdict.depth is None else f"at {verdict.depth} %"
         agreed = f"{verdict.agreed} of {MAX_NEW_TOKENS}"
         difference = "" if verdict.difference is None else f"{verdict.difference:.2g}"
         table.add_row(tokens, asked, verdict.verdict, agreed, difference)
@@ -170,16 +197,17 @@ def check_server(
     compute: Callable[[], None] | None,
     tolerance: float,
     progress: Progress = silent,
-) -> Iterator[Verdict]:
-    """Send the prompts of a reference to a server, and yield how the answers compare with those of the reference.
+) -> list[Verdict]:
+    """Send the prompts of a reference to a server, and return how the answers compare with those of the reference.
 
     A reference without answers is filled in by `compute`. Log probabilities may differ by `tolerance` nats on average.
     """
+    verdicts: list[Verdict] = []
     for prompt in reference.prompts:
         progress(0, 0, f"asking the server about {prompt.tokens:,} tokens")
-        completion = server.complete(reference.text(prompt))
+        completion = server.complete(reference.text(prompt), chat=prompt.chat)
         if isinstance(completion, str):
-            yield Verdict(
+            verdict = Verdict(
                 tokens=prompt.tokens,
                 depth=prompt.depth,
                 verdict=REFUSED,
@@ -188,44 +216,47 @@ def check_server(
         else:
             if compute and not prompt.answers:
                 compute()
-            yield _judge(reference, prompt, completion, tolerance)
+            verdict = _judge(reference, prompt, completion, tolerance)
+        verdicts.append(verdict)
+        if verdict.verdict in ADDED and not prompt.chat:
+            for each in verdicts:
+                if each.verdict in (RIGHT, DIFFERENT, UNCLEAR):
+                    each.verdict = verdict.verdict
+                    each.detail = verdict.detail
+    return verdicts
 
 
 def _judge(reference: Reference, prompt: Prompt, completion: Completion, tolerance: float) -> Verdict:
-    right = prompt.answers[RIGHT]
-    distance, agreed = _compare(right, completion)
-    unscaled_distance, unscaled_agreed = _compare(prompt.answers.get(UNSCALED, right), completion)
-    fits_unscaled = unscaled_distance <= tolerance and unscaled_agreed >= MIN_EQUAL_TOKENS
+    compared = {reading: _compare(answer, completion) for reading, answer in prompt.answers.items()}
+    fitting = [reading for reading, (far, equal) in compared.items() if far <= tolerance and equal >= MIN_EQUAL_TOKENS]
+    distance, agreed = compared[RIGHT]
     missing = prompt.tokens - (completion.prompt_tokens or prompt.tokens)
-    start = f"start it with a window of {reference.target:,}"
+    added = [reading for reading in ADDED if missing == -1 and reading in fitting]
     # Rounding may move the log probability of one token by more, in mixtures of experts above all.
-    proves_nothing = isfinite(distance) and agreed < MIN_EQUAL_TOKENS and not fits_unscaled
-    if missing > MAX_MISSING_TOKENS:
+    proves_nothing = isfinite(distance) and agreed < MIN_EQUAL_TOKENS and UNSCALED not in fitting
+    start = f"start it with a window of {reference.target:,}"
+    detail = ""
+    if added:
+        verdict = added[0]
+    elif missing > MAX_MISSING_TOKENS and not prompt.chat:
         verdict = CUT
         detail = f"it saw only {completion.prompt_tokens} tokens; {start}"
-    elif distance <= tolerance or proves_nothing:
-        needs_scaling = UNSCALED in prompt.answers and prompt.tokens > reference.original
-        detail = _doubt(prompt, completion, agreed, ambiguous=needs_scaling and fits_unscaled)
+    elif (distance <= tolerance or proves_nothing) and not (prompt.chat and missing):
+        needs_scaling = UNSCALED in fitting and prompt.tokens > reference.original
+        detail = _doubt(prompt, completion, agreed, ambiguous=needs_scaling)
         verdict = UNCLEAR if detail else RIGHT
-    elif fits_unscaled:
+    elif UNSCALED in fitting:
         verdict = UNSCALED
-        detail = "it computes the model without the scaling in its config.json"
-        distance = unscaled_distance
-        agreed = unscaled_agreed
     else:
-        verdict = DIFFERENT
-        detail = f"it computes another model, or not the whole prompt: {start}"
-    if missing < 0 and verdict in (DIFFERENT, UNCLEAR):
-        detail = (
-            f"it read {completion.prompt_tokens} tokens, the prompt has {prompt.tokens}: its tokenizer adds an EOS or "
-            "a second BOS; correct add_eos_token and add_bos_token in tokenizer_config.json, and the post_processor in "
-            "tokenizer.json"
-        )
+        verdict = OTHER_TEMPLATE if prompt.chat else DIFFERENT
+        counts = f"{prompt.tokens - missing} tokens there, {prompt.tokens} here"
+        detail = f"it computes another model, or not the whole prompt ({counts}): {start}"
+    distance, agreed = compared.get(verdict, compared[RIGHT])
     return Verdict(
         tokens=prompt.tokens,
         depth=prompt.depth,
         verdict=verdict,
-        detail=detail,
+        detail=DETAILS.get(verdict, detail),
         agreed=agreed,
         difference=distance if completion.logprobs and isfinite(distance) else None,
     )
@@ -233,13 +264,13 @@ def _judge(reference: Reference, prompt: Prompt, completion: Completion, toleran
 
 def _doubt(prompt: Prompt, completion: Completion, agreed: int, *, ambiguous: bool) -> str:
     """Return why an answer like the model's is no proof, and what decides; "" if it is one."""
-    if not prompt.is_found_in(prompt.answers[RIGHT].text):
+    if not prompt.chat and not prompt.is_found_in(prompt.answers[RIGHT].text):
         return "the model does not find the code, so a cut may go unnoticed; check with a model that was tuned longer"
     if not completion.logprobs:
         return "the text is right, but log probabilities are missing; start the server so that it gives them"
     compared = min(agreed, len(completion.logprobs))
-    # The short prompt is for the weights: no window is shorter.
-    found = len(prompt.code_starts) == 1 or prompt.is_found_in(completion.text)
+    # The short prompts are for the weights and the tokens: no window is shorter.
+    found = prompt.is_short or prompt.is_found_in(completion.text)
     if compared < MIN_EQUAL_TOKENS or not found:
         return f"only {compared} tokens can be compared; try another --text"
     if ambiguous:

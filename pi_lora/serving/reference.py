@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from pydantic import BaseModel
 
+from pi_lora.data.chats import chat_problem, turn_ids
 from pi_lora.data.recall import sentences
 from pi_lora.data.tokens import prompt_ids, token_spans
 from pi_lora.errors import DataError
@@ -27,7 +28,7 @@ MAX_NEW_TOKENS = 16
 # In a merged folder.
 REFERENCE_FILE = "server_reference.json"
 # How a server can read a prompt.
-RIGHT, UNSCALED = "right", "unscaled"
+RIGHT, UNSCALED, ADDS_EOS, ADDS_BOS = "right", "unscaled", "adds EOS", "adds BOS"
 # The entries of a rope without scaling.
 UNSCALED_ROPE_KEYS = ("rope_theta", "partial_rotary_factor")
 # Where the codes of a long prompt stand, in percent of its tokens.
@@ -62,6 +63,7 @@ class Prompt(BaseModel):
         code_starts: Where the codes stand in the text, in characters.
         asked: The index of the code that is asked for.
         tokens: The tokens of the prompt.
+        chat: Whether the text is the turn of a user under the chat template.
         answers: The answers by reading.
     """
 
@@ -69,12 +71,18 @@ class Prompt(BaseModel):
     code_starts: list[int]
     asked: int = 0
     tokens: int = 0
+    chat: bool = False
     answers: dict[str, Answer] = {}
 
     @property
-    def depth(self) -> int:
-        """Where the code stands, in percent of the prompt."""
-        return DEPTHS[self.asked]
+    def depth(self) -> int | None:
+        """Where the code stands, in percent of the prompt; None in a chat."""
+        return None if self.chat else DEPTHS[self.asked]
+
+    @property
+    def is_short(self) -> bool:
+        """Whether the prompt has one code: it shows how a server reads prompts, not its window."""
+        return len(self.code_starts) == 1
 
     def is_found_in(self, text: str) -> bool:
         """Whether a text holds two digits of the code at least, which cannot be guessed."""
@@ -82,8 +90,8 @@ class Prompt(BaseModel):
 
 
 class Reference(BaseModel):
-    """The answers of a model to prompts of 90 % of L' (`target`), one for each depth, and to one of half of L
-    (`original`).
+    """The answers of a model to prompts of 90 % of L' (`target`), one for each depth, to one of half of L (`original`)
+    and, if the model has a chat template, to a chat of a few tokens.
 
     The codes stand in `own_text`, or in sentences that are the same on every machine.
     """
@@ -97,15 +105,19 @@ class Reference(BaseModel):
     def text(self, prompt: Prompt) -> str:
         """Return the text of a prompt."""
         text = self.own_text or sentences(random.Random(0), self.target)
-        parts = []
+        written = ""
         start = 0
         for name, code, code_start in zip(NAMES, CODES, prompt.code_starts, strict=False):
-            parts.append(text[start:code_start])
-            parts.append(STATEMENT.format(name, code))
+            written += text[start:code_start] + STATEMENT.format(name, code)
             start = code_start
-        parts.append(text[start : prompt.characters])
-        question = QUESTION.format(NAMES[prompt.asked])
-        return "".join([*parts, question]).strip()
+        written += text[start : prompt.characters] + QUESTION.format(NAMES[prompt.asked])
+        return written.strip()
+
+    def ids(self, prompt: Prompt, tokenizer: Any) -> list[int]:
+        """Return the tokens of a prompt."""
+        encode = turn_ids if prompt.chat else prompt_ids
+        ids: list[int] = encode(tokenizer, self.text(prompt))
+        return ids
 
 
 def reference_of(model: ModelSource, text: str = "") -> Reference:
@@ -115,6 +127,8 @@ def reference_of(model: ModelSource, text: str = "") -> Reference:
     long_tokens = model.window * 9 // 10
     prompts = [_prompt(model, starts, long_tokens, asked=asked) for asked in range(len(DEPTHS))]
     prompts.append(_prompt(model, starts, model.original // 2, num_codes=1))
+    if not chat_problem(model.tokenizer):
+        prompts.append(Prompt(characters=0, code_starts=[0], chat=True))
     reference = Reference(
         model=model.name,
         original=model.original,
@@ -123,7 +137,7 @@ def reference_of(model: ModelSource, text: str = "") -> Reference:
         prompts=prompts,
     )
     for prompt in prompts:
-        prompt.tokens = _count(model, reference.text(prompt))
+        prompt.tokens = len(reference.ids(prompt, model.tokenizer))
     return reference
 
 
@@ -161,7 +175,11 @@ def compute_answers(reference: Reference, model: ModelSource, progress: Progress
         reader = Reader(load_model(source))
         for prompt in reference.prompts:
             progress(0, 0, f"computing {prompt.tokens:,} tokens here: {reading}")
-            prompt.answers[reading] = reader.answer(reference.text(prompt))
+            ids = reference.ids(prompt, model.tokenizer)
+            prompt.answers[reading] = reader.answer(ids)
+            if reading == RIGHT and prompt.is_short:
+                prompt.answers[ADDS_EOS] = reader.answer([*ids, model.tokenizer.eos_token_id])
+                prompt.answers[ADDS_BOS] = reader.answer([model.tokenizer.bos_token_id or 0, *ids])
 
 
 def unscaled(model: ModelSource) -> ModelSource:
@@ -182,10 +200,9 @@ class Reader:
         self.ids: list[int] = []
         self.cache: Any = None
 
-    def answer(self, text: str) -> Answer:
+    def answer(self, ids: list[int]) -> Answer:
         """Return the answer to a prompt, up to the token that ends a text, at which servers stop."""
         tokenizer = self.loaded.tokenizer
-        ids: list[int] = prompt_ids(tokenizer, text)
         prompt_tokens = len(ids)
         ends = self.loaded.ends
         rows = []

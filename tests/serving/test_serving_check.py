@@ -25,7 +25,6 @@ from pi_lora.api import merge
 from pi_lora.errors import PiLoraError
 from pi_lora.model_ref import ModelRef
 from pi_lora.models.files import BUILTIN_FOLDER
-from pi_lora.models.loaded import load_model
 from pi_lora.models.resolve import resolve_model
 from pi_lora.serving.check import Completion, Server, Verdict, check_server, verdicts_table
 from pi_lora.serving.reference import (
@@ -34,7 +33,6 @@ from pi_lora.serving.reference import (
     NAMES,
     Answer,
     Prompt,
-    Reader,
     Reference,
     compute_answers,
     reference_of,
@@ -99,7 +97,8 @@ class Engine:
     """A model as an engine serves it: `cut` changes the prompt, and a prompt beyond the window is refused. `count` is
     whether prompts are counted as they were `cut`, or `sent`, or not at all, `miscount` tokens too few. `models` are
     those that it lists, None of an engine that has no list, or another answer to the question for them. Log
-    probabilities are `off` by so many nats.
+    probabilities are `off` by so many nats. Chats are rendered by `template`; one that `thinks` leaves out the text of
+    answers to them.
     """
 
     def __init__(
@@ -112,9 +111,12 @@ class Engine:
         miscount: int = 0,
         models: Any = ("served",),
         off: float = 0.0,
+        template: str | None = None,
+        thinks: bool = False,
     ):
         self.computer, self.window, self.cut, self.form = computer, window, cut, form
         self.count, self.miscount, self.models, self.off = count, miscount, models, off
+        self.template, self.thinks = template, thinks
         self.asked: list[Json] = []
         self.keys: list[str | None] = []
 
@@ -125,7 +127,16 @@ class Engine:
         if (self.form == "mlx" and asked is not None and asked is not True) or (self.form == "text" and asked):
             return 400, {"error": "logprobs must be a boolean"}
         tokenizer = self.computer.tokenizer
-        sent = tokenizer(body["prompt"])["input_ids"]
+        chat = "messages" in body
+        if chat and not self.template:
+            return 400, {"error": "there is no chat template"}
+        if chat:
+            rendered = tokenizer.apply_chat_template(
+                body["messages"], chat_template=self.template, add_generation_prompt=True, tokenize=False
+            )
+            sent = tokenizer(rendered, add_special_tokens=False)["input_ids"]
+        else:
+            sent = tokenizer(body["prompt"])["input_ids"]
         if len(sent) + body["max_tokens"] > self.window:
             return 400, {"error": {"message": f"maximum context length is {self.window} tokens", "code": 400}}
         ids = self.cut(sent)
@@ -134,11 +145,13 @@ class Engine:
         new, exact = self.computer.answers(tuple(ids), body["max_tokens"], body.get(penalty_key, 2.0))
         logprobs = [each + self.off for each in exact]
         text = tokenizer.decode(ids + new, skip_special_tokens=True)
-        choice: Json = {"text": text[len(tokenizer.decode(ids, skip_special_tokens=True)) :], "index": 0}
-        if self.form == "vllm" and asked:
+        written = text[len(tokenizer.decode(ids, skip_special_tokens=True)) :]
+        choice: Json = {"message": {"content": None if self.thinks else written}} if chat else {"text": written}
+        if self.form == "vllm" and asked and not chat:
             choice["logprobs"] = {"tokens": [""] * len(new), "token_logprobs": logprobs}
         elif self.form != "text" and asked:
-            choice["logprobs"] = {"content": [{"id": i, "logprob": p} for i, p in zip(new, logprobs, strict=True)]}
+            tokens = [{"id": i, "token": tokenizer.decode(i)} for i in new]
+            choice["logprobs"] = {"content": [t | {"logprob": p} for t, p in zip(tokens, logprobs, strict=True)]}
         content: Json = {"choices": [choice]}
         if self.count:
             counted = ids if self.count == "cut" else sent
@@ -405,8 +418,64 @@ def test_a_prompt_has_no_eos_that_the_tokenizer_adds(untrained: Path, tmp_path: 
     assert ended.tokenizer("a")["input_ids"][-1] == 1
     references = [reference_of(source) for source in (plain, ended)]
     assert references[0].prompts == references[1].prompts
-    text = references[0].text(references[0].prompts[-1])
-    assert Reader(load_model(plain)).answer(text) == Reader(load_model(ended)).answer(text)
+    ids = [references[0].ids(references[0].prompts[-1], source.tokenizer) for source in (plain, ended)]
+    assert ids[0] == ids[1]
+
+
+@pytest.mark.parametrize(("added", "verdict"), [("end", "adds EOS"), ("begin", "adds BOS")])
+@pytest.mark.parametrize("trained", [True, False])
+def test_a_token_that_a_server_adds_to_prompts_is_named(
+    added: str,
+    verdict: str,
+    trained: bool,
+    computer: Computer,
+    reference: Path,
+    untrained: Path,
+    untrained_computer: Computer,
+    serve: Serve,
+) -> None:
+    cut = (lambda ids: [*ids, 1]) if added == "end" else (lambda ids: [0, *ids])
+    url = serve(Engine(computer if trained else untrained_computer, cut=cut))
+    file = reference if trained else untrained / "server_reference.json"
+    status, rows = verdicts(url, "--reference", str(file))
+    assert (status, [row["verdict"] for row in rows]) == (1, [verdict] * 5)
+
+
+TEMPLATE = "{{ bos_token }}{% for m in messages %}\n{{ m.content }}{% endfor %}"
+OTHER = "{{ bos_token }}The code of Laura is 45952.{% for m in messages %}\n{{ m.content }}{% endfor %}"
+
+
+@pytest.fixture(scope="module")
+def chat_reference(demo: Path) -> Path:
+    """Of the demo with a chat template."""
+    folder = Path(shutil.copytree(demo, demo.parent / "chat"))
+    (folder / "chat_template.jinja").write_text(TEMPLATE)
+    file = folder / "reference.json"
+    check("--write-reference", str(folder), "--reference", str(file))
+    return file
+
+
+@pytest.mark.parametrize(
+    ("options", "verdict"),
+    [
+        ({"template": TEMPLATE}, "right"),
+        ({"template": TEMPLATE, "thinks": True}, "right"),
+        ({"template": TEMPLATE, "form": "mlx"}, "right"),
+        ({"template": TEMPLATE, "count": None}, "right"),
+        ({"template": OTHER}, "other template"),
+        ({"template": TEMPLATE.replace("m.content", "m.content|upper"), "count": None}, "other template"),
+        ({"template": TEMPLATE.replace("}{%", "}{{ bos_token }}{%", 1)}, "adds BOS"),
+        ({}, "refused"),
+    ],
+)
+def test_a_chat_shows_the_template_of_a_server(
+    options: Json, verdict: str, computer: Computer, chat_reference: Path, serve: Serve
+) -> None:
+    """A server without a template has no chats."""
+    status, rows = verdicts(serve(Engine(computer, **options)), "--reference", str(chat_reference))
+    assert [row["verdict"] for row in rows] == ["right"] * 5 + [verdict]
+    assert status == (verdict != "right")
+    assert rows[-1]["depth"] is None
 
 
 @pytest.mark.parametrize("cut", [whole, last(50), last(95), both_ends(50)], ids=["whole", "50", "95", "ends"])
@@ -468,15 +537,14 @@ def judged(
     logprobs: list[float],
     codes: int = 4,
     unscaled: Answer | None = None,
-    counted: int = 900,
 ) -> Verdict:
-    """How a server is judged that completes a prompt of 900 tokens, as `counted` there, by a text. L is 256."""
+    """How a server is judged that completes a prompt of 900 tokens by a text. L is 256."""
     answers = {"right": computed}
     if unscaled:
         answers["unscaled"] = unscaled
     prompt = Prompt(characters=0, code_starts=[0] * codes, tokens=900, answers=answers)
     reference = Reference(model="m", original=256, target=1024, own_text="", prompts=[prompt])
-    server: Any = SimpleNamespace(complete=lambda prompt: Completion(text, counted, logprobs))
+    server: Any = SimpleNamespace(complete=lambda prompt, chat: Completion(text, 900, logprobs))
     [verdict] = check_server(server, reference, compute=None, tolerance=0.1)
     return verdict
 
@@ -530,15 +598,6 @@ def test_an_answer_is_judged_by_its_equal_tokens_and_their_log_probabilities(cas
     computed, text, logprobs, options, expected = JUDGED[case]
     found = judged(computed, text, logprobs, **options)
     assert (found.verdict, found.agreed, found.difference) == (*expected[:2], pytest.approx(expected[2]))
-
-
-@pytest.mark.parametrize(("counted", "named"), [(900, False), (901, True)])
-def test_a_server_that_adds_tokens_to_a_prompt_is_told_so(counted: int, named: bool) -> None:
-    computed = answer(" 25473 and", [3, 6, 10])
-    other = judged(computed, " another", SAME, counted=counted)
-    assert (other.verdict, "add_eos_token" in other.detail) == ("different", named)
-    same = judged(computed, computed.text, SAME, counted=counted)
-    assert (same.verdict, same.detail) == ("right", "")
 
 
 def test_no_code_holds_the_digits_that_identify_another() -> None:
