@@ -36,9 +36,8 @@ import tables_gpu  # noqa: E402
 import use_context  # noqa: E402
 from pages import block  # noqa: E402
 from pi_lora.cli import app  # noqa: E402
-from pi_lora.models.resolve import resolve_model  # noqa: E402
 from pi_lora.recipe.files import load_recipe  # noqa: E402
-from pi_lora.serving.reference import reference_of  # noqa: E402
+from pi_lora.serving.reference import REFERENCE_FILE, Reference  # noqa: E402
 from pi_lora.staging import staging_path  # noqa: E402
 
 SCRIPTS = [
@@ -213,11 +212,11 @@ def test_figures_that_the_pages_name_can_be_reproduced() -> None:
     assert named <= reproduce.commands_by_name().keys()
 
 
-def test_a_failed_engine_is_recorded_with_the_reason(full_run: Path) -> None:
-    command = [sys.executable, "-c", "raise SystemExit('no such model')"]
-    assert engines.verdicts_of(command, reference_of(resolve_model(str(full_run))), lambda: None) == {
-        "failed": "no such model"
-    }
+def test_a_failed_engine_is_recorded_with_the_reason(tmp_path: Path) -> None:
+    reference = Reference(model="m", original=256, target=1024, own_text="")
+    (tmp_path / REFERENCE_FILE).write_text(reference.model_dump_json())
+    command = f"{sys.executable} -c 'raise ValueError(123)'"
+    assert engines.verdicts_of(command, tmp_path) == {"failed": "ValueError: 123"}
 
 
 def test_both_kernels_become_rows(small_model: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -48,15 +48,15 @@ LOGPROBS_REQUESTS: tuple[Json, ...] = ({"logprobs": 1}, {"logprobs": True}, {})
 MALFORMED = (AttributeError, LookupError, TypeError, ValueError)
 # Verdicts beside the readings.
 CUT, REFUSED, DIFFERENT, UNCLEAR, OTHER_TEMPLATE = "cut", "refused", "different", "unclear", "other template"
-CORRECT = "correct add_eos_token, add_bos_token and the post_processor of its tokenizer"
 # What a server adds to the tokens of every prompt.
 ADDED = (ADDS_EOS, ADDS_BOS)
 DETAILS = {
-    ADDS_EOS: f"its tokenizer puts EOS after a prompt; {CORRECT}",
-    ADDS_BOS: f"its tokenizer puts a BOS before a prompt that the model does not read; {CORRECT}",
+    ADDS_EOS: "it puts EOS behind a prompt; correct add_eos_token and the post_processor of its tokenizer",
+    ADDS_BOS: "it puts a BOS before a prompt that the model does not read; correct add_bos_token and post_processor "
+    "of its tokenizer",
     UNSCALED: "it computes the model without the scaling in its config.json",
     OTHER_TEMPLATE: "it does not answer a chat as the model under its own chat template; start it with that template, "
-    "and without a default system prompt (a reference for a template that writes the date holds for one day)",
+    "without a system prompt (a reference for a template that writes the date holds for one day)",
 }
 # Below this distance in nats between the first and the second choice, rounding decides which one a server takes.
 TIE_MARGIN = 0.5
