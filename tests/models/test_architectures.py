@@ -82,8 +82,13 @@ REFUSED: dict[str, tuple[str, dict[str, Any], str, object]] = {
     "a rope that is switched off": ("zamba2", {"use_mem_rope": False}, "model of type zamba2", "without rotary"),
     "ropes of parts that do not see the config's": ("blt", {}, "model of type blt", "does not apply the scaling"),
     "a config class that rejects the scaling": ("phimoe", {}, "model of type phimoe", "with this scaling"),
-    "every layer slides": ("mistral", {"sliding_window": 128}, f"context.target: {4 * WINDOW}", 128),
-    "every layer slides, by type": ("ministral", {"sliding_window": 128}, f"context.target: {4 * WINDOW}", 128),
+    "every layer slides": ("mistral", {"sliding_window": WINDOW // 2}, f"context.target: {4 * WINDOW}", WINDOW // 2),
+    "every layer slides, by type": (
+        "ministral",
+        {"sliding_window": WINDOW // 2},
+        f"context.target: {4 * WINDOW}",
+        WINDOW // 2,
+    ),
 }
 
 
