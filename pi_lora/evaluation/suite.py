@@ -4,6 +4,7 @@ import re
 import shlex
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
+from glob import has_magic
 from itertools import chain
 from pathlib import Path
 from typing import Any
@@ -256,7 +257,8 @@ def name_of_text_scores(data: str, measurement: str = "perplexity") -> str:
     have two names.
     """
     path = Path(data).expanduser()
-    identity = digest_of(str(path.resolve()) if path.exists() else data)[:8]
+    is_here = path.exists() or has_magic(data)
+    identity = digest_of(str(path.resolve()) if is_here else data)[:8]
     text = re.sub(r"\W+", "_", path.name).strip("_")
     # `text_`, as a stage follows a hyphen, and a text may have the name of a stage, such as `base`.
     return f"{measurement}-text_{text}_{identity}"

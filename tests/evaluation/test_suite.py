@@ -9,7 +9,7 @@ import pytest
 import yaml
 
 from conftest import run_captured, small_recipe
-from pi_lora.evaluation.suite import requested_of_run
+from pi_lora.evaluation.suite import name_of_text_scores, requested_of_run
 from pi_lora.recipe.evaluation import BenchmarksOptions, PasskeyOptions, PerplexityOptions
 from pi_lora.recipe.files import RECIPE_FILE
 from pi_lora.run import Run
@@ -364,3 +364,16 @@ def test_a_note_on_trained_texts_is_printed_once(
     Path("new.yaml").write_text(yaml.safe_dump({**recipe, "context": {"target": 256}}))
     status, out, err = run_captured(capsys, monkeypatch, "train", "new.yaml", "--dry-run", "data.epochs=4")
     assert (status, (out + err).count("text.txt: the run is tuned on it")) == (0, 1)
+
+
+@pytest.mark.parametrize("data", ["novel.txt", "*.txt"])
+def test_texts_of_one_name_in_two_folders_have_two_names(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, data: str
+) -> None:
+    names = set()
+    for folder in ("a", "b"):
+        (tmp_path / folder).mkdir()
+        (tmp_path / folder / "novel.txt").write_text(folder)
+        monkeypatch.chdir(tmp_path / folder)
+        names.add(name_of_text_scores(data))
+    assert len(names) == 2
