@@ -159,8 +159,10 @@ def run_training(job: "TrainingJob", *, launch: Sequence[str] | None = None, pro
     """
     from pi_lora.distributed import is_launched, is_main_process
     from pi_lora.distributed import launch as launch_processes
+    from pi_lora.evaluation.suite import measuring_command
+    from pi_lora.planning.training_plan import hours_in_words
     from pi_lora.report.card import write_card
-    from pi_lora.training.job import closing_lines, pack_data
+    from pi_lora.training.job import pack_data
 
     title = "preparing examples" if job.recipe.data.has_examples else "packing sequences"
     with ui.progress(title) as packed:
@@ -173,8 +175,11 @@ def run_training(job: "TrainingJob", *, launch: Sequence[str] | None = None, pro
     with ui.progress("training steps") as steps:
         run = job.run(data, progress=steps, write_card=write_card)
     if is_main_process():
-        for line in closing_lines(job.recipe, run):
-            ui.show(line)
+        last = run.log[-1]
+        speed = last["tokens"] / last["seconds"]
+        hours = hours_in_words(last["seconds"] / 3600)
+        ui.show(f"{run}: step {last['step']}, loss {last['loss']:.3f}, {hours}, {speed:,.0f} tokens/s")
+        ui.show(f"measure it with {measuring_command(str(run), job.recipe)}")
     return run
 
 

@@ -24,7 +24,6 @@ from pi_lora.distributed import (
     world_size,
 )
 from pi_lora.errors import Interrupted, ModelError
-from pi_lora.evaluation.suite import measuring_command
 from pi_lora.model_ref import ModelRef
 from pi_lora.models import adapter as adapters
 from pi_lora.models import device as devices
@@ -33,7 +32,7 @@ from pi_lora.models.resolve import resolve_model
 from pi_lora.models.saving import save_other_weights, save_without_weights
 from pi_lora.models.source import ModelSource
 from pi_lora.planning.gpus import device_here
-from pi_lora.planning.training_plan import TrainingPlan, hours_in_words, plan_training
+from pi_lora.planning.training_plan import TrainingPlan, plan_training
 from pi_lora.recipe.files import RECIPE_FILE, dump_recipe
 from pi_lora.recipe.schema import Recipe
 from pi_lora.run import CHECKPOINTS, COMPLETE, Run
@@ -300,14 +299,3 @@ def finish_run(recipe: Recipe, source: ModelSource, run: Run) -> None:
     # Optimizer states take time to remove: a process that is killed now does not leave them in the finished run.
     for checkpoint in run.checkpoints[1:]:
         shutil.rmtree(checkpoint, ignore_errors=True)
-
-
-def closing_lines(recipe: Recipe, run: Run) -> list[str]:
-    """Return how a training ended, and the command that measures it."""
-    last = run.log[-1]
-    speed = last["tokens"] / last["seconds"]
-    hours = hours_in_words(last["seconds"] / 3600)
-    return [
-        f"{run}: step {last['step']}, loss {last['loss']:.3f}, {hours}, {speed:,.0f} tokens/s",
-        f"measure it with {measuring_command(str(run), recipe)}",
-    ]

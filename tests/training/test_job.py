@@ -21,6 +21,7 @@ from conftest import small_recipe, train
 from pi_lora.api import load
 from pi_lora.distributed import STOP_SIGNALS
 from pi_lora.errors import Diverged, Interrupted
+from pi_lora.evaluation.suite import measuring_command
 from pi_lora.model_ref import ModelRef
 from pi_lora.models.resolve import resolve_model
 from pi_lora.models.saving import write_generation_config
@@ -30,7 +31,6 @@ from pi_lora.run import Run
 from pi_lora.scaling.extension import Extension
 from pi_lora.scaling.rope import Rope
 from pi_lora.training.callbacks import LIBRARY_LOG, redirect_library_logs
-from pi_lora.training.job import closing_lines
 from pi_lora.training.trainer import trainer_arguments
 
 
@@ -87,8 +87,8 @@ def test_summaries_are_asked_for_of_rows_that_did_not_train(
 ) -> None:
     data = {"source": source, "document": "text", "summary": "gist", "completion_tokens": 20}
     recipe = small_recipe(small_model, data=data)
-    *_, command = closing_lines(recipe, Run(lora_run))
-    assert command == f"measure it with pi-lora eval summarization {lora_run}{asked_for}"
+    command = measuring_command(str(lora_run), recipe)
+    assert command == f"pi-lora eval summarization {lora_run}{asked_for}"
 
 
 def test_a_run_of_full_tuning_loads_as_a_model(full_run: Path, small_model: Path) -> None:
