@@ -5,9 +5,11 @@ from contextlib import AbstractContextManager, contextmanager, nullcontext
 from contextvars import ContextVar
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, TypeAlias, cast
+from typing import Any, Literal, TypeAlias, cast
 
 Json = dict[str, Any]
+# The engines that serve a base under an override of its config.
+Engine = Literal["llama.cpp", "mlx", "sglang", "transformers", "vllm"]
 # The files and folders that this command has written, in the cache and elsewhere.
 WRITTEN: list[Path] = []
 

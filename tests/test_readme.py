@@ -18,6 +18,7 @@ WORKFLOWS = sorted((ROOT / ".github" / "workflows").glob("*.yml"))
 OPTION = re.compile(r"`(--[a-z][\w-]*)[^`\n]*`")
 # Options of sbatch, vLLM, SGLang and llama-cpp-python that the docs name.
 OPTIONS_OF_OTHERS = {"--nodes", "--signal", "--max-model-len", "--lora-modules", "--context-length", "--logits_all"}
+OPTIONS_OF_OTHERS |= {"--hf-overrides", "--json-model-override-args", "--override-kv"}
 LINKED = [*PAGES, ROOT / "recipes" / "README.md", *sorted((ROOT / "pi_lora").rglob("README.md"))]
 
 

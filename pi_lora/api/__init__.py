@@ -4,7 +4,7 @@ Models are named as on the command line, or given as a loaded model, or as the r
 strings or `Path`, and `~` is the home folder. Every mistake that a user can correct is a `PiLoraError`.
 """
 
-from pi_lora.api.engines import check_server, export_gguf, extend, merge, write_reference
+from pi_lora.api.engines import check_server, export_gguf, extend, merge, override_lines, write_reference
 from pi_lora.api.information import (
     environment,
     push,
@@ -37,6 +37,7 @@ __all__ = [
     "load",
     "merge",
     "new",
+    "override_lines",
     "plan",
     "prepare",
     "probe",

@@ -20,7 +20,7 @@ from pi_lora.api.inputs import (
 )
 from pi_lora.errors import ModelError, PiLoraError
 from pi_lora.model_ref import ModelRef
-from pi_lora.types import LIBRARIES, Progress, ui
+from pi_lora.types import LIBRARIES, Engine, Progress, ui
 
 if TYPE_CHECKING:
     from pi_lora.evaluation.probe import Probe
@@ -28,6 +28,8 @@ if TYPE_CHECKING:
     from pi_lora.models.source import ModelSource
     from pi_lora.serving.check import Verdict
     from pi_lora.serving.reference import Reference
+
+NOT_EXTENDED = "{}: no extension is given; name a base, with --target and --scaling (Python: ModelRef(extension=...))"
 
 # Each function imports what it needs: a plan does without torch.
 
@@ -156,7 +158,7 @@ def extend(
     source = resolve(model)
     extension = source.extension
     if not extension:
-        raise ModelError(f"{source.name}: no extension is given; name the model as ModelRef(name, extension=...)")
+        raise ModelError(NOT_EXTENDED.format(source.name))
     folder = path_of(output)
     scores = {}
     if probed:
@@ -180,6 +182,32 @@ def extend(
     ui.show(f"{folder}: written; it loads like any model, its scaling is in config.json")
     _show_commands(serving_lines(source.typed_config, folder))
     return folder
+
+
+@command
+def override_lines(model: AnyModel, engine: Engine) -> list[str]:
+    """Return the lines with which an engine serves a base as it is under a longer window, as `pi-lora extend --print`
+    does. Nothing is written.
+
+    Args:
+        model: A plain base with its extension, as for `extend`, or a run or adapter, which is served on its base.
+        engine: `vllm`, `sglang` or `llama.cpp` for a command; `mlx` or `transformers` for Python.
+
+    Raises:
+        ModelError: The engine does not compute the scaling, or takes no override or adapter of this kind.
+        ScalingError: The model cannot be extended so.
+    """
+    with ui.working(LIBRARIES):
+        from pi_lora.serving import overrides
+
+    if engine not in overrides.LINES:
+        raise PiLoraError(f"engine: {engine}: is not known; choose from {', '.join(overrides.LINES)}")
+    source = resolve(model)
+    if not source.adapter and not source.extension:
+        raise ModelError(NOT_EXTENDED.format(source.name))
+    for note in source.notes:
+        ui.say(note)
+    return overrides.override_lines(source, engine)
 
 
 def _with_divisors(model: ModelRef, probed: "Probe") -> ModelRef:

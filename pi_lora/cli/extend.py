@@ -11,14 +11,12 @@ from pi_lora import api
 from pi_lora.cli.app import (
     EXTEND,
     GROUP,
-    BaseName,
     DtypeName,
     FactorsFile,
     JsonFile,
     Loaded,
     LoadOptions,
     ModelName,
-    NewWindow,
     OfRun,
     Original,
     Override,
@@ -26,13 +24,14 @@ from pi_lora.cli.app import (
     RecipeFile,
     RunOptions,
     ScalingOptions,
+    Target,
     TrustCode,
     app,
 )
-from pi_lora.model_ref import ModelRef
+from pi_lora.errors import PiLoraError
 from pi_lora.scaling.scalings import Method
 from pi_lora.terminal import out
-from pi_lora.types import NO_PERMISSIONS, Permissions
+from pi_lora.types import NO_PERMISSIONS, Engine, Permissions
 
 
 @app.command(group=EXTEND)
@@ -85,21 +84,32 @@ def merge(
 
 @app.command(group=EXTEND)
 def extend(
-    model: BaseName,
+    model: ModelName,
     /,
     *,
-    target: NewWindow,
-    scaling: Annotated[Method, Parameter(help="Scaling of the rotary frequencies; pi-lora probe finds the best.")],
+    target: Target = None,
+    scaling: Annotated[
+        Method | None, Parameter(help="Scaling of the rotary frequencies; pi-lora probe finds the best.")
+    ] = None,
     original: Original = None,
     factors: FactorsFile = None,
     probe: Probe = None,
-    output: Annotated[Path, Parameter(help="New folder.")],
-    trust_remote_code: TrustCode = False,
+    output: Annotated[Path | None, Parameter(help="New folder.")] = None,
+    engine: Annotated[
+        Engine | None,
+        Parameter(name="--print", help="Print how this engine serves MODEL as it is, or a run on its base."),
+    ] = None,
+    options: OfRun = RunOptions(),
 ) -> None:
     """Write MODEL with a window of --target tokens for every engine, without tuning; the weights do not change."""
-    extension = ScalingOptions(original, scaling, factors).extension(target)
-    ref = ModelRef(model, trust_remote_code=trust_remote_code, extension=extension)
-    api.extend(ref, output, probe=probe)
+    if bool(target) != bool(scaling) or bool(engine) == bool(output):
+        raise PiLoraError("extend: needs --target with --scaling, and either --output or --print")
+    extension = ScalingOptions(original, scaling, factors).extension(target) if target else None
+    ref = options.ref(model, extension)
+    if output:
+        api.extend(ref, output, probe=probe)
+    elif engine:
+        out.commands(*api.override_lines(ref, engine))
 
 
 @app.command(group=EXTEND)
