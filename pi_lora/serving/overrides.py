@@ -123,7 +123,7 @@ def override_lines(model: ModelSource, engine: Engine) -> list[str]:
         factor=rope.factor,
         gguf=gguf_name,
         kind="yarn" if rope.rope_type == "yarn" else "linear",
-        name=Path(model.name).name,
+        name=quote(Path(model.name).name),
         original=rope.parameters.get("original_max_position_embeddings", model.original),
         override=quote(json.dumps({TEXT_CONFIG: of_5} if COMPOSITE in config else of_5)),
         rank=rank,
