@@ -3,6 +3,7 @@
 The server is small, computes with transformers, and answers as engines do.
 """
 
+import errno
 import io
 import json
 import shutil
@@ -22,7 +23,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 from conftest import refused, run_captured
 from pi_lora import cli
 from pi_lora.api import merge
-from pi_lora.errors import PiLoraError
+from pi_lora.errors import ModelError, PiLoraError
 from pi_lora.model_ref import ModelRef
 from pi_lora.models.files import BUILTIN_FOLDER
 from pi_lora.models.resolve import resolve_model
@@ -240,6 +241,18 @@ def untrained(lora_run: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="module")
 def untrained_computer(untrained: Path) -> Computer:
     return Computer(untrained)
+
+
+def test_a_merge_whose_reference_fails_leaves_no_folder(
+    lora_run: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def full(*_: object) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr("pi_lora.serving.reference.compute_answers", full)
+    with pytest.raises(ModelError):
+        cli.run(["merge", str(lora_run), "--reference", "--output", str(tmp_path / "merged")])
+    assert not list(tmp_path.iterdir())
 
 
 def check(*words: str) -> int:
