@@ -20,6 +20,7 @@ from pi_lora.evaluation.measurement import Scores
 from pi_lora.evaluation.probe import Probe
 from pi_lora.evaluation.suite import setting_of
 from pi_lora.report.comparison import compare
+from pi_lora.serving.reference import MAX_NEW_TOKENS
 from record import parser_of
 from shown import changes_table, metrics_table, read_scores
 
@@ -96,28 +97,24 @@ def gib(size: float) -> str:
 
 
 def engines() -> Lines:
-    """A model and a server a row: the verdicts of check-server on the prompts."""
-    rows = []
-    measured = {}
-    for case, by_engine in record.read("engines")["cases"].items():
-        for engine, row in by_engine.items():
-            measured[f"{case} {engine}"] = row
-            verdicts = [verdict_text(verdict) for verdict in row.get("verdicts", ())]
-            rows.append((f"`{case}`", row["version"], "; ".join(verdicts) or "failed"))
-    yield from table(("model", "server", "verdicts"), rows)
+    """A rope a row, a server a column."""
+    cases = record.read("engines")["cases"]
+    rows = [(f"`{case}`", *map(server_text, by_server.values())) for case, by_server in cases.items()]
+    first, *_ = cases.values()
+    yield from table(("rope", *first), rows)
     yield ""
-    yield from machines_of(measured)
+    yield from machines_of(first)
 
 
-def verdict_text(verdict: Result) -> str:
-    """The verdict on one prompt, with the difference of log-probabilities where the server tells them. Older prompts
-    have no codes.
-    """
-    depth = verdict.get("depth")
-    code = f", code at {depth} %" if depth is not None else ""
-    difference = verdict["difference"]
-    nats = "" if difference is None else f", {difference:.1e} nats"
-    return f"{verdict['tokens']:,} tokens{code}: {verdict['verdict']}{nats}, {verdict['agreed']} equal tokens"
+def server_text(row: Result) -> str:
+    """Whether a server computes a model: the largest distance of a prompt if all tokens are equal."""
+    if "failed" in row:
+        return f"cannot: {row['failed']}"
+    agreed = min(verdict["agreed"] for verdict in row["verdicts"])
+    if agreed < MAX_NEW_TOKENS:
+        return f"**differs**: {agreed} equal tokens"
+    distance = max(verdict["difference"] for verdict in row["verdicts"])
+    return f"{distance:.0e}"
 
 
 def probe(name: str) -> Lines:
@@ -224,7 +221,7 @@ BLOCKS: dict[str, dict[str, Callable[[], Iterable[str]]]] = {
     },
     "benchmarks/results/use_context.md": {"seeds": tables_context.by_seed},
     "benchmarks/results/plan_memory.md": {"plan_memory": plan_memory},
-    "benchmarks/results/engines.md": {"engines": engines},
+    "docs/engines.md": {"engines": engines},
 }
 
 
