@@ -130,13 +130,25 @@ def probe(name: str) -> Lines:
     yield f"{probed.hardware}; {versions}."
 
 
+def by_model(files: Iterable[str]) -> dict[str, list[Scores]]:
+    """The scores in files, a model a column."""
+    columns: dict[str, list[Scores]] = {}
+    for file in files:
+        for scores in read_scores(file):
+            columns.setdefault(Path(scores.model).name, []).append(scores)
+    return columns
+
+
+def demo_seeds() -> Lines:
+    """Three seeds of the demo."""
+    files = [f"demo/{name}-{seed}" for name in ("perplexity", "passkey") for seed in range(3)]
+    yield from metrics_table(by_model(files))
+
+
 def chats() -> Lines:
     """Without tuning, tuned on novels, and on novels with chats."""
-    columns: dict[str, list[Scores]] = {}
-    for file in sorted((record.RESULTS / "chats").glob("*.json")):
-        for scores in read_scores(f"chats/{file.stem}"):
-            columns.setdefault(Path(scores.model).name, []).append(scores)
-    yield from metrics_table(columns)
+    files = sorted((record.RESULTS / "chats").glob("*.json"))
+    yield from metrics_table(by_model(f"chats/{file.stem}" for file in files))
     yield "\nWith chats (run) vs. without (base), paired, 95 %:\n"
     rows = [
         row for measurement in ("chat", "perplexity") for row in compare(*read_scores(f"chats/{measurement}-tuned"))
@@ -187,8 +199,7 @@ def rates() -> Lines:
 def lora_rates() -> Lines:
     """Rates on validation documents, named batch, rate and seed, and seeds of the best ones on test documents."""
     for names in (("untuned-validation", "validation-2", "validation-8"), ("untuned-test", "test")):
-        measured = [scores for name in names for scores in read_scores(f"rates/{name}")]
-        yield from metrics_table({Path(scores.model).name: [scores] for scores in measured})
+        yield from metrics_table(by_model(f"rates/{name}" for name in names))
         yield ""
     yield from machines_of(record.read("rates/machines"))
 
@@ -203,6 +214,7 @@ BLOCKS: dict[str, dict[str, Callable[[], Iterable[str]]]] = {
         "chats": chats,
     },
     "docs/experiments.md": {
+        "demo_seeds": demo_seeds,
         "validation": tables_smollm2.validation,
         "whole_sequences": tables_context.validation,
     },
