@@ -6,6 +6,7 @@ from typing import TypeVar
 
 from pi_lora.data.chats import chat_problem, template_tokens
 from pi_lora.distributed import any_process
+from pi_lora.errors import DataError
 from pi_lora.evaluation.passkey import PasskeyTest
 from pi_lora.models.loaded import LoadedModel
 from pi_lora.models.source import ModelSource
@@ -53,7 +54,10 @@ def prefers_template(loaded: LoadedModel) -> bool:
     retrieved = []
     for chat in (False, True):
         test = PasskeyTest(loaded, tokens, PasskeyOptions(depths=KEYS, trials=1, chat=chat))
-        retrieved.append(sum(test.measure(depth)["success_rate"] for depth in range(KEYS)))
+        try:
+            retrieved.append(sum(test.measure(depth)["success_rate"] for depth in range(KEYS)))
+        except DataError:  # L holds no passkey
+            return False
     raw, in_template = retrieved
     chat = any_process(in_template - raw >= MARGIN)
     ui.say(

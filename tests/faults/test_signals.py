@@ -71,7 +71,7 @@ def test_training_continues_under_nohup(small_model: Path, tmp_path: Path) -> No
 
 def hang_up_before_measuring(step: int, recipe: Recipe, output: Path, *, resume: bool = False) -> list[int]:
     """Train, with a signal before a step is measured; return the steps that were to be measured."""
-    measure = ScheduledMeasurements.measure
+    measure = ScheduledMeasurements.measure_at
     asked: list[int] = []
 
     def hang_up(self: ScheduledMeasurements, at: int) -> None:
@@ -81,7 +81,7 @@ def hang_up_before_measuring(step: int, recipe: Recipe, output: Path, *, resume:
         measure(self, at)
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(ScheduledMeasurements, "measure", hang_up)
+        patch.setattr(ScheduledMeasurements, "measure_at", hang_up)
         train(recipe, output, resume)
     return asked
 

@@ -133,7 +133,7 @@ def test_a_resumption_measures_its_step_only_if_scores_are_missing(
         file.parent.mkdir(exist_ok=True)
         file.write_text("{}")
     done: list[int] = []
-    monkeypatch.setattr(ScheduledMeasurements, "measure", lambda _self, step: done.append(step))
+    monkeypatch.setattr(ScheduledMeasurements, "measure_at", lambda _self, step: done.append(step))
     anything: Any = None
     evaluation = Evaluation.model_validate({"every": 2 if step < 3 else 3, **MEASURED})
     callback = ScheduledMeasurements(evaluation, anything, run, StopOnSignal([]))
@@ -146,7 +146,7 @@ def test_a_measurement_follows_its_checkpoint_unless_a_signal_ends_the_training(
     stopped: bool, measured: list[int], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     done: list[int] = []
-    monkeypatch.setattr(ScheduledMeasurements, "measure", lambda _self, step: done.append(step))
+    monkeypatch.setattr(ScheduledMeasurements, "measure_at", lambda _self, step: done.append(step))
     anything: Any = None
     stop = StopOnSignal([], stopped=stopped)
     callback = ScheduledMeasurements(Evaluation.model_validate({"every": 2, **MEASURED}), anything, Run(tmp_path), stop)
