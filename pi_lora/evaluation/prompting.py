@@ -53,11 +53,11 @@ def prefers_template(loaded: LoadedModel) -> bool:
     tokens = min(TOKENS + template_tokens(loaded.tokenizer), loaded.source.original)
     retrieved = []
     for chat in (False, True):
-        test = PasskeyTest(loaded, tokens, PasskeyOptions(depths=KEYS, trials=1, chat=chat))
         try:
-            retrieved.append(sum(test.measure(depth)["success_rate"] for depth in range(KEYS)))
+            test = PasskeyTest(loaded, tokens, PasskeyOptions(depths=KEYS, trials=1, chat=chat))
         except DataError:  # L holds no passkey
             return False
+        retrieved.append(sum(test.measure(depth)["success_rate"] for depth in range(KEYS)))
     raw, in_template = retrieved
     chat = any_process(in_template - raw >= MARGIN)
     ui.say(
