@@ -5,7 +5,6 @@ import re
 from bisect import bisect_left
 from collections import Counter
 from collections.abc import Iterator
-from datetime import date
 from functools import partial
 from typing import Any
 
@@ -30,8 +29,14 @@ BESIDE_CONTENT = re.compile(r'"(tools|tool_calls|function_call)": (?!null|\[\]|"
 REASONING = ("reasoning_content", "reasoning", "thinking")
 # What a template raises for a chat that it does not take.
 REFUSALS = (TemplateError, TypeError, ValueError, LookupError, AttributeError)
-# An answer without a thought, on the same day for all models: the variables of templates, which ignore unknown ones.
-PROMPT_VARIABLES = {"enable_thinking": False, "thinking": False, "strftime_now": date(2026, 1, 1).strftime}
+# An answer without a thought: the variables of templates, which ignore unknown ones.
+PROMPT_VARIABLES = {"enable_thinking": False, "thinking": False}
+# What precedes a template for the same prompts on every day. transformers (5.23) takes no function as a variable.
+SAME_DAY = """{% macro strftime_now(format) %}
+{{- format.replace("%Y", "2026").replace("%m", "01").replace("%B", "January")
+          .replace("%b", "Jan").replace("%d", "01") -}}
+{% endmacro %}
+"""
 ANSWER = "An answer."
 MASKED = "turns marked as not to be learned"
 UNENDED = "answers that end without a special token: generation does not stop there"
@@ -97,7 +102,8 @@ def chat_prompt(tokenizer: Any, text: str, beginning: str = "") -> str:
     if takes_parts(tokenizer):
         turns = in_parts(turns)
     try:
-        rendered: str = tokenizer.apply_chat_template(turns, tokenize=False, **PROMPT_VARIABLES)
+        template = SAME_DAY + tokenizer.get_chat_template()
+        rendered: str = tokenizer.apply_chat_template(turns, chat_template=template, tokenize=False, **PROMPT_VARIABLES)
     except REFUSALS as error:
         raise DataError(f"the chat template refuses the turn of a user ({first_line(error)})") from None
     prompt, answered, _ = rendered.rpartition(ANSWER)

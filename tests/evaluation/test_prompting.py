@@ -15,7 +15,7 @@ from conftest import refused, run_captured, small_recipe, train
 from pi_lora.api import compare, evaluate, evaluate_run, load, probe
 from pi_lora.data.chats import chat_prompt, chat_prompt_ids
 from pi_lora.data.tokens import prompt_ids
-from pi_lora.errors import RecipeError
+from pi_lora.errors import DataError, RecipeError
 from pi_lora.evaluation.passkey import make_trial
 from pi_lora.models.loaded import LoadedModel
 from pi_lora.preflight import check
@@ -59,27 +59,36 @@ def test_an_answer_begins_as_the_template_writes_it_without_a_thought(template: 
 
 def test_a_template_is_asked_for_no_thought_and_special_tokens_in_a_text_are_text() -> None:
     tokenizer = load("builtin:tiny").tokenizer
-    tokenizer.chat_template = f"{{% if enable_thinking is not false %}}[think]{{% endif %}}{TURNS}"
-    assert chat_prompt(tokenizer, "Where?") == "[user]Where?[assistant]"
+    for variable in ("enable_thinking", "thinking"):
+        tokenizer.chat_template = f"{{% if {variable} is not false %}}[think]{{% endif %}}{TURNS}"
+        assert chat_prompt(tokenizer, "Where?") == "[user]Where?[assistant]"
     assert tokenizer.eos_token_id not in chat_prompt_ids(tokenizer, f"The end {tokenizer.eos_token} is near.")
+
+
+def test_the_day_of_a_measurement_changes_no_prompt() -> None:
+    tokenizer = load("builtin:tiny").tokenizer
+    # Some templates call it in a macro, as gpt-oss.
+    day = "{% macro today() %}{{ strftime_now('%d %b %Y, %B %m') }}{% endmacro %}"
+    tokenizer.chat_template = f"{day}{{% if strftime_now is defined %}}{{{{ today() }}}}{{% endif %}}{TURNS}"
+    assert chat_prompt(tokenizer, "Where?") == "01 Jan 2026, January 01[user]Where?[assistant]"
 
 
 @pytest.fixture
 def knows(monkeypatch: pytest.MonkeyPatch) -> Knows:
-    """Let every model retrieve so many of eight passkeys as raw text, and so many in the template; return how it was
-    asked, one by one.
+    """Let every model retrieve so many of eight passkeys as raw text, and so many in the template, if prompts have at
+    most `within` tokens; return how it was asked, one by one.
     """
     tokenizer = load("builtin:tiny").tokenizer
     asked: list[bool] = []
 
-    def answers(raw: int, chat: int) -> list[bool]:
+    def answers(raw: int, chat: int, within: int = 2048) -> list[bool]:
         def last_logits(_: object, ids: list[int], *, tail: int, prefix: object) -> torch.Tensor:
             text = tokenizer.decode(ids)
             in_template = "[user]" in text
             key = re.findall(r"The pass key is (\d{5})", text)[0]
             assert text.endswith(f"{'[assistant]' if in_template else ' '}The pass key is {key[:-1]}")
             logits = torch.zeros(tail, len(tokenizer))
-            if asked.count(in_template) % 8 < (chat if in_template else raw):
+            if len(ids) <= within and asked.count(in_template) % 8 < (chat if in_template else raw):
                 right = [*ids[1 - tail :], tokenizer.convert_tokens_to_ids(key[-1])]
                 logits[range(tail), right] = 1
             asked.append(in_template)
@@ -142,7 +151,7 @@ def template_model(small_model: Path, tmp_path: Path) -> Path:
 
 
 def test_a_run_is_asked_as_in_its_training_and_as_its_base(knows: Knows, template_model: Path, tmp_path: Path) -> None:
-    asked = knows(0, 8)
+    asked = knows(0, 8, within=256)  # L
     passkey = {"target": 320, "depths": 1, "trials": 1}
     evaluation = {"every": 2, "passkey": passkey}
     run = train(small_recipe(template_model, context={"target": 320}, evaluation=evaluation), tmp_path / "run")
@@ -169,12 +178,27 @@ def test_a_run_is_asked_as_in_its_training_and_as_its_base(knows: Knows, templat
     assert len(asked) == 24
 
 
+def test_a_long_template_has_its_room_in_prompts(
+    knows: Knows, template_model: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    knows(0, 8)
+    config = json.loads((template_model / "config.json").read_text())
+    (template_model / "config.json").write_text(json.dumps({**config, "max_position_embeddings": 2048}))
+    (template_model / "chat_template.jinja").write_text("The sea is wide and deep. " * 80 + TURNS)
+    scores: Any = evaluate(template_model, "passkey", depths=1, trials=1)
+    assert scores.options.chat is True
+    monkeypatch.setattr("pi_lora.evaluation.suite.load_model", lambda *_: pytest.fail("weights were read"))
+    with refused(DataError, "target: 400 "):
+        evaluate(template_model, "passkey", target=400, depths=1, trials=1, chat=True)
+
+
 @pytest.mark.parametrize(
     ("template", "reason"),
     [
         (None, "no chat template"),
         ("{{ raise_exception('a system turn is needed') }}", "a system turn is needed"),
-        ("{% for each in messages %}{% if each.role == 'tool' %}{{ each.content }}{% endif %}{% endfor %}", ""),
+        ("{% for each in messages %}{% if each.role == 'user' %}{{ each.content }}{% endif %}{% endfor %}", ""),
+        ("{% for each in messages %}{% if each.role == 'assistant' %}{{ each.content }}{% endif %}{% endfor %}", ""),
     ],
 )
 def test_a_template_that_cannot_ask_is_a_line_before_weights_are_read(
