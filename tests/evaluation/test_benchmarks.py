@@ -2,6 +2,7 @@
 
 import gzip
 import json
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -166,6 +167,16 @@ def test_scores_equal_lm_evals_own_tasks(
         assert (ours.acc, ours.stderr) == (scores["acc,none"], scores["acc_stderr,none"])
         assert ours.outcomes == [sample["acc"] for sample in samples]
     assert found["race_high"].examples == 2
+
+
+def test_the_description_of_a_task_is_part_of_the_question_in_a_chat(
+    tiny: LoadedModel, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """lm-eval gives it as the turn of a system, which some templates refuse."""
+    turns = "{% for each in messages %}[{{ each.role }}]{{ each.content }}{% endfor %}"
+    monkeypatch.setattr(tiny.tokenizer, "chat_template", turns)
+    asked = [{"role": "system", "content": "Yes or no."}, {"role": "user", "content": "Is it far?"}]
+    assert re.fullmatch(r"\[user\]Yes or no\.\s+Is it far\?\[assistant\]", ranked(tiny).apply_chat_template(asked))
 
 
 def test_a_few_shot_task_is_reported_as_few_shot(

@@ -3,6 +3,7 @@
 import json
 import random
 import re
+import shutil
 import sys
 from collections import Counter
 from collections.abc import Callable, Iterator
@@ -167,7 +168,7 @@ def test_ruler_scores_equal_lm_evals(small: LoadedModel, monkeypatch: pytest.Mon
 def test_in_a_chat_template_scores_equal_lm_evals(small: LoadedModel, monkeypatch: pytest.MonkeyPatch) -> None:
     """The tokens of the template are left to it: no prompt grows beyond the window."""
     monkeypatch.setattr("lm_eval.evaluator.add_env_info", lambda _: None)
-    template = (TEMPLATES / "chatml.jinja").read_text()
+    template = (TEMPLATES / "chatml.jinja").read_text().replace("<|im_end|>", str(small.tokenizer.eos_token))
     monkeypatch.setattr(small.tokenizer, "chat_template", template.replace("<|im_start|>", "A turn begins here. " * 20))
     given = knowing(small, monkeypatch, half)
     found = scored(small, "niah_single_1", chat=True)
@@ -261,6 +262,12 @@ def test_a_task_that_does_not_exist_or_fit_is_refused_before_weights_are_read(
     assert "niah_single_1" in unknown
     assert too_short.startswith("--tasks: ")
     assert "ruler_vt needs 1536" in too_short
+    # The chat template takes room, also if it is not decided yet whether it is used.
+    model = shutil.copytree(small_model, tmp_path / "model")
+    shutil.copy(TEMPLATES / "chatml.jinja", model / "chat_template.jinja")
+    asked = ("--tasks", "ruler_vt", "--windows", "1536")
+    status, _, err = run_captured(capsys, monkeypatch, "eval", "ruler", str(model), *asked)
+    assert (status, "ruler_vt needs 1536" in err) == (2, True), err
     # Their texts are not on this machine.
     for task in ("niah_single_2", "ruler_qa_squad"):
         asked = ("--tasks", f"niah_single_1,{task}", "--windows", "1536")

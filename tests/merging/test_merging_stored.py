@@ -82,6 +82,9 @@ def test_a_stored_head_that_equals_the_embeddings_stays_tied(tmp_path: Path) -> 
     base = save_base(llama(tie_word_embeddings=True), tmp_path / "base")
     weights = stored(base)
     save_file({**weights, HEAD: weights[EMBEDDINGS].clone()}, base / "model.safetensors", {"format": "pt"})
+    # A single file is read rather than those of an index that was left beside it.
+    index = {"weight_map": {HEAD: "model-00001-of-00002.safetensors"}}
+    (base / "model.safetensors.index.json").write_text(json.dumps(index))
     merged = merge(save_run(base, tmp_path / "run", r=4, target_modules=["q_proj"]), tmp_path / "merged").folder
     assert HEAD not in stored(merged)
     assert json.loads((merged / "config.json").read_text())["tie_word_embeddings"] is True

@@ -18,8 +18,8 @@ from transformers import AutoModelForCausalLM, AutoModelForImageTextToText
 
 import pi_lora
 from architectures import small_composite, small_config, small_model
-from conftest import reporting
-from pi_lora.errors import Interrupted
+from conftest import refused, reporting
+from pi_lora.errors import Interrupted, ModelError
 from pi_lora.evaluation.generation import generate_ids
 from pi_lora.model_ref import ModelRef
 from pi_lora.models.adapter import prepare_for_tuning, save_adapter, without_known_warnings
@@ -101,6 +101,19 @@ def tuned(base: Path, output: Path, method: str = "lora", **options: Any) -> Pat
     file = output.with_suffix(".yaml")
     file.write_text(json.dumps(recipe))
     return Path(pi_lora.train(file, output=output, **options))
+
+
+def test_a_layer_of_the_language_model_that_the_config_lacks_is_refused(
+    saved: Callable[[str], Path], tmp_path: Path
+) -> None:
+    """Weights of the vision tower, which is left out, are no such mistake."""
+    folder = shutil.copytree(saved("gemma3"), tmp_path / "base")
+    tensors = stored(folder)
+    last = next(name for name in tensors if "language_model" in name and "layers.1." in name)
+    extra = {last.replace("layers.1.", "layers.9."): tensors[last].clone()}
+    save_file(tensors | extra, folder / "model.safetensors", metadata={"format": "pt"})
+    with refused(ModelError, str(folder), "layers.9."):
+        load_model(resolve_model(str(folder)))
 
 
 def random_adapter(base: Path, folder: Path, **tuning: Any) -> Path:

@@ -166,6 +166,8 @@ def test_phi3_is_interpolated_as_longrope() -> None:
     once = extend_config(base, Extension(4096, 2048))
     assert once["rope_scaling"] == {"type": "longrope", "short_factor": [2.0] * 8, "long_factor": [2.0] * 8}
     assert once["max_position_embeddings"] == once["original_max_position_embeddings"] == 4096
+    # vLLM multiplies cosines by a factor that it derives from the two windows.
+    assert once["rope_parameters"]["original_max_position_embeddings"] == 4096
     twice = extend_config(once, Extension(16384, Rope(once).window))
     assert (Rope(twice).scale, Rope(twice).window, Rope(twice).method) == (8, 16384, "pi")
 
@@ -392,6 +394,8 @@ def test_searched_factors_are_multiplied_from_the_window_that_they_are_for(origi
     config = {**LLAMA_5, "max_position_embeddings": 4096, "head_dim": 64, "rope_parameters": rope}
     extended = extend_config(config, Extension(8192, original))
     assert extended["rope_parameters"]["long_factor"] == [2.0, 16.0] * 16
+    stated = {**config, "rope_parameters": {**rope, "factor": 4.0}}
+    assert extend_config(stated, Extension(8192, original))["rope_parameters"]["factor"] == 8.0
     with refused(ScalingError, "context.target: 3000", 4096):
         extend_config(config, Extension(3000, original))
 

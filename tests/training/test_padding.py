@@ -137,9 +137,12 @@ def test_chats_of_a_model_with_states_are_wrapped(small_model: Path, tmp_path: P
     base = save_experts("bamba", tmp_path / "model", small_model)
     data = write_chats(base, tmp_path)
     recipe = small_recipe(base, data=data, training={**TWO_STEPS, "steps": 1})
-    packed = pack_data(recipe, check(recipe, tmp_path / "run"))
+    source = check(recipe, tmp_path / "run")
+    packed = pack_data(recipe, source)
     assert set(packed.tokens) == {128}
     assert any(message.startswith("data.packing: wrapped") for message in packed.messages)
+    text = pack_data(small_recipe(base), source)
+    assert not any(message.startswith("data.packing: ") for message in text.messages)
     with refused(RecipeError, "data.packing: ", "bamba"):
         check(small_recipe(base, data={**data, "packing": "isolated"}), tmp_path / "run")
 
