@@ -91,6 +91,8 @@ def model_folder(name: str, revision: str = "main") -> tuple[Path, str | None]:
     folder = Path(name).expanduser()
     if name.startswith(BUILTIN):
         folder = BUILTIN_FOLDER / name.removeprefix(BUILTIN)
+    if folder.is_file():
+        raise ModelError(f"{name}: is a file; name its folder, {folder.parent}")
     if not name or not folder.is_dir():
         raise ModelError(f"{name or 'an empty name'}: no such model; give a model folder, a hub id or {BUILTIN}tiny")
     if not find_files(folder, MODEL_FILES):

@@ -56,14 +56,15 @@ GPUS = {name: Gpu(name, memory * MIB, peak, name not in WITHOUT_BFLOAT16) for na
 
 
 def find_gpu(name: str, where: str = "--gpu") -> Gpu:
-    """Return the device of that name, in any case, or a device with that memory in GB (10^9 bytes). Raise PiLoraError
-    for any other name; `where` is the option or key that the error mentions.
+    """Return the device of that name, in any case, also as its maker writes it, or a device with that memory in GB
+    (10^9 bytes). Raise PiLoraError for any other name; `where` is the option or key that the error mentions.
 
-    >>> find_gpu("h100").name, find_gpu("48GB").memory
-    ('H100', 48000000000)
+    >>> find_gpu("NVIDIA RTX 4090").name, find_gpu("a100 80GB").name, find_gpu("48GB").memory
+    ('4090', 'A100-80', 48000000000)
     """
+    short = re.sub(r"^(nvidia |geforce |rtx )+|gb$", "", name.lower()).replace(" ", "-")
     for known, gpu in GPUS.items():
-        if known.lower() == name.lower():
+        if short == known.lower():
             return gpu
     if size := re.fullmatch(r"([1-9]\d{0,3}) ?GB", name, re.IGNORECASE):
         return Gpu(f"{size[1]}GB", int(size[1]) * 10**9, None)
