@@ -592,7 +592,7 @@ def test_chats_are_isolated_each_with_positions_of_its_own(tmp_path: Path, token
     chats = [question(number, words=number % 17) for number in range(90)] + [question(99, words=500)]
     source = write_chats(tmp_path / "chats.jsonl", chats)
     length, target = (128, 128) if positions == "contiguous" else (64, 512)
-    data = data_of(source, positions=positions, chunks=3)
+    data = data_of(source, positions=positions, chunks=50)  # more than the shortest chats have tokens
     found = training_data(data, Training(steps=16, global_batch_size=1), tokenizer, 64, target)
     too_long = {128: 1, 64: 14}[length]
     assert found.messages[1:] == [f"chats of over {length} tokens left out: {too_long}"]

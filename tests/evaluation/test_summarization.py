@@ -19,9 +19,10 @@ from pi_lora.errors import DataError, Interrupted
 from pi_lora.evaluation.generation import generate
 from pi_lora.evaluation.measurement import Session
 from pi_lora.evaluation.perplexity import Perplexity
-from pi_lora.evaluation.summarization import Summarization, complete
+from pi_lora.evaluation.summarization import Summarization, complete, summarize
 from pi_lora.evaluation.texts import measured_source
 from pi_lora.models.files import BUILTIN_FOLDER
+from pi_lora.models.loaded import LoadedModel
 from pi_lora.models.resolve import resolve_model
 from pi_lora.models.source import ModelSource
 from pi_lora.recipe.evaluation import PerplexityOptions, Sampling, SummarizationOptions
@@ -203,6 +204,25 @@ def test_all_models_are_asked_the_same(
         lines = capsys.readouterr().err.splitlines()
         [other_model] = {*models} - {chosen}
         assert [line.partition(": ")[0] for line in lines if str(chosen) in line] == [str(other_model)]
+
+
+def test_a_run_tuned_on_a_prompt_is_asked_with_it_and_its_base_in_the_chat_template(
+    tuned: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    prompts: list[str] = []
+
+    def recorded(model: LoadedModel, batch: list[list[int]], *_: Any, **__: Any) -> list[str]:
+        prompts.extend(model.tokenizer.batch_decode(batch))
+        return [""] * len(batch)
+
+    monkeypatch.setattr("pi_lora.evaluation.summarization.generate", recorded)
+    monkeypatch.setattr("pi_lora.evaluation.prompting.PasskeyTest", lambda *_: pytest.fail("passkeys decide"))
+    run, base = (load(name) for name in (tuned, "builtin:tiny"))
+    for model in (run, base):
+        model.tokenizer.chat_template = "{% for each in messages %}[{{ each.role }}]{{ each.content }}{% endfor %}"
+        summarize(model, "report.md", "The agency found much to mend.", Sampling(max_new_tokens=20), str)
+    assert evaluate(run, "summarization", limit=1).options.chat is False
+    assert ["[user]" in prompt for prompt in prompts] == [False, True, False]
 
 
 def test_a_run_tuned_on_all_rows_of_a_file_asks_for_others(tuned_on: Callable[..., ModelSource], tuned: Path) -> None:
