@@ -6,7 +6,7 @@ For each method the learning rate is chosen first: that of the lowest perplexity
 with one seed, among rates twice as far apart until the best is neither the first nor the last. Then three seeds with
 that rate, and every scaling without tuning, are measured on test documents. Runs stay in `comparison/` and scores in
 benchmarks/results/methods/, and the command goes on where it was interrupted. `python benchmarks/tables.py` writes the
-tables in docs/results.md.
+tables in benchmarks/results/methods.md.
 """
 
 import subprocess

@@ -207,7 +207,7 @@ def summarize(
     sampling: Annotated[Sampling, GROUP] = Sampling(),
     options: Loaded = LoadOptions(),
 ) -> None:
-    """Summarize a document with a model that was tuned for it."""
+    """Summarize a document in the prompt that the model was tuned on, or the paper's."""
     api.summarize(options.ref(model), file, **sampling.model_dump(exclude_unset=True))
 
 

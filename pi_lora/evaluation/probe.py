@@ -43,8 +43,6 @@ from pi_lora.types import Json, ui
 
 # Scalings that no recipe tunes by default; a probe shows them for comparison.
 FOR_COMPARISON = ("direct", "dynamic")
-# The number of scalings that are probed by default, of those that suit the model: pi, yarn and theta of a plain base.
-DEFAULT_SCALINGS = 3
 # The most distances of passkeys.
 MAX_DEPTHS = 8
 # A scaling gets passkeys if the perplexity at L' is at most this multiple of the lowest.
@@ -206,7 +204,8 @@ def _models_to_probe(
 ) -> dict[Method, ModelSource]:
     """Return the base as `direct`, and the base under each scaling, with these divisors for the scaling `factors`."""
     models: dict[Method, ModelSource] = {"direct": base}
-    requested = cast("tuple[Method, ...]", options.scalings) or base.rope.scalings[:DEFAULT_SCALINGS]
+    suitable = tuple(method for method in base.rope.scalings if method not in (*FOR_COMPARISON, "factors"))
+    requested = cast("tuple[Method, ...]", options.scalings) or suitable
     if factors and "factors" not in requested:
         requested = (*requested, "factors")
     for method in requested:

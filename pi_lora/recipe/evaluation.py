@@ -180,7 +180,7 @@ class ProbeOptions(PromptOptions):
     target: Annotated[tuple[Tokens, ...], LIST, Field(min_length=1)]
     """L', the window to extend to. Give several to compare how far the model extends."""
     scalings: Texts | None = None
-    """Scalings to compare. By default those of pi, yarn and theta that suit the model, and the model's own."""
+    """Scalings to compare. By default those of pi, yarn, theta and llama3 that suit the model, and the model's own."""
     factors: str | None = None
     """File that `pi-lora search` wrote, for the scaling `factors`."""
     data: str | None = None

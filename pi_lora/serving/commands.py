@@ -130,7 +130,7 @@ def _is_kept_in_gguf(rope: Rope) -> bool:
     """Whether a file of `pi-lora export gguf` has the scaling, and llama.cpp computes it."""
     if rope.rope_type == "dynamic" or (rope.rope_type == "proportional" and rope.factor != 1):
         return False
-    needs_divisors = rope.rope_type in ("longrope", "llama3")
+    needs_divisors = rope.kind.in_gguf == "divisors"
     return not needs_divisors or rope.config.get("model_type") in DIVISORS_IN_LLAMA_CPP
 
 

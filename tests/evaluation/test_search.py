@@ -384,7 +384,7 @@ def test_the_command_writes_a_file_for_recipes_probe_new_and_extend(
     probe_file = tmp_path / "found.probe.json"
     probed = read_probe(probe_file).at(target)
     assert probed.factors == str(file)
-    assert set(probed.scalings) == {"direct", "pi", "yarn", "theta", "factors"}
+    assert set(probed.scalings) == {"direct", "pi", "yarn", "theta", "llama3", "factors"}
     perplexity = probed.scalings["factors"].perplexity
     assert (perplexity.options.documents, perplexity.options.data) == (1, str(texts_of_words))
     assert [Path(document.name).name for document in perplexity.per_document] == ["0.txt"]

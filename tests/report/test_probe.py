@@ -188,7 +188,7 @@ def test_a_long_target_has_one_document_and_passkeys_of_the_lowest_perplexity(
     lines: list[str] = []
     with showing(UI(show=lines.append)):
         [reach] = pi_lora.probe(str(small_model), TARGET, data=str(texts)).targets
-    assert set(reach.scalings) == {"direct", "pi", "yarn", "theta"}
+    assert set(reach.scalings) == {"direct", "pi", "yarn", "theta", "llama3"}
     [(name, scores)] = ((name, each.passkey) for name, each in reach.scalings.items() if each.passkey)
     assert reach.best == name == min(reach.scalings, key=lambda each: reach.scalings[each].windows[1].value)
     assert [depth.trials for depth in scores.depths] == [1] * 4
