@@ -111,7 +111,8 @@ def test_the_demo_prints_no_line_of_a_library(python: str, folder: Path, run: Pa
     """Its steps, with fewer of each, beside another run in place of the released one."""
     less = "demo.SWEEP = '--windows 256,512,1024 --stride 256 --documents 1 --truncate 1024'.split(); "
     less += f"demo.PASSKEYS, demo.RELEASED = '--depths 2 --trials 1'.split(), demo.Path({str(run)!r})"
-    shorter = f"tuned = demo.tuned; demo.tuned = lambda *overrides: tuned(*overrides, *{SMALL!r})"
+    shorter = "words = demo.train_words; "
+    shorter += f"demo.train_words = lambda recipe, output, *overrides: words(recipe, output, *overrides, *{SMALL!r})"
     code = f"import sys; sys.path.insert(0, {str(ROOT / 'scripts')!r}); import demo; {less}; {shorter}; demo.main()"
     assert errors_of(folder, python, "-c", code) == ""
     names = [line.split(" | ")[0] for line in (folder / "demo" / "table.md").read_text().splitlines()[2:]]
