@@ -465,7 +465,6 @@ WAYS = {
     "keep": "none; `scaling: keep` within its window",
     "other checkpoint": "none; take another checkpoint",
     "its own code": "not tried; needs `--trust-remote-code`",
-    None: "none",
 }
 
 
