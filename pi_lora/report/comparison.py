@@ -3,8 +3,9 @@
 Both models read the same documents, prompts and examples: where both results hold the outcomes, differences are paired.
 """
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from functools import partial
+from pathlib import Path
 
 from pydantic import BaseModel
 from rich.table import Table
@@ -110,10 +111,11 @@ def compare_run(
     verdict = verdict_of(base_scores, untuned_scores, run_scores, original)
     comparison = Comparison(base=base_name, run=run, original=original, verdict=verdict)
     for name, scores in run_scores.items():
-        rows = list(compare(base_scores[name], scores))
+        rows = _told_apart(compare(base_scores[name], scores), scores, comparison.rows)
         comparison.rows.extend(rows)
         if name in untuned_scores:
-            comparison.untuned.extend(compare(untuned_scores[name], scores))
+            untuned_rows = compare(untuned_scores[name], scores)
+            comparison.untuned.extend(_told_apart(untuned_rows, scores, comparison.untuned))
         comparison.settings[name] = setting_of(scores)
         if scores.tuned_on:
             comparison.settings[name] += "; the run is tuned on it"
@@ -122,6 +124,17 @@ def compare_run(
         if not rows:
             comparison.settings[name] += "; not compared: the base reads other rows or tokens; see --again"
     return comparison
+
+
+def _told_apart(rows: Iterable[Row], scores: Scores, earlier: Iterable[Row]) -> list[Row]:
+    """Return rows that name their text if `earlier` ones, of another text, have the same headings."""
+    known = {row.measurement for row in earlier}
+    told = []
+    for row in rows:
+        if row.measurement in known:
+            row.measurement += f", {Path(scores.options.data).name}"
+        told.append(row)
+    return told
 
 
 def _is_extended(base: ModelSource, run: MeasuredRun) -> bool:

@@ -271,6 +271,15 @@ def test_compare_measures_missing_scores_on_a_named_text(
     assert [name for name in settings if f"torch 1.0.0 and {torch.__version__}" in settings[name]] == [of_text]
     assert run_command("report", "run") == 0
     assert f"torch 1.0.0 and {torch.__version__}" in Path("run/README.md").read_text()
+    # Rows of an earlier text name it.
+    Path("other.txt").write_text("The sea is cold and the ship is old. " * 40)
+    other = ["--data", "other.txt", *words[2:], "--no-untuned"]
+    assert run_captured(capsys, monkeypatch, "compare", str(small_model), "run", *other)[0] == 0
+    rows = [row["measurement"] for row in json.loads(Path("compared.json").read_text())["rows"]]
+    assert [heading for heading in rows if heading.startswith("perplexity at 64")] == [
+        "perplexity at 64",
+        "perplexity at 64, novel.txt",
+    ]
 
 
 def test_another_model_than_the_base_is_refused_or_named(
