@@ -156,6 +156,14 @@ def chats() -> Lines:
     yield from changes_table("", rows)
 
 
+def chat_packing() -> Lines:
+    """Tuned on chats that attend to those before them, and on isolated ones."""
+    yield from metrics_table(by_model(["chat_packing"]))
+    _, wrapped, isolated = read_scores("chat_packing")
+    yield "\nIsolated (run) vs. wrapped (base), paired, 95 %:\n"
+    yield from changes_table("", list(compare(wrapped, isolated)))
+
+
 def methods() -> Lines:
     """A way of tuning a row, mean and range of its seeds; then how and on what the rows were measured."""
     labels = {name: label for name, (label, _) in UNTUNED.items()}
@@ -225,7 +233,7 @@ BLOCKS: dict[str, dict[str, Callable[[], Iterable[str]]]] = {
         "train_overhead": partial(speeds, "train_overhead", "median_ratio", "times as many"),
         "packing": partial(speeds, "packing", "tokens_per_second", "tokens per processor second"),
     },
-    "benchmarks/results/methods.md": {"methods": methods, "rates": rates, "lora_rates": lora_rates},
+    "benchmarks/results/methods.md": {"methods": methods, "rates": rates, "lora_rates": lora_rates, "chat_packing": chat_packing},
     "benchmarks/results/gemma3_64k.md": {"gemma3_64k": tables_context.gemma3},
     "benchmarks/results/probes.md": {
         "probe_builtin": partial(probe, "probe_builtin"),
