@@ -233,7 +233,12 @@ BLOCKS: dict[str, dict[str, Callable[[], Iterable[str]]]] = {
         "train_overhead": partial(speeds, "train_overhead", "median_ratio", "times as many"),
         "packing": partial(speeds, "packing", "tokens_per_second", "tokens per processor second"),
     },
-    "benchmarks/results/methods.md": {"methods": methods, "rates": rates, "lora_rates": lora_rates, "chat_packing": chat_packing},
+    "benchmarks/results/methods.md": {
+        "methods": methods,
+        "rates": rates,
+        "lora_rates": lora_rates,
+        "chat_packing": chat_packing,
+    },
     "benchmarks/results/gemma3_64k.md": {"gemma3_64k": tables_context.gemma3},
     "benchmarks/results/probes.md": {
         "probe_builtin": partial(probe, "probe_builtin"),
