@@ -164,7 +164,7 @@ LEFT_OUT: dict[str, tuple[str, ...]] = {
         "test_a_file_without_the_scaling_of_the_model_is_not_kept?pi?",
         "test_the_divisors_of_llama3_need_an_architecture_that_reads_them?smollm3?",
     ),
-    # Kept: the last 95 % of a prompt, and both ends of it; an untrained model that is served whole.
+    # Kept: the last 95 % of a prompt, EOS behind it; an untrained model that is served whole, or gets a token more.
     "serving/test_serving_check.py": (
         "test_a_server_in_bfloat16_is_right",
         "test_a_server_of_several_models_that_is_not_right*",
