@@ -164,15 +164,16 @@ LEFT_OUT: dict[str, tuple[str, ...]] = {
         "test_a_file_without_the_scaling_of_the_model_is_not_kept?pi?",
         "test_the_divisors_of_llama3_need_an_architecture_that_reads_them?smollm3?",
     ),
-    # Kept: the last 95 % of a prompt, EOS behind it; an untrained model that is served whole, or gets a token more.
+    # Kept: the last 95 % of a prompt, and an untrained model that gets a token more.
     "serving/test_serving_check.py": (
         "test_a_server_in_bfloat16_is_right",
         "test_a_server_of_several_models_that_is_not_right*",
         "test_a_server_that_cuts_never_passes?last [257]*",
         "test_a_server_that_cuts_never_passes?first*",
         "test_a_server_that_cuts_never_passes?ends*",
-        "test_a_token_that_a_server_adds*?True-begin*",
-        "test_an_untrained_model_is_unclear?[59e]*",
+        "test_a_token_that_a_server_adds*?True-*",
+        "test_an_untrained_model_is_unclear*",
+        "test_another_model_fails_the_check",
     ),
     # Kept: what a launch asks for and answers. Two processes of their own take 30 seconds.
     "test_distributed.py": ("test_two_processes_train_like_one",),
