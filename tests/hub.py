@@ -116,7 +116,6 @@ class Handler(BaseHTTPRequestHandler):
         """Say nothing on stderr."""
 
     def do_GET(self) -> None:
-        self.status = 0
         self.body = self.rfile.read(int(self.headers.get("Content-Length") or 0))
         line = f"{self.command} {self.path}"
         fault = next((fault for fault in self.server.faults if re.search(fault.match, line)), None)
@@ -124,6 +123,7 @@ class Handler(BaseHTTPRequestHandler):
             if fault and fault.hangs:
                 self.server.stopped.wait(120)
             if fault and not fault.status:
+                self.log_status(0)
                 self.close_connection = True
                 return
             if fault:
@@ -134,8 +134,10 @@ class Handler(BaseHTTPRequestHandler):
             self.answer({"error": str(refused)}, refused.status, **headers)
         except OSError:
             self.close_connection = True  # the client is gone
-        finally:
-            self.server.log.append(Request(self.command, self.path, self.status))
+
+    def log_status(self, status: int) -> None:
+        """Log the request before the answer, after which the client goes on."""
+        self.server.log.append(Request(self.command, self.path, status))
 
     do_HEAD = do_POST = do_PUT = do_GET
 
@@ -147,7 +149,7 @@ class Handler(BaseHTTPRequestHandler):
         self.send(json.dumps(content).encode(), status, **headers)
 
     def send(self, body: bytes, status: int = 200, **headers: str) -> None:
-        self.status = status
+        self.log_status(status)
         self.send_response(status)
         for name, value in {"Content-Length": str(len(body)), **headers}.items():
             self.send_header(name.replace("_", "-"), value)
