@@ -157,7 +157,7 @@ def _is_beyond_layers(rope: Rope, target: int) -> bool:
 
 
 def _never_limits(rope: Rope) -> bool:
-    """Whether all layers slide by a `sliding_window` that is no shorter than the context window, as in Phi-3.5-MoE:
+    """Whether all layers slide by a `sliding_window` that is no shorter than the context window, as in Ministral 8B:
     every token attends to all before it, also after an extension.
     """
     return local_window(rope.config) is not None and (rope.config.get("sliding_window") or 0) >= rope.window

@@ -242,7 +242,7 @@ def test_the_attention_span_is_that_of_the_longest_layer(fields: dict[str, Any],
 
 @given(st.integers(1, 16384), st.integers(2049, 16384))
 def test_layers_that_attend_to_less_than_the_window_are_refused(sliding: int, target: int) -> None:
-    """Others, as those of Phi-3.5-MoE, never attended to less than everything, nor do they after the extension."""
+    """Others, as those of Ministral 8B, never attended to less than everything, nor do they after the extension."""
     base = {**LLAMA_5, "sliding_window": sliding}
     if sliding >= 2048:
         extended = extend_config(base, Extension(target, 2048))
