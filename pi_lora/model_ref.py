@@ -10,7 +10,7 @@ from pi_lora.types import Permissions
 
 
 class ModelOptions(TypedDict, total=False):
-    """What `load` and `resolve` take beside a name: the fields of `ModelRef`."""
+    """The options of `load` and `resolve`: the fields of `ModelRef` without the name."""
 
     base: str | os.PathLike[str] | None
     revision: str | None

@@ -220,7 +220,7 @@ class RopeConfig:
 
     @property
     def facts(self) -> ModelType:
-        """What is special about the type of the model."""
+        """The special rules of the type of the model."""
         return facts_of(self.config.get("model_type"))
 
     @cached_property

@@ -9,7 +9,7 @@ from typing import Literal, NamedTuple
 
 @dataclass(frozen=True)
 class ModelType:
-    """What is special about a type of models.
+    """The special rules of a type of models.
 
     Attributes:
         only_local_rope: Sliding layers alone are rotary; layers with full attention have no positions.

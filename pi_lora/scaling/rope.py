@@ -35,7 +35,7 @@ class Rope(RopeConfig):
 
     @property
     def kind(self) -> RopeType:
-        """What the `rope_type` means."""
+        """The meaning of the `rope_type`."""
         return ROPE_TYPES.get(self.rope_type, ROPE_TYPES["default"]._replace(extended_by=()))
 
     @property
@@ -179,8 +179,8 @@ def normalize_max_positions(config: dict[str, Any], longest_input: float | None)
     """Return a config with a `linear` rope that multiplies `max_position_embeddings`, as transformers documents it.
 
     Some published configs (DeepSeek-Coder, LLaMA-2-7B-32K, Chinese-Alpaca-2-16k) declare the extended window there
-    instead. No key marks them, but the `longest_input` of their tokenizer, in tokens, is the same number; or they are
-    extended from a window of the first Llamas, none of which was trained on so much without a scaling.
+    instead. No key marks them, but the `longest_input` of their tokenizer, in tokens, is the same number; or the model
+    is a Llama 1 or 2, whose windows are 2,048 and 4,096 tokens without a scaling.
     """
     declared = config.get("max_position_embeddings")
     if declared is None:

@@ -21,7 +21,7 @@ LLAMA3_BANDS = {"low_freq_factor": 1.0, "high_freq_factor": 4.0}
 
 
 class RopeType(NamedTuple):
-    """What a `rope_type` of configs means.
+    """The meaning of a `rope_type` in configs.
 
     Attributes:
         divisors: Return the divisor of each frequency in inputs of the whole window.
