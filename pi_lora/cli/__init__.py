@@ -83,9 +83,11 @@ def _usage_problems(mistake: CycloptsError) -> list[str]:
     exclude each other.
     """
     if isinstance(mistake.__cause__, ValidationError):
-        first = mistake.__cause__.errors()[0]
-        option = ".".join(map(str, first["loc"][:1])).replace("_", "-")
-        lines = problem_text(first).splitlines()
+        errors = mistake.__cause__.errors()
+        place = errors[0]["loc"][:1]
+        alternatives = [error for error in errors if (error["loc"][:1], error["input"]) == (place, errors[0]["input"])]
+        option = ".".join(map(str, place)).replace("_", "-")
+        lines = problem_text(*alternatives).splitlines()
         return [f"--{option}: {line}" if option else f"--{line}" for line in lines]
     command = " ".join(["pi-lora", *(mistake.command_chain or ())])
     if isinstance(mistake, MissingArgumentError) and mistake.argument:

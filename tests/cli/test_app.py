@@ -186,3 +186,11 @@ def test_a_cache_that_cannot_be_written_names_its_variable(
     (tmp_path / "recipe.yaml").write_text(dump_recipe(small_recipe("builtin:tiny", context={"target": 512})))
     assert run_command("prepare", str(tmp_path / "recipe.yaml")) == 2
     assert "set PI_LORA_CACHE" in capsys.readouterr().err
+
+
+def test_a_wrong_value_is_told_all_types_that_it_may_have(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    status, _, err = run_captured(capsys, monkeypatch, "eval", "passkey", "builtin:tiny", "--chat", "maybe")
+    assert (status, err.count("\n")) == (2, 1)
+    assert all(part in err for part in ("--chat: ", "auto", "boolean", "maybe"))
