@@ -218,7 +218,6 @@ BLOCKS: dict[str, dict[str, Callable[[], Iterable[str]]]] = {
     "docs/results.md": {
         "smollm2": tables_smollm2.tables,
         "use_context": tables_context.smollm2,
-        "search": search.tables,
         "chats": chats,
     },
     "docs/experiments.md": {
@@ -244,6 +243,7 @@ BLOCKS: dict[str, dict[str, Callable[[], Iterable[str]]]] = {
         "probe_builtin": partial(probe, "probe_builtin"),
         "probe_smollm2": partial(probe, "probe_smollm2"),
     },
+    "benchmarks/results/search.md": {"search": search.tables},
     "benchmarks/results/use_context.md": {"seeds": tables_context.by_seed},
     "benchmarks/results/plan_memory.md": {"plan_memory": plan_memory},
     "docs/engines.md": {"engines": engines},
