@@ -1,6 +1,6 @@
-"""The tables of docs/performance.md, from the rows of benchmarks/gpu.py."""
+"""The tables of docs/performance.md and of benchmarks/README.md, from the rows of benchmarks/gpu.py."""
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from statistics import fmean
 from typing import Any
 
@@ -17,17 +17,24 @@ TERA = 1e12
 DATA_SHEET = 989e12
 
 
-def measured() -> Iterator[str]:
-    """The tables of the stored rows."""
-    yield from tables(record.read("gpu/NVIDIA H200"))
+def trainings() -> Iterator[str]:
+    """The stored rows of trainings."""
+    yield from tables(record.read("gpu/NVIDIA H200"), [part for part in PARTS if part not in KERNELS])
 
 
-def tables(parts: Mapping[str, Mapping[str, Row]]) -> Iterator[str]:
-    """A table for each part that has rows, and a line for each row that failed."""
-    every = {f"{part}, {name}": row for part, rows in parts.items() for name, row in rows.items()}
+def kernels() -> Iterator[str]:
+    """The stored rows of kernels."""
+    yield from tables(record.read("gpu/NVIDIA H200"), KERNELS)
+
+
+def tables(parts: Mapping[str, Mapping[str, Row]], shown: Collection[str] | None = None) -> Iterator[str]:
+    """A table for each part that has rows, of all or of those in `shown`, and a line for each row that failed."""
+    shown = PARTS if shown is None else shown
+    every = {f"{part}, {name}": row for part in shown for name, row in parts.get(part, {}).items()}
     yield from machines_of(every)
     most = parts["ceilings"]["product"].get("product")
-    for part, (title, columns) in PARTS.items():
+    for part in shown:
+        title, columns = PARTS[part]
         rows = {name: row for name, row in parts.get(part, {}).items() if "failed" not in row}
         if rows:
             first, *_ = rows.values()
@@ -118,3 +125,5 @@ PARTS: dict[str, tuple[str, dict[str, Cell]]] = {
     "neighbours": ("Other tools", {"": name, **TOKENS, **SPEED, "vs. pi-lora": compared, "peak": peak}),
     "levers": ("The effect of each key of the recipe", {"change": change, **SPEED, "vs. none": compared, **COSTS}),
 }
+# Parts that decide settings of the code; no key of a recipe has them.
+KERNELS = ("ceilings", "attention")

@@ -1,10 +1,12 @@
 """Make a folder of wheels for a GPU machine without network: what pi-lora needs and that machine lacks.
 
-    python scripts/gpu_wheels.py [FOLDER]          # wheels/
+    python scripts/gpu_wheels.py [FOLDER]          # wheels/; here, then on that machine:
+    python3 -m pip install --no-index --no-deps --target /tmp/site wheels/*.whl
+    PYTHONPATH=$PWD:/tmp/site python3 benchmarks/gpu.py --minutes 9
 
 scripts/gpu_machine.txt is the `pip freeze` of that machine; torch is always the machine's own. The wheels are those of
 constraints.txt for Python 3.12 and Linux on x86_64, with the extras for QLoRA and Liger's kernels. bitsandbytes comes
-with its libraries for CUDA 13.0 and for CPUs alone. docs/performance.md has the commands for that machine.
+with its libraries for CUDA 13.0 and for CPUs alone.
 """
 
 import shutil
