@@ -226,9 +226,9 @@ BLOCKS: dict[str, dict[str, Callable[[], Iterable[str]]]] = {
         "whole_sequences": tables_context.validation,
     },
     "docs/performance.md": {"gpu": tables_gpu.trainings, "attention": attention},
-    "docs/merging.md": {"merge": merge},
     "adapters/smollm2_135m_16k/README.md": {"control": tables_smollm2.compared},
     "benchmarks/README.md": {
+        "merge": merge,
         "train_overhead": partial(speeds, "train_overhead", "median_ratio", "times as many"),
         "packing": partial(speeds, "packing", "tokens_per_second", "tokens per processor second"),
         "kernels": tables_gpu.kernels,
