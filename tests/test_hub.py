@@ -21,7 +21,6 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForSequenceC
 
 from conftest import refused, run_captured, small_recipe, train
 from hub import OTHER_TOKEN, TOKEN, Fault, Hub, forget_commits
-from models.test_composite import other_tensors, save_composite, tuned
 from pi_lora import api
 from pi_lora.data.checks import data_problems
 from pi_lora.data.sources import evaluation_documents, find_table, held_out_text, share_to_hold_out
@@ -34,6 +33,7 @@ from pi_lora.recipe.data import Data, Source
 from pi_lora.recipe.evaluation import PerplexityOptions
 from pi_lora.recipe.files import dump_recipe, load_recipe
 from pi_lora.report.upload import push
+from small_composites import other_tensors, save_composite, tuned
 
 # huggingface_hub 2.4 hands a file to httpx2 in a way that httpx2 is about to drop.
 pytestmark = pytest.mark.filterwarnings("ignore:Use 'content=:DeprecationWarning")

@@ -22,9 +22,7 @@ from transformers import (
 )
 
 HERE = Path(__file__).parent
-sys.path[:0] = [str(HERE.parents[1]), str(HERE.parent), str(HERE.parent / "models")]
-
-from test_composite import save_composite  # noqa: E402
+sys.path[:0] = [str(HERE.parents[1]), str(HERE.parent)]
 
 import pi_lora  # noqa: E402
 from architectures import small_composite, small_config  # noqa: E402
@@ -33,6 +31,7 @@ from pi_lora.models.resolve import resolve_model  # noqa: E402
 from pi_lora.scaling.config import full_attention_rope, with_full_rope  # noqa: E402
 from pi_lora.scaling.scalings import Method  # noqa: E402
 from random_runs import save_base, stored  # noqa: E402
+from small_composites import save_composite  # noqa: E402
 
 # The composite around the language model of a folder.
 REAL = {"gemma3": "gemma3_270m", "mistral3": "smollm2_135m_instruct"}
