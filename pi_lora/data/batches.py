@@ -19,6 +19,7 @@ from filelock import FileLock
 from torch.nn.utils.rnn import pad_sequence
 
 from pi_lora.data.chats import NO_CHATS_WARNING
+from pi_lora.data.documents import unread_documents
 from pi_lora.data.examples import NO_EXAMPLE, Task
 from pi_lora.data.packing import Row, Stream, say_unpacked, shortfalls, training_rows
 from pi_lora.data.sources import Table, find_table, format_counts, streamed, with_size
@@ -101,6 +102,7 @@ def training_data(
     longest = max(tokens)
     messages = [f"{len(rows):,} sequences of at most {longest:,} tokens"]
     messages += format_counts(counts)
+    messages += filter(None, (unread_documents(source.name) for source in data.source))
     if tokenizer.chat_template is not None and "loss_mask" not in columns:
         messages.append(NO_CHATS_WARNING)
     return TrainingData(rows, tokens, messages, padding_id(tokenizer))

@@ -27,6 +27,8 @@ ARROW = ".arrow"
 DELIMITERS = {".csv": ",", ".tsv": "\t"}
 TABLE_SUFFIXES = (".jsonl", ".ndjson", ".json", PARQUET, ARROW, *DELIMITERS)
 SUFFIXES = (".txt", ".md", ".tex", ".py", ".rst", *TABLE_SUFFIXES)
+# Documents that hold no plain text.
+FORMATTED_SUFFIXES = (".pdf", ".doc", ".docx", ".odt", ".rtf", ".epub", ".htm", ".html")
 KINDS = f"{', '.join(SUFFIXES)}, and all but Parquet and Arrow with .gz, .bz2, .xz or .zst"
 # What a folder of rows holds about them, as downloaded from the hub or saved by `datasets`: cards, licences, scripts.
 ABOUT_ROWS = re.compile(
@@ -109,6 +111,13 @@ def files_named(name: str) -> list[Path]:
     if not files:
         raise DataError(f"{name}: holds no readable file ({KINDS}); name other files")
     return files
+
+
+def unread_documents(name: str) -> str:
+    """Return a line on documents in a folder that are not read, such as PDF; empty if there are none."""
+    formatted = [file for file in Path(name).expanduser().rglob("*") if file.suffix.lower() in FORMATTED_SUFFIXES]
+    suffixes = sorted({file.suffix.lower() for file in formatted})
+    return f"{name}: {len(formatted):,} files are not read ({', '.join(suffixes)}): convert them to .txt" if formatted else ""
 
 
 def _split_of(name: str) -> str:

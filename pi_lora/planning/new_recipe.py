@@ -14,7 +14,7 @@ from jinja2 import Template
 
 from pi_lora.data.chats import NO_CHATS_WARNING
 from pi_lora.data.checks import data_problems, too_short_for
-from pi_lora.data.documents import looks_local
+from pi_lora.data.documents import looks_local, unread_documents
 from pi_lora.data.sources import BYTES_PER_TOKEN, find_table, held_out_text, share_to_hold_out
 from pi_lora.errors import DataError, PiLoraError, RecipeError, RunExistsError
 from pi_lora.models.files import BUILTIN
@@ -113,6 +113,8 @@ def _notes(model: str, texts: Sequence[str], plan: TrainingPlan) -> Iterator[str
     for name in texts:
         if not looks_local(name):
             yield f"--data: {name}: no such file or folder; it is taken for a data set on the hub"
+        elif unread := unread_documents(name):
+            yield f"--data: {unread}"
     if not texts:
         names = " and ".join(source.name for source in plan.recipe.data.source)
         yield f"--data: not given; the recipe reads {names}"

@@ -252,6 +252,18 @@ def test_the_chosen_recipe_trains(command: Command, tmp_path: Path) -> None:
     assert len(held_out) + len(next(find_table(source).documents()).text) == 270_000
 
 
+def test_new_says_which_documents_of_a_folder_are_not_read(command: Command, tmp_path: Path) -> None:
+    books = tmp_path / "books"
+    (books / "more").mkdir(parents=True)
+    (books / "one.txt").write_text("Long documents serve best. " * 10_000)
+    for name in ("two.pdf", "more/three.PDF", "four.docx", "cover.jpg"):
+        (books / name).write_bytes(b"")
+    status, _, errors = command(*"builtin:tiny --target 512 --gpu cpu --data books".split())
+    assert status == 0, errors
+    [line] = [said for said in errors.splitlines() if ".pdf" in said]
+    assert line.startswith("--data: books: 3 ") and ".docx" in line and ".jpg" not in line
+
+
 def test_new_reads_text_from_any_column_and_holds_out_ten_rows(command: Command, tmp_path: Path) -> None:
     rows = [json.dumps({"id": 1, "body": f"Long documents serve {number} best. " * 100}) for number in range(100)]
     (tmp_path / "rows.jsonl").write_text("\n".join(rows))
