@@ -31,7 +31,7 @@ from pi_lora.storage import cache_folder, digest_of, read_json, write_json
 from pi_lora.types import Json, Progress, silent
 
 # Raise it with every change to how rows or recall documents are made: older caches are not taken for new ones.
-FORMAT = 13
+FORMAT = 14
 # The label that the loss ignores (torch's `ignore_index`).
 IGNORED = -100
 

@@ -29,9 +29,10 @@ BESIDE_CONTENT = re.compile(r'"(tools|tool_calls|function_call)": (?!null|\[\]|"
 REASONING = ("reasoning_content", "reasoning", "thinking")
 # What a template raises for a chat that it does not take.
 REFUSALS = (TemplateError, TypeError, ValueError, LookupError, AttributeError)
-# An answer without a thought: the variables of templates, which ignore unknown ones.
-PROMPT_VARIABLES = {"enable_thinking": False, "thinking": False}
-# What precedes a template for the same prompts on every day. transformers (5.23) takes no function as a variable.
+# An answer with and without a thought: the variables of templates, which ignore unknown ones.
+WITH_THOUGHT = {"enable_thinking": True, "thinking": True}
+WITHOUT_THOUGHT = dict.fromkeys(WITH_THOUGHT, False)
+# What precedes a template for the same tokens on every day. transformers (5.23) takes no function as a variable.
 SAME_DAY = """{% macro strftime_now(format) %}
 {{- format.replace("%Y", "2026").replace("%m", "01").replace("%B", "January")
           .replace("%b", "Jan").replace("%d", "01") -}}
@@ -77,9 +78,18 @@ def takes_parts(tokenizer: Any) -> bool:
 def _writes(tokenizer: Any, content: Any) -> bool:
     turns = [{"role": "user", "content": content}]
     try:
-        return "a turn" in tokenizer.apply_chat_template(turns, tokenize=False)
+        return "a turn" in rendered(tokenizer, turns)
     except REFUSALS:
         return False
+
+
+def rendered(
+    tokenizer: Any, messages: list[Json], *, chat_template: str | None = None, tools: Any = None, **options: Any
+) -> str:
+    """Return messages under the chat template, or the one of a name; a date is that of `SAME_DAY`."""
+    template = SAME_DAY + tokenizer.get_chat_template(chat_template, tools)
+    text: str = tokenizer.apply_chat_template(messages, chat_template=template, tools=tools, tokenize=False, **options)
+    return text
 
 
 def _part(text: str) -> list[Json]:
@@ -93,22 +103,26 @@ def in_parts(messages: list[Json]) -> list[Json]:
 
 def chat_prompt(tokenizer: Any, text: str, beginning: str = "") -> str:
     """Return the prompt that asks `text` as the turn of a user, with the `beginning` of the answer. It is what the
-    template writes before an answer: at the end an empty thought, if the template has one. BOS is left out where the
-    tokenizer adds it. Raise DataError if there is no template, or if it does not write both turns.
+    template writes before an answer: at the end an empty thought, if the template has one, in turns or in prompts
+    alone. BOS is left out where the tokenizer adds it. Raise DataError if there is no template, or if it does not write
+    both turns.
     """
     if tokenizer.chat_template is None:
         raise DataError("the model has no chat template")
     turns = [{"role": "user", "content": text}, {"role": "assistant", "content": ANSWER}]
     if takes_parts(tokenizer):
         turns = in_parts(turns)
+    ahead = partial(rendered, tokenizer, turns[:1], add_generation_prompt=True)
     try:
-        template = SAME_DAY + tokenizer.get_chat_template()
-        rendered: str = tokenizer.apply_chat_template(turns, chat_template=template, tokenize=False, **PROMPT_VARIABLES)
+        prompt, answered, _ = rendered(tokenizer, turns, **WITHOUT_THOUGHT).rpartition(ANSWER)
+        without_thought = ahead(**WITHOUT_THOUGHT)
+        has_choice = without_thought != ahead(**WITH_THOUGHT)
     except REFUSALS as error:
         raise DataError(f"the chat template refuses the turn of a user ({first_line(error)})") from None
-    prompt, answered, _ = rendered.rpartition(ANSWER)
     if not answered or text.strip() not in prompt:
         raise DataError("the chat template leaves out the turn of a user, or the answer")
+    if has_choice and without_thought.startswith(prompt):  # Gemma 4, Hunyuan
+        prompt = without_thought
     prompt = prompt.removeprefix("".join(tokenizer.convert_ids_to_tokens(added_prefix(tokenizer))))
     # A space at the end would be no part of the first word of the answer.
     return prompt + beginning if beginning else prompt.rstrip(" ")
@@ -188,8 +202,7 @@ class ChatTemplate:
     def _render(self, messages: list[Json], **options: Any) -> str:
         """Return messages, whose contents are texts, under the template."""
         given = in_parts(messages) if self.takes_parts else messages
-        text: str = self.tokenizer.apply_chat_template(given, tokenize=False, **options)
-        return text
+        return rendered(self.tokenizer, given, **options)
 
     def rows(
         self, table: Table, counts: Counter[str], seed: int | None = None, *, held_out: bool = False

@@ -553,6 +553,14 @@ def test_answers_unlike_those_at_inference_are_counted(template: str, counted: d
     assert {word: number for word in words for label, number in counts.items() if word in label} == counted
 
 
+def test_the_day_of_packing_changes_no_chat() -> None:
+    tokenizer = make_tokenizer("chatml")
+    tokenizer.chat_template = "{{ strftime_now('%d %b %Y') }}" + TURNS
+    chat = encoded(tokenizer, QUESTIONS, 1000, {})
+    assert isinstance(chat, Labelled)
+    assert tokenizer.decode(chat.ids).startswith("01 Jan 2026")
+
+
 def test_sharegpt_turns_become_messages() -> None:
     theirs = [{"from": {"user": "human", "assistant": "gpt"}.get(role, role), "value": role} for role in ROLES]
     messages = messages_of("x:1", theirs)

@@ -62,6 +62,11 @@ def test_a_template_is_asked_for_no_thought_and_special_tokens_in_a_text_are_tex
     for variable in ("enable_thinking", "thinking"):
         tokenizer.chat_template = f"{{% if {variable} is not false %}}[think]{{% endif %}}{TURNS}"
         assert chat_prompt(tokenizer, "Where?") == "[user]Where?[assistant]"
+    # Gemma 4 and Hunyuan write an empty thought in prompts alone. That of DeepSeek R1 is open, and no variable ends it.
+    for thought, before in (("{% if enable_thinking is false %}<>{% endif %}", "<>"), ("<", "")):
+        ahead = f"{{% if add_generation_prompt %}}[assistant]{thought}{{% endif %}}"
+        tokenizer.chat_template = TURNS + ahead
+        assert chat_prompt(tokenizer, "Where?", "It is") == f"[user]Where?[assistant]{before}It is"
     assert tokenizer.eos_token_id not in chat_prompt_ids(tokenizer, f"The end {tokenizer.eos_token} is near.")
 
 
