@@ -30,8 +30,8 @@ REASONING = ("reasoning_content", "reasoning", "thinking")
 # What a template raises for a chat that it does not take.
 REFUSALS = (TemplateError, TypeError, ValueError, LookupError, AttributeError)
 # An answer with and without a thought: the variables of templates, which ignore unknown ones.
-WITH_THOUGHT = {"enable_thinking": True, "thinking": True}
-WITHOUT_THOUGHT = dict.fromkeys(WITH_THOUGHT, False)
+WITH_THOUGHT: Json = {"enable_thinking": True, "thinking": True}
+WITHOUT_THOUGHT: Json = dict.fromkeys(WITH_THOUGHT, False)
 # What precedes a template for the same tokens on every day. transformers (5.23) takes no function as a variable.
 SAME_DAY = """{% macro strftime_now(format) %}
 {{- format.replace("%Y", "2026").replace("%m", "01").replace("%B", "January")
