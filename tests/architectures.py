@@ -608,6 +608,8 @@ change it. *By its makers* is how far the makers extend the model. `python tests
 - `phi3` accepts only the `rope_type` `longrope`. `pi` of a plain rope becomes a longrope that divides all frequencies by the same number. `pi` of
   a longrope with searched factors multiplies the long factors; short inputs keep theirs. The attention factor grows with the window, also for short
   inputs, as the authors of Phi define it.
+- `su`, the name of `longrope` in the first configs of Phi-3, is refused: transformers 5 does not read it; write `longrope`. No `longrope` of a `phimoe`
+  (Phi-3.5-MoE) is extended: transformers 5.23 computes the short factors in inputs of every length.
 - LoRA of `all-linear` is refused for `axk2`, `laguna` and `hrm_text`, because PEFT would not load it again or the files join the weights. Full tuning
   works for the first two.
 - transformers 4 (4.57) reads the same files with these exceptions. It ignores all scalings of `nemotron`; only Gemma 3 and OLMo 3 have ropes per layer type;

@@ -56,6 +56,8 @@ SHAPE_FILE = "shape.json"
 COMMON_ENTRIES = ("model_type", "hidden_size", "num_hidden_layers", "num_attention_heads", "vocab_size")
 # The end of the name of most heads.
 HEAD = "lm_head.weight"
+# As in the first configs of Phi-3. transformers 5.23 gives it the new name after the other entries were refused.
+OLD_LONGROPE = "su"
 # Config entries that an extension changes.
 WINDOW_ENTRIES = ("max_position_embeddings", "rope_parameters", "rope_scaling", "rope_theta")
 
@@ -356,9 +358,16 @@ def _resolve_base(name: str, revision: str | None, permissions: Permissions) -> 
     folder, commit = model_folder(name, revision or "main")
     trust = permissions.trust_remote_code
     path = path_for_code(name, folder, commit) if trust else str(folder)
+    with readable(name, CONFIG_FILE):
+        stored = read_json(folder / CONFIG_FILE, Json, "download it again")
+    if (stored.get("rope_scaling") or {}).get("type") == OLD_LONGROPE and not trust:
+        raise ScalingError(
+            f"{name}: {CONFIG_FILE}: rope_scaling.type: transformers 5 does not read {OLD_LONGROPE}, the old name of "
+            "longrope; write longrope, of a model on the hub in a copy here"
+        )
     with readable(name, CONFIG_FILE), quiet_loading():
         config = AutoConfig.from_pretrained(path, revision=commit, trust_remote_code=trust)
-        own = _completed(config, read_json(folder / CONFIG_FILE, Json, "download it again"))
+        own = _completed(config, stored)
         config_class = type(config)
         language = language_class(config)
         auto_map = own.pop("auto_map", {})

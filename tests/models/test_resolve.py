@@ -173,12 +173,15 @@ def test_a_name_without_a_model_is_refused(tmp_path: Path) -> None:
             ("config.json", "rope_theta 10000", 500, "rope_parameters", "rope_scaling"),
         ),
         ({"max_position_embeddings": "64"}, ("max_position_embeddings", "expected int, got str")),
+        ({"rope_scaling": {"type": "su", "factor": 4.0}}, ("config.json", "rope_scaling", "longrope")),
     ],
 )
 def test_a_config_that_was_edited_wrongly_is_one_line(
     changes: dict[str, Any], names: tuple[object, ...], small_model: Path, tmp_path: Path
 ) -> None:
-    """To a file of transformers 5 the `rope_scaling` of a model card was added: transformers loses the theta."""
+    """To a file of transformers 5 the `rope_scaling` of a model card was added: transformers loses the theta, and
+    does not read the old name of `longrope`.
+    """
     folder = Path(shutil.copytree(small_model, tmp_path / "edited"))
     config = json.loads((folder / "config.json").read_text())
     for key in ("rope_theta", "rope_scaling"):
