@@ -130,7 +130,8 @@ def texts(rows: Iterable[NamedJson], columns: Sequence[str]) -> Iterator[NamedJs
                 held = f"holds {type(row[column]).__name__} and " if column in row else ""
                 columns_held = ", ".join(row)
                 raise DataError(
-                    f"{row_name}: {held}has no {wanted} in column {column}; {_advice(row)}; its columns: {columns_held}"
+                    f"{row_name}: {held}has no {wanted} in column {column}; {_advice(row, columns)}; "
+                    f"its columns: {columns_held}"
                 )
             values[column] = row[column] or kind()
         yield row_name, values
@@ -154,8 +155,8 @@ def _is_rows(value: Any) -> bool:
     return isinstance(value, list) and bool(value) and all(isinstance(row, dict) for row in value)
 
 
-def _advice(row: Json) -> str:
-    """Return what to do with a row that has nothing in the named column, by the kinds of rows that TRL knows."""
+def _advice(row: Json, columns: Sequence[str]) -> str:
+    """Return what to do with a row that lacks one of the `columns`, by the kinds of rows that TRL knows."""
     chats = [column for column, value in row.items() if _is_chat(value)]
     answer = "chosen" if "chosen" in row else "completion"
     if "input_ids" in row:
@@ -172,6 +173,10 @@ def _advice(row: Json) -> str:
     for column, value in row.items():
         if _is_rows(value) and not chats:
             return f"save the rows in {column} as a file of their own"
+    if row.keys() == {"text"}:
+        return f"name files of rows (.jsonl, .csv, .parquet) with {' and '.join(columns)}"
+    if len(columns) > 1:
+        return "name other columns by document and summary, or by template and completion"
     return (
         "name the column of texts, or of chats (messages or conversations), or leave the file out by a pattern such "
         "as *.txt"

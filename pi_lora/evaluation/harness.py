@@ -260,7 +260,7 @@ def _load_benchmark(name: str, file: str | None) -> dict[str, Any]:
     try:
         tasks = load_tasks(manager(PAPERS.get(name, "")), spec)
     except Exception as error:  # `datasets` and jinja raise a dozen kinds for mistakes that a user can correct
-        problem = f"{file}: cannot be read as examples of {name}" if file else f"--tasks: {name}"
+        problem = f"{file}: cannot be read as rows (.jsonl, .csv, .parquet) of {name}" if file else f"--tasks: {name}"
         raise DataError(
             f"{problem} ({first_line(error)}); correct the task or the file, or check the network"
         ) from error

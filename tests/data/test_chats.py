@@ -748,7 +748,7 @@ def test_the_completion_of_a_prompt_of_messages_is_learned(tmp_path: Path, token
         ({"input_ids": [5, 6], "labels": [5, 6]}, "messages", ["token ids", "texts"]),
         ({"data": [{"text": "Hello"}]}, "text", ["rows in data", "a file of their own"]),
         ({"messages": "Hello"}, "messages", ["no list of messages", "column messages"]),
-        ({"text": "Hello"}, "messages", ["column messages", "columns: text"]),
+        ({"text": "Hello"}, "messages", ["files of rows", ".jsonl", "with messages", "columns: text"]),
     ],
 )
 def test_a_wrong_column_is_refused_with_a_suggestion(

@@ -200,11 +200,22 @@ def test_a_source_without_rows_is_a_problem_before_training(tmp_path: Path, colu
     assert share_to_hold_out(Source(name=str(tmp_path / "rows.txt")), 512) == 0.02
 
 
-def test_a_text_file_has_no_other_columns(tmp_path: Path) -> None:
-    (tmp_path / "rows.txt").write_text("text")
-    [problem] = data_problems(data_of(tmp_path / "rows.txt"))
-    assert problem.startswith(f"data.source: {tmp_path / 'rows.txt'}: ")
-    assert "column gist" in problem
+@pytest.mark.parametrize(
+    ("name", "names"),
+    [
+        ("rows.txt", ["column gist", "files of rows", ".jsonl", "text and gist"]),
+        ("rows.jsonl:1", ["column text", "document and summary", "columns: body, gist"]),
+    ],
+)
+def test_a_source_without_the_columns_of_examples_is_told_what_to_name(
+    tmp_path: Path, name: str, names: list[str]
+) -> None:
+    """Text needs files of rows; rows have other columns."""
+    file, _, _ = name.partition(":")
+    write(tmp_path / file, [{"body": "text", "gist": "text"}])
+    [problem] = data_problems(data_of(tmp_path / file))
+    assert problem.startswith(f"data.source: {tmp_path / name}: ")
+    assert all(each in problem for each in names)
 
 
 @pytest.mark.parametrize(("steps", "batch"), [(3, 2), (2, 4)])
