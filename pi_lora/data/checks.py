@@ -108,16 +108,18 @@ def data_problems(
     return problems
 
 
-def too_short_for(source: Source, tokens: int, tokenizer: Any = None) -> str | None:
-    """Return the problem that no held-out document of a local source has so many tokens, as a window needs.
+def too_short_for(source: Source, tokens: int, tokenizer: Any = None, *, enough: int = 1) -> str | None:
+    """Return the problem that fewer than `enough` held-out documents of a local source have so many tokens, as a window
+    needs.
 
-    Without a tokenizer, every byte counts as a token, and BOS is one more. Return None if a document has them, or if
-    there are too many documents.
+    Without a tokenizer, every byte counts as a token, and BOS is one more. Return None if the documents have them, or
+    if there are too many documents.
     """
     if not looks_local(source.name) or source.name in BUILTIN_TEXTS:
         return None
     most_bytes = 0
     most_tokens = 0
+    long_enough = 0
     documents = itertools.islice(find_table(source).documents(held_out=True), COUNTED_ROWS)
     for number, document in enumerate(documents, 1):
         if number == COUNTED_ROWS:
@@ -126,14 +128,18 @@ def too_short_for(source: Source, tokens: int, tokenizer: Any = None) -> str | N
         most_bytes = max(most_bytes, num_bytes)
         if num_bytes + 1 < tokens:
             continue
-        if tokenizer is None:
+        if tokenizer:
+            [ids] = tokenized(tokenizer, [document.text], enough=tokens)
+            num_tokens = len(strip_eos(ids, tokenizer.eos_token_id))
+            if num_tokens < tokens:
+                most_tokens = max(most_tokens, num_tokens)
+                continue
+        long_enough += 1
+        if long_enough == enough:
             return None
-        [ids] = tokenized(tokenizer, [document.text], enough=tokens)
-        num_tokens = len(strip_eos(ids, tokenizer.eos_token_id))
-        if num_tokens >= tokens:
-            return None
-        most_tokens = max(most_tokens, num_tokens)
     kind = "held-out document" if source.hold_out else "document"
+    if long_enough:
+        return f"{source.name}: {long_enough} {kind} has {tokens:,} tokens or more"
     longest = f"{most_tokens:,} tokens" if most_tokens else f"{most_bytes:,} bytes"
     return f"{source.name}: the longest {kind} has {longest}, and {tokens:,} tokens are needed"
 

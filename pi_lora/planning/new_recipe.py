@@ -126,11 +126,12 @@ def _notes(model: str, texts: Sequence[str], plan: TrainingPlan) -> Iterator[str
     measured = plan.recipe.data.source[0]
     if texts and measured.hold_out:
         try:
-            problem = too_short_for(measured, plan.recipe.context.target)
+            problem = too_short_for(measured, plan.recipe.context.target, enough=2)
         except DataError as error:
             problem = str(error)
         if problem:
-            yield f"--data: {problem}; pi-lora train cannot measure perplexity there: add longer documents"
+            uses = "pi-lora train needs one to measure perplexity, and pi-lora compare two for an interval"
+            yield f"--data: {problem}; {uses}: add long documents"
     if has_chat_template(model) and not plan.recipe.data.has_chats:
         yield f"data: {NO_CHATS_WARNING}"
 

@@ -235,7 +235,9 @@ def test_the_chosen_recipe_trains(command: Command, tmp_path: Path) -> None:
     (tmp_path / "notes.txt").write_text("Long documents serve best. " * 10_000)
     words = "builtin:tiny --target 512 --gpu cpu --data notes.txt --output my.yaml".split()
     status, out, errors = command(*words)
-    assert (status, errors) == (0, "")
+    assert status == 0
+    [line] = errors.splitlines()
+    assert all(words in line for words in ("--data: notes.txt: 1 held-out document", "512 tokens", "interval"))
     last = out.splitlines()[-1]
     assert last.startswith("my.yaml: ")
     assert "pi-lora train my.yaml" in last
@@ -268,7 +270,8 @@ def test_new_reads_text_from_any_column_and_holds_out_ten_rows(command: Command,
     rows = [json.dumps({"id": 1, "body": f"Long documents serve {number} best. " * 100}) for number in range(100)]
     (tmp_path / "rows.jsonl").write_text("\n".join(rows))
     words = "builtin:tiny --target 512 --gpu cpu --data rows.jsonl --column body --output my.yaml".split()
-    assert command(*words)[0] == 0
+    status, _, errors = command(*words)
+    assert (status, errors) == (0, "")
     recipe = load_recipe(tmp_path / "my.yaml").recipe
     measured, source = recipe.evaluation.perplexity, recipe.data.source[0]
     assert measured
