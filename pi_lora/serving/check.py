@@ -22,6 +22,7 @@ from pi_lora.errors import PiLoraError
 from pi_lora.serving.reference import (
     ADDS_BOS,
     ADDS_EOS,
+    LACKS_BOS,
     MAX_NEW_TOKENS,
     RIGHT,
     UNSCALED,
@@ -48,12 +49,14 @@ LOGPROBS_REQUESTS: tuple[Json, ...] = ({"logprobs": 1}, {"logprobs": True}, {})
 MALFORMED = (AttributeError, LookupError, TypeError, ValueError)
 # Verdicts beside the readings.
 CUT, REFUSED, DIFFERENT, UNCLEAR, OTHER_TEMPLATE = "cut", "refused", "different", "unclear", "other template"
-# What a server adds to the tokens of every prompt.
-ADDED = (ADDS_EOS, ADDS_BOS)
+# The tokens that a server adds to every prompt, by reading.
+ADDED = {ADDS_EOS: 1, ADDS_BOS: 1, LACKS_BOS: -1}
 DETAILS = {
     ADDS_EOS: "it puts EOS behind a prompt; correct add_eos_token and the post_processor of its tokenizer",
     ADDS_BOS: "it puts a BOS before a prompt that the model does not read; correct add_bos_token and post_processor "
     "of its tokenizer",
+    LACKS_BOS: "it leaves out the BOS that the model reads first; correct add_bos_token and post_processor of its "
+    "tokenizer",
     UNSCALED: "it computes the model without the scaling in its config.json",
     OTHER_TEMPLATE: "it does not answer a chat as the model under its own chat template; start it with that template, "
     "without a system prompt (a reference for a template that writes the date holds for one day)",
@@ -231,7 +234,8 @@ def _judge(reference: Reference, prompt: Prompt, completion: Completion, toleran
     fitting = [reading for reading, (far, equal) in compared.items() if far <= tolerance and equal >= MIN_EQUAL_TOKENS]
     distance, agreed = compared[RIGHT]
     missing = prompt.tokens - (completion.prompt_tokens or prompt.tokens)
-    added = [reading for reading in ADDED if missing == -1 and reading in fitting]
+    closer = [reading for reading in fitting if RIGHT not in fitting or compared[reading] < compared[RIGHT]]
+    added = [reading for reading in closer if ADDED.get(reading) == -missing]
     # Rounding may move the log probability of one token by more, in mixtures of experts above all.
     proves_nothing = isfinite(distance) and agreed < MIN_EQUAL_TOKENS and UNSCALED not in fitting
     start = f"start it with a window of {reference.target:,}"

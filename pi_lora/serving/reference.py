@@ -28,7 +28,8 @@ MAX_NEW_TOKENS = 16
 # In a merged folder.
 REFERENCE_FILE = "server_reference.json"
 # How a server can read a prompt.
-RIGHT, UNSCALED, ADDS_EOS, ADDS_BOS = "right", "unscaled", "adds EOS", "adds BOS"
+RIGHT, UNSCALED = "right", "unscaled"
+ADDS_EOS, ADDS_BOS, LACKS_BOS = "adds EOS", "adds BOS", "lacks BOS"
 # The entries of a rope without scaling.
 UNSCALED_ROPE_KEYS = ("rope_theta", "partial_rotary_factor")
 # Where the codes of a long prompt stand, in percent of its tokens.
@@ -178,8 +179,11 @@ def compute_answers(reference: Reference, model: ModelSource, progress: Progress
             ids = reference.ids(prompt, model.tokenizer)
             prompt.answers[reading] = reader.answer(ids)
             if reading == RIGHT and prompt.is_short:
+                bos = model.tokenizer.bos_token_id
                 prompt.answers[ADDS_EOS] = reader.answer([*ids, model.tokenizer.eos_token_id])
-                prompt.answers[ADDS_BOS] = reader.answer([model.tokenizer.bos_token_id or 0, *ids])
+                prompt.answers[ADDS_BOS] = reader.answer([bos or 0, *ids])
+                if ids[0] == bos:
+                    prompt.answers[LACKS_BOS] = reader.answer(ids[1:])
 
 
 def unscaled(model: ModelSource) -> ModelSource:

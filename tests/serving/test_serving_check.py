@@ -435,10 +435,17 @@ def test_a_prompt_has_no_eos_that_the_tokenizer_adds(untrained: Path, tmp_path: 
     assert ids[0] == ids[1]
 
 
-@pytest.mark.parametrize(("added", "verdict"), [("end", "adds EOS"), ("begin", "adds BOS")])
+@pytest.mark.parametrize(
+    ("cut", "verdict"),
+    [
+        (lambda ids: [*ids, 1], "adds EOS"),
+        (lambda ids: [0, *ids], "adds BOS"),
+        (lambda ids: ids[1:], "lacks BOS"),
+    ],
+)
 @pytest.mark.parametrize("trained", [True, False])
-def test_a_token_that_a_server_adds_to_prompts_is_named(
-    added: str,
+def test_a_token_that_a_server_adds_to_prompts_or_leaves_out_is_named(
+    cut: Callable[[Ids], Ids],
     verdict: str,
     trained: bool,
     computer: Computer,
@@ -447,7 +454,6 @@ def test_a_token_that_a_server_adds_to_prompts_is_named(
     untrained_computer: Computer,
     serve: Serve,
 ) -> None:
-    cut = (lambda ids: [*ids, 1]) if added == "end" else (lambda ids: [0, *ids])
     url = serve(Engine(computer if trained else untrained_computer, cut=cut))
     file = reference if trained else untrained / "server_reference.json"
     status, rows = verdicts(url, "--reference", str(file))
@@ -478,6 +484,7 @@ def chat_reference(demo: Path) -> Path:
         ({"template": OTHER}, "other template"),
         ({"template": TEMPLATE.replace("m.content", "m.content|upper"), "count": None}, "other template"),
         ({"template": TEMPLATE.replace("}{%", "}{{ bos_token }}{%", 1)}, "adds BOS"),
+        ({"template": TEMPLATE.replace("{{ bos_token }}", "")}, "lacks BOS"),
         ({}, "refused"),
     ],
 )
