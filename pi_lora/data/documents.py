@@ -117,7 +117,8 @@ def unread_documents(name: str) -> str:
     """Return a line on documents in a folder that are not read, such as PDF; empty if there are none."""
     formatted = [file for file in Path(name).expanduser().rglob("*") if file.suffix.lower() in FORMATTED_SUFFIXES]
     suffixes = sorted({file.suffix.lower() for file in formatted})
-    return f"{name}: {len(formatted):,} files are not read ({', '.join(suffixes)}): convert them to .txt" if formatted else ""
+    line = f"{name}: {len(formatted):,} files are not read ({', '.join(suffixes)}): convert them to .txt"
+    return line if formatted else ""
 
 
 def _split_of(name: str) -> str:
