@@ -612,7 +612,7 @@ change it. *By its makers* is how far the makers extend the model. `python tests
   (Phi-3.5-MoE) is extended: transformers 5.23 computes the short factors in inputs of every length.
 - LoRA of `all-linear` is refused for `axk2`, `laguna` and `hrm_text`, because PEFT would not load it again or the files join the weights. Full tuning
   works for the first two.
-- transformers 4 (4.57) reads the same files with these exceptions. It ignores all scalings of `nemotron`; only Gemma 3 and OLMo 3 have ropes per layer type;
+- transformers 4.57 reads the same files with these exceptions. It ignores all scalings of `nemotron`; only Gemma 3 and OLMo 3 have ropes per layer type;
   it rejects `yarn` and `llama3` for `olmo` and `olmo2`, and `dynamic` for `hunyuan_v1_*`; `qwen3_moe` and `granitemoehybrid` saved by transformers 5 do not load.
   In one comparison by hand, the logits of `gemma2` and `vaultgemma` differ from transformers 5, those of `doge` and `modernbert-decoder` even unscaled.
 
