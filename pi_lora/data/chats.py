@@ -235,7 +235,7 @@ class ChatTemplate:
             raise Unusable("with images, videos or sound")
         if row.get("system"):
             messages = [{"role": "system", "content": row["system"]}, *messages]
-        tools = _parsed(row.get("tools"))
+        tools = _entries(row.get("tools"))
         options = _parsed(row.get("chat_template_kwargs"))
         written = json.dumps({"messages": messages, "tools": tools, "options": options}, ensure_ascii=False)
         if any(token in written for token in self.refused):
@@ -274,6 +274,11 @@ def _parsed(value: Any) -> Any:
     return value
 
 
+def _entries(value: Any) -> list[Any]:
+    """Return tools or calls; the list, or each of its entries, may be written as JSON."""
+    return list(map(_parsed, _parsed(value) or []))
+
+
 def _without_none(fields: Json) -> Json:
     """Return the fields that are given: Arrow gives every message and tool the fields of all others."""
     return {key: value for key, value in fields.items() if value is not None}
@@ -304,7 +309,7 @@ def _normalize(message: Json) -> None:
         message |= {"role": "assistant", "content": "", "tool_calls": tool_calls}
     if message["role"] not in CHAT_ROLES:
         raise Unusable(f"with turns of the {message['role']}, which is no role,")
-    calls = message.pop("tool_calls", None)
+    calls = _entries(message.pop("tool_calls", None))
     if calls:  # else the key is left out: some templates refuse an empty list
         message["tool_calls"] = calls
         for call in calls:

@@ -21,8 +21,9 @@ from pi_lora.storage import digest_of
 from pi_lora.types import Json
 
 PARQUET = ".parquet"
-# As `datasets` saves rows.
+# As `datasets` saves rows, as a stream. A file of Arrow is such a stream between this mark and an index.
 ARROW = ".arrow"
+ARROW_FILE_MARK = b"ARROW1\0\0"
 # The delimiter by suffix.
 DELIMITERS = {".csv": ",", ".tsv": "\t"}
 TABLE_SUFFIXES = (".jsonl", ".ndjson", ".json", PARQUET, ARROW, *DELIMITERS)
@@ -188,6 +189,8 @@ def _rows(file: File, columns: Sequence[str]) -> Iterator[Any]:
         import pyarrow
 
         with pyarrow.OSFile(str(file)) as stream:
+            if stream.read(len(ARROW_FILE_MARK)) != ARROW_FILE_MARK:
+                stream.seek(0)
             for batch in pyarrow.ipc.open_stream(stream):
                 yield from batch.to_pylist()
         return

@@ -374,7 +374,7 @@ def learned(messages: list[Any], row: dict[str, Any], template: str = KNOWS_TOOL
     return tokenizer.decode(chat.ids), re.sub(r"\|+", "|", own).strip("|")
 
 
-@pytest.mark.parametrize("tools", [[TOOL], json.dumps([TOOL])], ids=["list", "text"])
+@pytest.mark.parametrize("tools", [[TOOL], json.dumps([TOOL]), [json.dumps(TOOL)]], ids=["list", "text", "texts"])
 @pytest.mark.parametrize(
     "call",
     [
@@ -393,6 +393,12 @@ def test_tools_and_calls_are_rendered_by_the_template(call: dict[str, Any], tool
         '\n[user]Tide?[end]\n[assistant]<tide {"port": "P1"}>[end]\n[tool]5 feet[end]\n[assistant]It is 5.[end]\n'
     )
     assert own == '<tide {"port": "P1"}>[end]\n|It is 5.[end]\n'
+
+
+@pytest.mark.parametrize("calls", [json.dumps([CALL]), [json.dumps(CALL)]], ids=["all", "each"])
+def test_calls_may_be_json_strings(calls: Any) -> None:
+    messages = [CALLING[0], {**CALLING[1], "tool_calls": calls}, *CALLING[2:]]
+    assert learned(messages, {"tools": [TOOL]}) == learned(CALLING, {"tools": [TOOL]})
 
 
 @pytest.mark.parametrize("arguments", [{}, {"arguments": None}, {"arguments": ""}, {"arguments": "null"}])

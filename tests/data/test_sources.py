@@ -143,6 +143,14 @@ def test_a_folder_with_rows_of_several_splits_is_refused(tmp_path: Path, first: 
     assert sorted(texts(tmp_path)) == sorted([first, "more"])
 
 
+def test_a_file_of_arrow_is_read_like_a_stream(tmp_path: Path) -> None:
+    rows = pa.table({"text": ["one", "two"]})
+    for new, file in ((pa.ipc.new_file, tmp_path / "a.arrow"), (pa.ipc.new_stream, tmp_path / "b.arrow")):
+        with new(file, rows.schema) as out:
+            out.write_table(rows)
+        assert texts(file) == ["one", "two"]
+
+
 def test_a_folder_of_rows_is_read_without_its_card_and_hidden_files(tmp_path: Path) -> None:
     """As `datasets` saves one, or `hf download` writes it."""
     folder = tmp_path / "saved"
