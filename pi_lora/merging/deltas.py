@@ -193,28 +193,26 @@ def read_adapter(folder: Path, model: PreTrainedModel, originals: Mapping[str, S
     changes: dict[str, Change] = {}
     layout = Layout(model)
     adapted = adapted_parameters(model, settings.target_parameters or ())
-    modules = [name.removesuffix(".lora_A") for name in parts if name.endswith(".lora_A")]
+    modules = [*dict.fromkeys(name.rpartition(".")[0] for name in parts if name.endswith((".lora_A", ".lora_B")))]
     names = names_in(model, [f"{module}.weight" for module in modules])
+    needed = ["lora_A", "lora_B", "lora_magnitude_vector"] if settings.use_dora else ["lora_A", "lora_B"]
     for module in modules:
-        # A part that is left out here is refused: the base has no such tensor.
-        if f"{module}.lora_B" in parts:
-            a = parts.pop(f"{module}.lora_A")
-            b = parts.pop(f"{module}.lora_B")
-            name = names[f"{module}.weight"]
-            parameter = adapted.get(name.removesuffix(".weight"))
-            weight = parameter or name
-            rank = a.shape[0] // layout.num_experts(weight)
-            scaling = settings.scaling(parameter or module, rank)
-            magnitude = parts.pop(f"{module}.lora_magnitude_vector", None)
-            if settings.use_dora and magnitude is None:
-                raise ModelError(f"{folder}: lacks {module}.lora_magnitude_vector; tune or download it again")
-            change = LowRank(
-                a,
-                b,
-                scaling=scaling,
-                magnitude=magnitude,
-            )
-            changes |= _divided(change, layout, weight)
+        for part in needed:
+            if f"{module}.{part}" not in parts:
+                raise ModelError(f"{folder}: lacks {module}.{part}; tune or download it again")
+        a = parts.pop(f"{module}.lora_A")
+        b = parts.pop(f"{module}.lora_B")
+        name = names[f"{module}.weight"]
+        parameter = adapted.get(name.removesuffix(".weight"))
+        weight = parameter or name
+        rank = a.shape[0] // layout.num_experts(weight)
+        change = LowRank(
+            a,
+            b,
+            scaling=settings.scaling(parameter or module, rank),
+            magnitude=parts.pop(f"{module}.lora_magnitude_vector", None),
+        )
+        changes |= _divided(change, layout, weight)
     others = {}
     for tensor in parts.values():
         name = tensor.name.removeprefix(PEFT_PREFIX)

@@ -40,7 +40,7 @@ def check_quantization(base: Base) -> None:
     named = f" ({original})" if original else ""
     raise ModelError(
         f"{base.name}: has weights quantized by {kind}, which are not dequantized here; "
-        f"name the model that it was made from{named}"
+        f"name the model that it was made from{named}, or remove quantization_config from config.json if they are plain"
     )
 
 

@@ -25,7 +25,8 @@ def quiet_loading() -> Iterator[None]:
         note = record.getMessage()
         if WRONG.search(note) and not is_error and note not in said:  # by another handler
             said.add(note)
-            ui.say(f"transformers: {note} Flags of a tokenizer are keys of its tokenizer_config.json.")
+            hint = " Flags of a tokenizer are keys of its tokenizer_config.json." if "flag" in note else ""
+            ui.say(f"transformers: {note}{hint}")
         return is_error
 
     verbosity = transformers_logging.get_verbosity()

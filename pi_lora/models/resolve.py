@@ -6,7 +6,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from pi_lora.errors import ModelError, ScalingError
+from pi_lora.errors import ModelError, ScalingError, first_line
 from pi_lora.hub import download_file, tensors_on_hub
 from pi_lora.model_ref import ModelRef
 from pi_lora.models.files import (
@@ -356,6 +356,8 @@ def _resolve_base(name: str, revision: str | None, permissions: Permissions) -> 
     from pi_lora.models.quiet import quiet_loading
 
     folder, commit = model_folder(name, revision or "main")
+    if (folder / ADAPTER_CONFIG_FILE).is_file():
+        raise ModelError(f"{name}: is an adapter and no base; merge it (pi-lora merge), and name the merged model")
     trust = permissions.trust_remote_code
     path = path_for_code(name, folder, commit) if trust else str(folder)
     with readable(name, CONFIG_FILE):
@@ -380,6 +382,7 @@ def _resolve_base(name: str, revision: str | None, permissions: Permissions) -> 
     if MODEL not in code:
         _check_causal(name, config, language)
     _check_theta(folder, own)
+    _check_generation_config(folder)
     if Rope(own).rope_type == "linear":
         settings_file = find_file(folder, SETTINGS_FILE)
         settings = read_json(settings_file, Json, "download it again") if settings_file else {}
@@ -407,6 +410,20 @@ def _check_causal(name: str, config: "PreTrainedConfig", language: type | None) 
             f"{name}: transformers has no model of type {config.model_type} that predicts the next token of a text; "
             "choose another"
         )
+
+
+def _check_generation_config(folder: Path) -> None:
+    """Raise ModelError if transformers refuses the generation config, without which it loads no weights."""
+    from transformers import GenerationConfig
+    from transformers.utils import GENERATION_CONFIG_NAME
+
+    try:
+        GenerationConfig.from_pretrained(folder)
+    except OSError:  # no file, or no JSON: transformers takes the tokens of config.json
+        pass
+    except Exception as error:  # any, of values of any type
+        file = folder / GENERATION_CONFIG_NAME
+        raise ModelError(f"{file}: is refused by transformers ({first_line(error)}); correct it") from None
 
 
 def _stores_another_head(name: str, folder: Path, commit: str | None) -> bool:

@@ -191,6 +191,18 @@ def test_a_config_that_was_edited_wrongly_is_one_line(
         resolve_model(str(folder))
 
 
+@pytest.mark.parametrize("settings", [{"max_new_tokens": -1}, {"num_return_sequences": 4}, [1]])
+def test_a_generation_config_that_transformers_refuses_is_named(
+    settings: Any, small_model: Path, tmp_path: Path
+) -> None:
+    """It would refuse to load the weights, after the data is packed."""
+    folder = Path(shutil.copytree(small_model, tmp_path / "edited"))
+    file = folder / "generation_config.json"
+    file.write_text(json.dumps(settings))
+    with refused(ModelError, str(file)):
+        resolve_model(str(folder))
+
+
 @pytest.mark.parametrize("model_type", ["paligemma", "diffusion_gemma", "modernbert", "vit"])
 def test_a_model_that_predicts_no_next_token_is_refused(tmp_path: Path, model_type: str) -> None:
     """Encoders, and decoders whose tokens see later ones."""
@@ -406,9 +418,21 @@ def test_an_adapter_that_lacks_tensors_is_not_blamed_on_the_base(lora_run: Path,
     tensors = load_file(file)
     tensors.pop(next(name for name in tensors if "lora_A" in name))
     save_file(tensors, file, {"format": "pt"})
-    with refused(ModelError, str(run), "download") as raised:
-        load(run)
-    assert "base that it was tuned from" not in str(raised.value)
+    for use in (load, merge):
+        with refused(ModelError, str(run), "download") as raised:
+            use(run)
+        assert "base that it was tuned from" not in str(raised.value)
+
+
+def test_the_adapter_of_an_adapter_is_refused(lora_run: Path, small_model: Path, tmp_path: Path) -> None:
+    run = Path(shutil.copytree(lora_run, tmp_path / "run"))
+    file = run / "adapter_config.json"
+    file.write_text(json.dumps({**json.loads(file.read_text()), "base_model_name_or_path": str(lora_run)}))
+    (run / "run.json").unlink()
+    with refused(ModelError, f"{lora_run}: ", "merge"):
+        resolve_model(str(run))
+    with refused(ModelError, f"{lora_run}: ", "merge"):
+        resolve_model(ModelRef(str(lora_run), base=str(lora_run)))
 
 
 def test_a_config_that_was_lost_is_not_replaced_by_that_of_the_base(lora_run: Path, tmp_path: Path) -> None:
