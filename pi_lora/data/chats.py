@@ -235,9 +235,12 @@ class ChatTemplate:
             raise Unusable("with images, videos or sound")
         if row.get("system"):
             messages = [{"role": "system", "content": row["system"]}, *messages]
-        tools = _entries(row.get("tools"))
-        options = _parsed(row.get("chat_template_kwargs"))
-        written = json.dumps({"messages": messages, "tools": tools, "options": options}, ensure_ascii=False)
+        given: Json = {
+            "messages": messages,
+            "tools": _entries(row.get("tools")),
+            "options": _parsed(row.get("chat_template_kwargs")),
+        }
+        written = json.dumps(given, ensure_ascii=False)
         if any(token in written for token in self.refused):
             raise Unusable("with special tokens in a message")
         given = json.loads(written, object_hook=_without_none)
