@@ -199,7 +199,7 @@ def read_adapter(folder: Path, model: PreTrainedModel, originals: Mapping[str, S
     for module in modules:
         for part in needed:
             if f"{module}.{part}" not in parts:
-                raise ModelError(f"{folder}: lacks {module}.{part}; tune or download it again")
+                raise ModelError(f"{file}: lacks {module}.{part}; tune or download it again")
         a = parts.pop(f"{module}.lora_A")
         b = parts.pop(f"{module}.lora_B")
         name = names[f"{module}.weight"]

@@ -417,8 +417,11 @@ def _check_generation_config(folder: Path) -> None:
     from transformers import GenerationConfig
     from transformers.utils import GENERATION_CONFIG_NAME
 
+    from pi_lora.models.quiet import quiet_loading
+
     try:
-        GenerationConfig.from_pretrained(folder)
+        with quiet_loading():
+            GenerationConfig.from_pretrained(folder)
     except OSError:  # no file, or no JSON: transformers takes the tokens of config.json
         pass
     except Exception as error:  # any, of values of any type

@@ -121,7 +121,7 @@ DAMAGE: dict[str, tuple[Damage, str, tuple[str, ...]]] = {
     "half an adapter": (
         adapter(lambda each: each.pop(f"{PEFT}.{Q}.lora_A.weight")),
         OF_ADAPTER,
-        (f"{Q}.lora_B.weight [32, 4]",),
+        (f"{Q}.lora_A",),
     ),
     "adapter of other layers": (
         adapter(rename_layers),
