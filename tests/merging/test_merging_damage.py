@@ -145,7 +145,7 @@ DAMAGE: dict[str, tuple[Damage, str, tuple[str, ...]]] = {
         "run",
         ("arrow_config", "init_lora_weights pissa"),
     ),
-    "DoRA without lengths": (settings(use_dora=True), "run", ("_proj.lora_magnitude_vector",)),
+    "DoRA without lengths": (settings(use_dora=True), OF_ADAPTER, ("_proj.lora_magnitude_vector",)),
     "rows of no known tokens": (saved_rows(), *NO_ROWS),
     "rows of other tokens": (saved_rows([1, 1024]), *NO_ROWS),
     "fewer rows than tokens": (saved_rows([1, 2, 3]), *NO_ROWS),
