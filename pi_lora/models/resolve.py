@@ -362,7 +362,8 @@ def _resolve_base(name: str, revision: str | None, permissions: Permissions) -> 
     path = path_for_code(name, folder, commit) if trust else str(folder)
     with readable(name, CONFIG_FILE):
         stored = read_json(folder / CONFIG_FILE, Json, "download it again")
-    if (stored.get("rope_scaling") or {}).get("type") == OLD_LONGROPE and not trust:
+        has_old_name = (stored.get("rope_scaling") or {}).get("type") == OLD_LONGROPE
+    if has_old_name and not trust:
         raise ScalingError(
             f"{name}: {CONFIG_FILE}: rope_scaling.type: transformers 5 does not read {OLD_LONGROPE}, the old name of "
             "longrope; write longrope, of a model on the hub in a copy here"

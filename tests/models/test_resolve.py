@@ -174,6 +174,7 @@ def test_a_name_without_a_model_is_refused(tmp_path: Path) -> None:
         ),
         ({"max_position_embeddings": "64"}, ("max_position_embeddings", "expected int, got str")),
         ({"rope_scaling": {"type": "su", "factor": 4.0}}, ("config.json", "rope_scaling", "longrope")),
+        ({"rope_scaling": "linear"}, ("config.json",)),
     ],
 )
 def test_a_config_that_was_edited_wrongly_is_one_line(
