@@ -13,6 +13,7 @@ import lm_eval.tasks
 import pytest
 import torch
 import yaml
+from accelerate import PartialState
 from lm_eval import simple_evaluate
 from lm_eval.models.huggingface import HFLM
 from tokenizers.processors import TemplateProcessing
@@ -332,6 +333,7 @@ def test_more_processes_than_examples_are_refused(
     tiny: LoadedModel, files: dict[str, str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     asked = options(files, "winogrande")
+    PartialState()  # of one process: the variables below start none
     for name, value in {"WORLD_SIZE": "3", "RANK": "0", "LOCAL_RANK": "0"}.items():
         monkeypatch.setenv(name, value)
     with refused(DataError, "winogrande: "):
