@@ -27,6 +27,8 @@ ONE_KEY = "--depths 1 --trials 1"
 REMEDIES = {
     "mistyped key": ("show r.yaml training.stps=3", r"did you mean (\w+)\?", "show r.yaml training.{0}=3"),
     "unknown key": ("show r.yaml training.zzz=3", r"choose from (\w+),", "show r.yaml training.{0}=3"),
+    "key of a section": ("show r.yaml training.rank=8", r"did you mean (\S+)\?", "show r.yaml {0}=8"),
+    "key of no section": ("show r.yaml steps=3", r"did you mean (\S+)\?", "show r.yaml {0}=3"),
     "missing key": ("show noname.yaml", r": (model\.name): missing; add it", "show noname.yaml {0}=builtin:tiny"),
     "unknown value": ("show r.yaml tuning.method=lara", r"should be '(\w+)'", "show r.yaml tuning.method={0}"),
     "unknown scaling": ("show r.yaml scaling=yarnn", r"'(yarn)'", "show r.yaml scaling={0}"),

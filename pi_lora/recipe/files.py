@@ -287,6 +287,18 @@ def _key_of(problem: Any) -> tuple[KeyPath, type[Section]]:
     return location, section
 
 
+def _keys_named(name: str) -> Iterator[str]:
+    """Yield the keys of all sections of a recipe that have a name.
+
+    >>> list(_keys_named("seed"))
+    ['data.seed', 'training.seed']
+    """
+    for section_name, field in Recipe.model_fields.items():
+        for section in sections_in(field.annotation):
+            if name in section.model_fields:
+                yield f"{section_name}.{name}"
+
+
 def _problems(location: KeyPath, alternatives: Sequence[Any], origins: Mapping[KeyPath, str]) -> list[str]:
     """Return pydantic's errors about a key, or the conflicts of a section, as lines with the origin of the value, or of
     the innermost section around it that has one.
@@ -295,7 +307,9 @@ def _problems(location: KeyPath, alternatives: Sequence[Any], origins: Mapping[K
     key = _dotted(location)
     if kind == "extra_forbidden":
         _, section = _key_of(alternatives[0])
-        problem = f"unknown key; {suggestion(str(location[-1]), section)}"
+        unknown = str(location[-1])
+        homes = " or ".join(_keys_named(unknown))
+        problem = f"unknown key; did you mean {homes}?" if homes else f"unknown key; {suggestion(unknown, section)}"
     elif kind == "missing":
         problem = "missing; add it"
     else:
