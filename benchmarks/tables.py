@@ -22,7 +22,7 @@ from pi_lora.evaluation.suite import setting_of
 from pi_lora.report.comparison import compare
 from pi_lora.serving.reference import MAX_NEW_TOKENS
 from record import parser_of
-from shown import changes_table, metrics_table, read_scores
+from shown import changes_table, metrics_table, read_scores, retrieved
 
 Result = Mapping[str, Any]
 Lines = Iterator[str]
@@ -156,6 +156,24 @@ def chats() -> Lines:
     yield from changes_table("", rows)
 
 
+def chat_template() -> Lines:
+    """Passkeys asked as raw text and in the chat template: of the base by window, of untuned scalings by a probe."""
+    ways = {"false": "as raw text", "true": "in the chat template"}
+    rows = []
+    for window in (2048, 4096, 8192):
+        rows.append((f"base, {window:,} tokens", *(retrieved(f"chat_template/{window}-{chat}") for chat in ways)))
+    by_way = [Probe.model_validate(record.read(f"chat_template/probe-{chat}")).targets[0] for chat in ways]
+    for scaling in by_way[0].scalings:
+        passkeys = [probed.scalings[scaling].retrieved for probed in by_way]
+        if any(passkeys):
+            cells = [metric.text if metric else "not asked" for metric in passkeys]
+            rows.append((f"{scaling}, untuned, {by_way[0].target:,} tokens", *cells))
+    rows.append(("the best scaling, in the words of the probe", *(probed.summary for probed in by_way)))
+    yield from table(("", *ways.values()), rows)
+    yield ""
+    yield from machines_of(record.read("chat_template/machines"))
+
+
 def chat_packing() -> Lines:
     """Tuned on chats that attend to those before them, and on isolated ones."""
     yield from metrics_table(by_model(["chat_packing"]))
@@ -237,6 +255,7 @@ BLOCKS: dict[str, dict[str, Callable[[], Iterable[str]]]] = {
         "methods": methods,
         "rates": rates,
         "lora_rates": lora_rates,
+        "chat_template": chat_template,
         "chat_packing": chat_packing,
     },
     "benchmarks/results/gemma3_64k.md": {"gemma3_64k": tables_context.gemma3},
