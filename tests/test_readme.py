@@ -124,9 +124,10 @@ def test_the_readmes_recipe_resolves(tmp_path: Path) -> None:
 
 BLOCK = re.compile(r"<!-- (\w+) -->\n(.*?)<!-- end of \1 -->", re.DOTALL)
 FIGURE = re.compile(r"(?<![\w.])\d+\.\d+(?![\w.])")
-# Code, options and file names, addresses, and versions behind a name.
+# Code, options and file names, addresses, and the numbers of versions and of papers.
 NOT_MEASURED = re.compile(
-    r"```.*?```|^    .*$|`[^`]*`|\]\([^)]*\)|\b(?:Python|transformers|torch) \d+\.\d+", re.DOTALL | re.MULTILINE
+    r"```.*?```|^    [^\n]*$|`[^`]*`|\]\([^)]*\)|\b(?:Python(?: 3\.\d+ to)?|transformers|arXiv) \d+\.\d+",
+    re.DOTALL | re.MULTILINE,
 )
 # Figures of others: of RULER's threshold, of AdamW and nucleus sampling.
 OF_OTHERS = {"85.6", "0.95"}
