@@ -119,7 +119,7 @@ def resolve_training(
     enable_expandable_segments()
     # Ctrl-C ends at once until all libraries are imported: some turn it into an error of their own.
     with ui.working(LIBRARIES):
-        from pi_lora.data.checks import first_row_notes
+        from pi_lora.data.checks import source_notes
         from pi_lora.evaluation.suite import requested_measurements
         from pi_lora.evaluation.texts import training_notes
         from pi_lora.models.resolve import resolve_for_training
@@ -136,7 +136,7 @@ def resolve_training(
         lines = plan_or_refuse(job.source.base.name, job.plan, force=force or resume)
         if ask_hub:
             window = resolved.data.tokens_per_sequence(source.original, resolved.context.target)
-            lines += first_row_notes(resolved.data, source.tokenizer, window)
+            lines += source_notes(resolved.data, source.tokenizer, window)
         for options in requested_measurements(resolved.evaluation).values():
             lines += training_notes(options, "the run", [*source.texts, *resolved.data.source])
     for line in dict.fromkeys(lines):

@@ -8,7 +8,7 @@ from typing import Any
 
 from huggingface_hub import constants
 
-from pi_lora.data.documents import NamedJson, files_named, is_compressed, looks_local
+from pi_lora.data.documents import NamedJson, files_named, is_compressed, looks_local, unread_documents
 from pi_lora.data.encoders import Encoder, encoder_of
 from pi_lora.data.examples import Task
 from pi_lora.data.sources import BUILTIN_TEXTS, COUNTED_ROWS, Table, find_table, format_counts, streamed
@@ -47,9 +47,13 @@ def _first_rows(table: Table) -> tuple[Table, list[str]]:
     return replace(table, read=read), names
 
 
-def first_row_notes(data: Data, tokenizer: Any, window: int) -> Iterator[str]:
-    """Yield what is left out of the first chats or examples of the sources, cut, or unlike inference: a line each."""
+def source_notes(data: Data, tokenizer: Any, window: int) -> Iterator[str]:
+    """Yield which documents of the sources are not read, and what is left out of the first chats or examples, cut, or
+    unlike inference: a line each.
+    """
     for source in data.source:
+        if unread := unread_documents(source.name):
+            yield f"data: {unread}"
         if data.has_examples or source.has_chats:
             counts = Counter[str]()
             encoder = encoder_of(source, data, tokenizer, window)

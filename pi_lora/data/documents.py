@@ -118,7 +118,7 @@ def unread_documents(name: str) -> str:
     """Return a line on documents in a folder that are not read, such as PDF; empty if there are none."""
     formatted = [file for file in Path(name).expanduser().rglob("*") if file.suffix.lower() in FORMATTED_SUFFIXES]
     suffixes = sorted({file.suffix.lower() for file in formatted})
-    line = f"{name}: {len(formatted):,} files are not read ({', '.join(suffixes)}): convert them to .txt"
+    line = f"{name}: files that are not read: {len(formatted):,} ({', '.join(suffixes)}); convert them to .txt"
     return line if formatted else ""
 
 

@@ -254,17 +254,21 @@ def test_the_chosen_recipe_trains(command: Command, tmp_path: Path) -> None:
     assert len(held_out) + len(next(find_table(source).documents()).text) == 270_000
 
 
-def test_new_says_which_documents_of_a_folder_are_not_read(command: Command, tmp_path: Path) -> None:
+def test_documents_of_a_folder_that_are_not_read_are_named(
+    command: Command, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
     books = tmp_path / "books"
     (books / "more").mkdir(parents=True)
     (books / "one.txt").write_text("Long documents serve best. " * 10_000)
     for name in ("two.pdf", "more/three.PDF", "four.docx", "cover.jpg"):
         (books / name).write_bytes(b"")
-    status, _, errors = command(*"builtin:tiny --target 512 --gpu cpu --data books".split())
+    status, _, errors = command(*"builtin:tiny --target 512 --gpu cpu --data books --output my.yaml".split())
     assert status == 0, errors
+    _, out, _ = run_captured(capsys, monkeypatch, "train", "my.yaml", "--dry-run")
+    assert "3 (.docx, .pdf)" in out
     [line] = [said for said in errors.splitlines() if ".pdf" in said]
-    assert line.startswith("--data: books: 3 ")
-    assert ".docx" in line
+    assert line.startswith("--data: books: ")
+    assert "3 (.docx, .pdf)" in line
     assert ".jpg" not in line
 
 
