@@ -79,8 +79,8 @@ def run(words: Sequence[str]) -> Any:
 
 
 def _usage_problems(mistake: CycloptsError) -> list[str]:
-    """Return where and what is wrong on the command line; of a group of options the first one that is, or all that
-    exclude each other.
+    """Return the wrong options and their problems; of a group of options the first wrong one, or all that exclude each
+    other.
     """
     if isinstance(mistake.__cause__, ValidationError):
         errors = mistake.__cause__.errors()

@@ -47,7 +47,7 @@ class RopeType(NamedTuple):
 
 @dataclass(frozen=True)
 class ExtensionOptions:
-    """What a user says of an extension: the fields of `pi_lora.scaling.extension.Extension`, which describes them."""
+    """The options of an extension: the fields of `pi_lora.scaling.extension.Extension`, which describes them."""
 
     target: int
     original: int | None = None
